@@ -1,0 +1,3 @@
+"""commopt: drop-in distributed PyTorch optimizers with compressed communication."""
+
+__version__ = "0.1.0"
