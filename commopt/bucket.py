@@ -1,0 +1,121 @@
+"""Parameters <-> flat buffers.
+
+A :class:`Bucket` packs a run of parameters end to end. Each piece of optimizer state is one flat buffer of the bucket,
+and ``state[p][name]`` is a view of it shaped like ``p``: a collective moves the flat buffer, the user sees tensors.
+
+Buckets are filled in reverse order of the parameters, which is about the order in which backward makes their gradients,
+so that a later bucket never has to wait for an earlier gradient. A bucket holds one device and one buffer dtype only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROW_MULTIPLE = 64
+"""A rank's share of a bucket is a multiple of this many elements: whole bytes of signs, whole vectors in the
+kernels."""
+
+
+def buffer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which state of a parameter of ``dtype`` is kept: float64 for float64, float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Bucket:
+    """Parameters packed end to end, and the flat buffers of their state.
+
+    Attributes:
+        params: the parameters, in packing order; each of them exactly once in one bucket.
+        world_size: ranks that share the bucket; each owns an equal chunk of every flat buffer.
+        offsets: where each of them starts in a flat buffer, in elements.
+        numel: elements in use.
+        padded: length of a flat buffer; the elements from ``numel`` on belong to no parameter and stay 0.
+        device, dtype: of every flat buffer.
+        buffers: flat buffers by name, each of ``padded`` elements.
+    """
+
+    params: list[Tensor]
+    world_size: int
+    device: torch.device = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    offsets: list[int] = field(init=False)
+    numel: int = field(init=False)
+    padded: int = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.params[0].device
+        self.dtype = buffer_dtype(self.params[0].dtype)
+        self.offsets = []
+        self.numel = 0
+        for p in self.params:
+            self.offsets.append(self.numel)
+            self.numel += p.numel()
+        multiple = 1 if self.world_size == 1 else self.world_size * ROW_MULTIPLE
+        self.padded = -(-self.numel // multiple) * multiple
+
+    def zeros(self) -> Tensor:
+        """A new flat buffer, shape (padded,), filled with zeros."""
+        return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
+        return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
+
+    def gradients(self, scale: float) -> list[Tensor]:
+        """``scale`` times the gradient of each parameter, in the buffers' dtype; zeros for one that has none.
+
+        Where nothing is to be changed, that is the gradient itself: read only.
+        """
+        out = []
+        for p in self.params:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grad = grad.to(self.dtype)
+            out.append(grad if scale == 1 else grad * scale)
+        return out
+
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """A new flat buffer, shape (padded,), with one of ``tensors`` in the place of each parameter."""
+        flat = self.zeros()
+        torch._foreach_copy_(self.views(flat), tensors)
+        return flat
+
+    def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
+        """What of each parameter lies in ``rank``'s chunk, as 1-d views of ``chunk`` (shape (padded / W,)); many are
+        empty."""
+        start = rank * chunk.numel()
+        stop = start + chunk.numel()
+        out = []
+        for o, p in zip(self.offsets, self.params):
+            low, high = max(o, start), min(o + p.numel(), stop)
+            out.append(chunk[low - start : high - start] if low < high else chunk[:0])
+        return out
+
+    def stale(self) -> bool:
+        """Whether the parameters were moved or cast since the bucket was made (``model.to(...)`` after
+        construction)."""
+        return any(p.device != self.device or buffer_dtype(p.dtype) != self.dtype for p in self.params)
+
+
+def partition(params: Iterable[Tensor], capacity: int) -> list[list[Tensor]]:
+    """Splits ``params`` into the contents of buckets of at most ``capacity`` bytes of flat buffer each.
+
+    A parameter larger than ``capacity`` gets a bucket of its own. Every rank that holds the same shapes, dtypes and
+    order gets the same split.
+    """
+    open_runs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    for p in reversed(list(dict.fromkeys(params))):
+        key = (p.device, buffer_dtype(p.dtype))
+        run = open_runs.setdefault(key, [])
+        size = sum(q.numel() for q in run) + p.numel()
+        if run and size * key[1].itemsize > capacity:
+            full.append(run)
+            run = open_runs[key] = []
+        run.append(p)
+    return full + list(open_runs.values())

@@ -1,0 +1,72 @@
+"""What a backend is: an identity and a handful of verbs on tensors that the caller has allocated.
+
+A verb starts a collective and returns :class:`Work`; nothing blocks before ``wait()``. Until then the tensors given
+belong to the backend. Every rank calls the same verbs in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Blocks (on CUDA: makes the current stream wait) until the result is there. Raises what went wrong."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The ranks that train together, and how they talk. All tensors contiguous; the same shapes and dtypes on every
+    rank."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < world_size."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """x <- mean of x over all ranks, in place, with the same bits on every rank."""
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        """Row r of ``inp`` goes to rank r; row r of ``out`` comes from rank r. Both (world_size, k)."""
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        """Row r of ``out`` (world_size, k) is rank r's ``inp`` (k,)."""
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        """x <- rank ``src``'s x, in place."""
+
+
+class Done:
+    """Work that has nothing left to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+class LocalBackend:
+    """One rank alone: every verb is a copy."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return Done()
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp)
+        return Done()
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        out[0].copy_(inp)
+        return Done()
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return Done()

@@ -1,0 +1,85 @@
+"""A backend that counts what another one sends.
+
+What a rank sends, in bytes, with W ranks and N bytes given to the verb (what bandwidth-optimal algorithms move):
+
+    all_reduce   2 (W-1) ceil(N / W)      reduce-scatter and all-gather of W equal pieces
+    all_to_all     (W-1) N / W            every row but one's own
+    all_gather     (W-1) N                one's own row, to every other rank
+    broadcast    ceil((W-1) N / W)        the mean over the ranks: W-1 copies are sent in all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from commopt.comm.backend import Backend, Work
+
+
+@dataclass
+class Tally:
+    """Bytes sent and calls made, by verb."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, verb: str, nbytes: int) -> None:
+        self.bytes[verb] = self.bytes.get(verb, 0) + nbytes
+        self.calls[verb] = self.calls.get(verb, 0) + 1
+
+    def summary(self) -> dict[str, Any]:
+        """``{"bytes": int, "calls": int, "by_verb": {verb: {"bytes": int, "calls": int}}}``."""
+        return {
+            "bytes": sum(self.bytes.values()),
+            "calls": sum(self.calls.values()),
+            "by_verb": {verb: {"bytes": self.bytes[verb], "calls": self.calls[verb]} for verb in self.bytes},
+        }
+
+
+def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that a rank sends to all-reduce ``nbytes`` with ``world_size`` ranks."""
+    return 2 * (world_size - 1) * -(-nbytes // world_size)
+
+
+class CountingBackend:
+    """``inner``, with its traffic counted in ``step`` (the last one that ended) and ``total``."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.step = Tally()
+        self.total = Tally()
+        self._running = Tally()
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    def end_step(self) -> None:
+        """Closes the count of a step: all since the last call."""
+        self.step, self._running = self._running, Tally()
+
+    def _count(self, verb: str, nbytes: int) -> None:
+        self._running.add(verb, nbytes)
+        self.total.add(verb, nbytes)
+
+    def all_reduce(self, x: Tensor) -> Work:
+        self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))
+        return self.inner.all_reduce(x)
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        self._count("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1))
+        return self.inner.all_to_all(out, inp)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        self._count("all_gather", inp.nbytes * (self.world_size - 1))
+        return self.inner.all_gather(out, inp)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        self._count("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size))
+        return self.inner.broadcast(x, src)

@@ -1,0 +1,31 @@
+"""The compressor that does nothing: for tests, for measuring what compression costs, and as a baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.compress.compressor import Compressor, align
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Sends the values as they are. Nothing is lost, so every residual stays 0."""
+
+    def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
+        return align(n * dtype.itemsize)
+
+    def compress(self, x: Tensor, wire: Tensor) -> None:
+        used = x.shape[1] * x.element_size()
+        wire[:, :used].copy_(x.view(torch.uint8))
+        wire[:, used:] = 0
+
+    def decompress(self, wire: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).copy_(wire[:, : out.shape[1] * out.element_size()])
+
+    def compress_with_feedback(self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None) -> None:
+        error.add_(x)
+        self.compress(error, wire)
+        error.zero_()

@@ -1,0 +1,85 @@
+"""Checks of what users hand in. Each raises ValueError with the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from commopt.compress import Compressor
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite int or float (and no bool)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_at_least(name: str, value: Any, low: float) -> None:
+    if not is_number(value) or value < low:
+        raise ValueError(f"{name} must be a number >= {low}, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} must be a number > 0, got {value!r}")
+
+
+def check_lr(value: Any) -> None:
+    """``value`` must be a number >= 0, or a tensor of one element that holds one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"lr as a tensor must have 1 element, got shape {tuple(value.shape)}")
+        value = value.item()
+    check_at_least("lr", value, 0)
+
+
+def check_betas(value: Any) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(is_number(b) and 0 <= b < 1 for b in value):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {value!r}")
+
+
+def check_freeze_step(value: Any) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"freeze_step must be 'auto' or an int >= 1, got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_common(compressor: Any, max_grad_norm: Any, bucket_mb: Any) -> None:
+    """The arguments that all optimizers share."""
+    if not isinstance(compressor, Compressor):
+        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+    if max_grad_norm is not None:
+        check_positive("max_grad_norm", max_grad_norm)
+    check_positive("bucket_mb", bucket_mb)
+
+
+def check_params(params: Sequence[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.dtype not in _DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+            raise ValueError(f"parameter {i} is {str(p.dtype).removeprefix('torch.')}; allowed are {allowed}")
+        if isinstance(p, DTensor) or p.layout != torch.strided:
+            raise ValueError(
+                f"parameter {i} is a {type(p).__name__} of layout {p.layout}; allowed are plain strided tensors"
+            )
+
+
+def check_gradients(params: Sequence[Tensor]) -> None:
+    for p in params:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is {p.grad.layout}; allowed are dense "
+                "gradients (torch.strided), so create embeddings with sparse=False"
+            )

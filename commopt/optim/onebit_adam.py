@@ -1,0 +1,204 @@
+"""1-bit Adam: Adam whose momentum travels as signs (Tang et al., arXiv 2102.02888, Algorithm 1).
+
+Adam is not linear in the gradient, because of its variance v. So v is learnt first, with plain Adam on averaged
+gradients; once it has settled it is frozen, and what is left, momentum SGD with a fixed scale per coordinate, is
+linear. There compression with error feedback works: what one step loses, the next one sends.
+
+    warm-up, t <= T_w:        g = mean_i g_i;   m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
+    compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_all_reduce(m_i);   v as at T_w
+    both:                     x = x (1 - lr wd) - lr / (1-b1^t) * m / (sqrt(v / (1-b2^min(t, T_w))) + eps)
+
+Where this differs from the paper and its usual implementation:
+
+* Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The clock of b2 stops with v: if it ran on, the
+  step size would grow by 1 / sqrt(1 - b2^T_w) after the switch.
+* Scales by block instead of one for the whole buffer (``Sign(block=None)`` is the nearest to the paper), and with that
+  masks: coordinates with v = 0 at the switch never had a gradient. Signs would move them by lr * scale / eps; here they
+  are found, and their momentum, residual and update stay 0.
+* ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
+  risen in between. The paper has the ratio rule; that it must not fire while v still grows from 0, nor in the warm-up
+  of lr, is ours.
+* One rank alone is plain Adam for the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import Backend, Work, compressed_all_reduce
+from commopt.compress import Compressor
+from commopt.optim import checks
+from commopt.optim.base import CommOptimizer, Step
+from commopt.optim.packed import StateBucket
+from commopt.optim.rules import adam_, frozen_adam_
+
+STABLE = 0.96
+"""How near ||v_t||_1 and ||v_{t-D}||_1 must be, as their ratio, for v to count as settled."""
+
+
+class OneBitAdam(CommOptimizer):
+    """Adam (AdamW with ``weight_decay``) that sends one bit per parameter once its variance has settled.
+
+    ::
+
+        optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)  # was torch.optim.Adam(...)
+
+    Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
+    is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
+
+    State per parameter and rank: exp_avg, exp_avg_sq, one residual of the same size and 1/W of one, in float32 (float64
+    for float64 parameters); residuals only with more than one rank.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or parameter groups; float64, float32, bfloat16 or float16.
+        lr: learning rate, >= 0; a float or a 0-d tensor, read at each step.
+        betas: decay of exp_avg and exp_avg_sq, each in [0, 1).
+        eps: added to the square root, >= 0.
+        weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
+        maximize: go up instead of down.
+        freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
+            the number then replaces "auto" in the group.
+        compressor: what is sent in the compressed phase; ``Sign()`` if None.
+        max_grad_norm: clip to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2), where ||g_i||
+            is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks and in both
+            phases. It is not below the norm of the averaged gradient (which nobody knows in the compressed phase), and
+            equals it if all g_i are equal.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0. A bucket costs one collective per step in warm-up and
+            two in the compressed phase.
+        process_group: a ProcessGroup or 1-d DeviceMesh; None is the default process group, or one rank where there
+            is none.
+        backend: a :class:`commopt.comm.Backend` instead.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
+            settings.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        freeze_step: int | Literal["auto"] = "auto",
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float = 25.0,
+        process_group: Any = None,
+        backend: Backend | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "freeze_step": freeze_step,
+            "variance_norm": 0.0,  # of the auto rule: ||v||_1 and lr when it last looked
+            "variance_lr": 0.0,
+        }
+        super().__init__(
+            params,
+            defaults,
+            compressor=compressor,
+            max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb,
+            process_group=process_group,
+            backend=backend,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_lr(group["lr"])
+        checks.check_betas(group["betas"])
+        checks.check_at_least("eps", group["eps"], 0)
+        checks.check_at_least("weight_decay", group["weight_decay"], 0)
+        checks.check_bool("maximize", group["maximize"])
+        checks.check_freeze_step(group["freeze_step"])
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        bucket.buffers["exp_avg"] = bucket.zeros()
+        bucket.buffers["exp_avg_sq"] = bucket.zeros()
+
+    def phase_of(self, group: dict[str, Any]) -> str:
+        """ "plain" on one rank, else "warmup" up to step freeze_step, then "compressed"."""
+        if self.backend.world_size == 1:
+            return "plain"
+        frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
+        return "compressed" if frozen else "warmup"
+
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
+        if self.phase_of(group) == "compressed":
+            yield from self._share_momentum(bucket, group, now)
+            frozen_adam_(*self._operands(bucket, moving, variance_moves=False), group)
+            return
+        grads = bucket.gradients(now.scale)
+        if now.average:
+            flat = bucket.pack(grads)
+            yield self.backend.all_reduce(flat)
+            grads = bucket.views(flat)
+        if bucket.feedback is not None:
+            bucket.feedback.live = None
+        params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, moving, variance_moves=True)
+        adam_(params, [grads[i] for i in moving], exp_avgs, exp_avg_sqs, clocks, group)
+
+    def _share_momentum(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """m_i = b1 m + (1-b1) g_i, then m = their mean, compressed."""
+        beta1 = group["betas"][0]
+        momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
+        assert feedback is not None
+        here = [(m, p.grad) for m, p in zip(bucket.views(momentum), bucket.params) if p.grad is not None]
+        for m, p in zip(bucket.views(momentum), bucket.params):
+            if p.grad is None:  # a gradient of 0
+                m.mul_(beta1)
+        ops.momentum_([m for m, _ in here], [g for _, g in here], beta1, (1 - beta1) * now.scale)
+        if feedback.live is None:
+            feedback.live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], feedback.live)
+        yield from compressed_all_reduce(momentum, feedback, self.compressor, self.backend)
+
+    def _operands(
+        self, bucket: StateBucket, which: list[int], variance_moves: bool
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
+        """x, m, v and the clocks of the parameters ``which``, after the clocks have ticked."""
+        params = [bucket.params[i] for i in which]
+        states = [self.state[p] for p in params]
+        for s in states:
+            s["step"] += 1
+            if variance_moves:
+                s["variance_step"] += 1
+        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
+        return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
+
+    def after_step(self) -> None:
+        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
+        due = [
+            group
+            for group in self.param_groups
+            if self.phase_of(group) == "warmup"
+            and group["freeze_step"] == "auto"
+            and group["step"] % round(1 / (1 - group["betas"][1])) == 0
+        ]
+        if not due or not self.buckets:
+            return
+        groups = self.group_of()
+        norms = torch.zeros(len(due), dtype=torch.float64, device=self.buckets[0].device)
+        for bucket in self.buckets:
+            for i, group in enumerate(due):
+                if groups[id(bucket.params[0])] is group:
+                    norms[i] += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64)
+        self.backend.all_reduce(norms).wait()  # equal already, but for the order of summation; the decision must be
+        for group, norm in zip(due, norms.tolist()):
+            before, lr_before = group["variance_norm"], group["variance_lr"]
+            group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
+            settled = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
+            if settled and group["variance_lr"] <= lr_before:
+                group["freeze_step"] = group["step"]

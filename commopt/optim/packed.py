@@ -1,0 +1,261 @@
+"""A torch optimizer whose state lives in the flat buffers of buckets.
+
+The buffers are canonical; ``state[p][name]`` are views of them, of the buffers' dtype (float32, or float64 for float64
+parameters) whatever the parameter's. State is complete at construction and has the same keys on every rank, because
+tools that save and restore optimizers look at fresh ones. Loading copies into the buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.bucket import Bucket, partition
+from commopt.comm import CountingBackend, resolve_backend
+from commopt.compress import Compressor, Feedback
+from commopt.optim.state import MERGED, RANK_LOCAL
+
+logger = logging.getLogger("commopt")
+
+CLOCKS = ("step", "variance_step")
+"""0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
+
+ORIGIN = ("residual_rank", "residual_world_size", "residual_bucket_mb")
+"""Keys in the groups of a state dict that say whose residuals it holds; a rank of -1 stands for all ranks together."""
+
+Origin = tuple[int, int, float]
+
+
+@dataclass
+class StateBucket(Bucket):
+    """A bucket with the residuals of its compressed all-reduce (None on one rank, which compresses nothing)."""
+
+    feedback: Feedback | None = field(init=False, default=None)
+
+
+class PackedOptimizer(torch.optim.Optimizer):
+    """State in buckets, saved and loaded without loss. Says nothing about steps."""
+
+    backend: CountingBackend
+    compressor: Compressor
+    max_grad_norm: float | None
+    bucket_mb: float
+    skipped_steps: int
+    buckets: list[StateBucket]
+
+    residual_of = "exp_avg"
+    """Name of the flat buffer whose compression leaves the residuals."""
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        """Makes the flat buffers of a new bucket."""
+        raise NotImplementedError
+
+    def group_of(self) -> dict[int, dict[str, Any]]:
+        """The parameter group of each parameter, by its id."""
+        return {id(p): group for group in self.param_groups for p in group["params"]}
+
+    # buckets ----------------------------------------------------------------------------------------------------------
+
+    def make_buckets(self, group: dict[str, Any]) -> None:
+        """Packs the parameters of a group and makes their state, all zeros."""
+        world = self.backend.world_size
+        for run in partition(group["params"], int(self.bucket_mb * 2**20)):
+            bucket = StateBucket(run, world)
+            self.init_bucket(bucket)
+            if world > 1:
+                bucket.feedback = Feedback.zeros(bucket.padded, world, bucket.dtype, bucket.device)
+            self.buckets.append(bucket)
+            self._alias_state(bucket)
+
+    def _alias_state(self, bucket: StateBucket) -> None:
+        views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
+        if bucket.feedback is not None:
+            views["worker_error"] = bucket.views(bucket.feedback.worker)
+            views["server_error"] = bucket.shares(bucket.feedback.server, self.backend.rank)
+        for i, p in enumerate(bucket.params):
+            self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
+            self.state[p].update({name: tensors[i] for name, tensors in views.items()})
+
+    def follow_moved_parameters(self) -> None:
+        """Moves the state after parameters that were moved or cast since (``model.to(...)`` after construction)."""
+        if any(bucket.stale() for bucket in self.buckets):
+            self._rebuild(self.state, self._origin())
+
+    def _rebuild(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        self.state = defaultdict(dict)
+        self.buckets = []
+        for group in self.param_groups:
+            self.make_buckets(group)
+        self._fill(state, origin)
+
+    # saving -----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, as copies. Communicates nothing.
+
+        ``worker_error`` and ``server_error`` are this rank's own; ``residual_rank``, ``residual_world_size`` and
+        ``residual_bucket_mb`` in the groups say whose, and how they were laid out. :mod:`commopt.optim.state` has how to save those of all ranks, and the rest once.
+        """
+        out = super().state_dict()
+        for key, entry in out["state"].items():
+            # a view would be saved with the whole flat buffer behind it
+            out["state"][key] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
+        if self.backend.world_size > 1:
+            for group in out["param_groups"]:
+                group.update(zip(ORIGIN, self._origin()))
+        return out
+
+    # loading ----------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
+
+        Copies into the buffers and keeps their dtypes. Residuals of another rank or world size start again from zero,
+        with one warning; replicas stay identical in any case.
+
+        Raises:
+            ValueError: if groups, parameters or shapes do not match; nothing is changed then.
+        """
+        incoming: dict[str, Any] = {}
+
+        def take_state(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            # Runs after the user's own hooks. torch would cast state to the dtype of the parameters, so it gets none.
+            self._check_incoming(given)
+            incoming.update(given)
+            return {**given, "state": {}}
+
+        hook = self.register_load_state_dict_pre_hook(take_state)
+        self._incoming = incoming
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            del self._incoming
+
+    def _check_incoming(self, given: dict[str, Any]) -> None:
+        ids = [i for group in given["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(ids) != len(params):
+            return  # torch raises, and says why
+        for i, p in zip(ids, params):
+            for name, mine in self.state[p].items():
+                value = given["state"].get(i, {}).get(name)
+                if name in RANK_LOCAL or not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
+                    continue
+                if value.shape != mine.shape:
+                    raise ValueError(
+                        f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
+                        f"has shape {tuple(p.shape)}: it is the state of another model"
+                    )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over what load_state_dict, unpickling or copying brings."""
+        if not hasattr(self, "_incoming"):
+            self._unpickle(dict(state))
+            return
+        self.__dict__["param_groups"] = state["param_groups"]
+        ids = [i for group in self._incoming["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._fill({p: self._incoming["state"].get(i, {}) for i, p in zip(ids, params)}, self._pop_origin())
+
+    def _origin(self) -> Origin:
+        return (self.backend.rank, self.backend.world_size, self.bucket_mb)
+
+    def _pop_origin(self) -> Origin | None:
+        origin = None
+        for group in self.param_groups:
+            found = [group.pop(key, None) for key in ORIGIN]
+            if None not in found:
+                origin = tuple(found)
+        return origin
+
+    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        """Copies ``state`` into the buffers; what it lacks starts from zero."""
+        for bucket in self.buckets:
+            if bucket.feedback is not None:
+                bucket.feedback.live = None
+            for p in bucket.params:
+                self._fill_one(self.state[p], state.get(p, {}))
+        for group in self.param_groups:
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
+            if not group["step"]:  # the state of a plain Adam counts by parameter only
+                group["step"] = int(max((self.state[p]["step"] for p in group["params"]), default=0))
+        self._fill_residuals(state, origin)
+
+    @staticmethod
+    def _fill_one(mine: dict[str, Tensor], entry: dict[str, Any]) -> None:
+        for name, tensor in mine.items():
+            if name in RANK_LOCAL:
+                continue
+            if name in entry:
+                tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
+            else:
+                tensor.zero_()
+        if "variance_step" not in entry:  # the state of a plain Adam, whose second moment never stopped
+            mine["variance_step"].copy_(mine["step"])
+
+    def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        here = self._origin()
+        dropped = False
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.params):
+                worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
+                if worker is None or server is None:
+                    worker = server = torch.zeros(())
+                elif origin is not None and origin[0] == MERGED:
+                    worker, server = self._take_share(bucket, i, worker, server)
+                elif origin != here or server.numel() != self.state[p]["server_error"].numel():
+                    dropped = dropped or bool(worker.any()) or bool(server.any())
+                    worker = server = torch.zeros(())
+                if bucket.feedback is not None:
+                    self.state[p]["worker_error"].copy_(worker)
+                    self.state[p]["server_error"].copy_(server)
+        if dropped:
+            logger.warning(
+                "%s: the loaded residuals belong to (rank, world size, bucket_mb) %s, not to %s; they start again from 0. "
+                "Save those of every rank (commopt.optim.split_state_dict) to keep them.",
+                type(self).__name__, origin, here,
+            )  # fmt: skip
+
+    def _take_share(self, bucket: StateBucket, i: int, worker: Tensor, server: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's share of the residuals of all ranks of another world: the mean of the worker's, its chunk of the
+        server's."""
+        p = bucket.params[i]
+        if bucket.feedback is None:  # one rank compresses no more: what was owed is paid at once
+            self.state[p][self.residual_of].add_(worker.to(bucket.device)).add_(server.to(bucket.device).view(p.shape))
+            return worker, server
+        chunk = bucket.feedback.server.numel()
+        start = min(max(self.backend.rank * chunk - bucket.offsets[i], 0), p.numel())
+        return worker, server[start : start + self.state[p]["server_error"].numel()]
+
+    # pickling and copying ---------------------------------------------------------------------------------------------
+
+    _SETTINGS = ("compressor", "max_grad_norm", "bucket_mb", "skipped_steps", "defaults", "param_groups")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""
+        state = {p: {k: v.clone() for k, v in entry.items()} for p, entry in self.state.items()}
+        return {**{k: getattr(self, k) for k in self._SETTINGS}, "state": state, "origin": self._origin()}
+
+    def _unpickle(self, state: dict[str, Any]) -> None:
+        tensors, origin = state.pop("state"), state.pop("origin")
+        self.backend = CountingBackend(state.pop("backend", None) or resolve_backend())
+        self._attachment = None
+        self._reported_equal = False
+        self._ready = True
+        super().__setstate__(state)
+        self._rebuild(tensors, origin)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.backend.inner})
+        return new

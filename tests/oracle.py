@@ -1,0 +1,102 @@
+"""1-bit Adam on plain lists of Python floats, straight from the paper. Slow, obvious, and shares no code with commopt.
+
+Blocks, masks and the layout of the flat buffer are part of the oracle, because scales depend on them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+
+def float32(x: float) -> float:
+    """``x`` rounded to the nearest float32."""
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
+def compress(z: list[float], block: int | None, norm: str, live: list[bool]) -> list[float]:
+    """What the receiver of one row decodes: +-s by block, with s over the live elements of the block; 0 where dead."""
+    out: list[float] = []
+    size = block or max(len(z), 1)
+    for start in range(0, len(z), size):
+        part, alive = z[start : start + size], live[start : start + size]
+        kept = [v for v, a in zip(part, alive) if a]
+        if not kept:
+            scale = 0.0
+        elif norm == "l2":
+            scale = float32(math.sqrt(math.fsum(v * v for v in kept) / len(kept)))
+        else:
+            scale = float32(math.fsum(abs(v) for v in kept) / len(kept))
+        out += [(scale if v >= 0 else -scale) if a else 0.0 for v, a in zip(part, alive)]
+    return out
+
+
+class OneBitAdamOracle:
+    """All ranks of a run at once, on one flat buffer of ``size`` real elements padded to ``world * rows``.
+
+    Args:
+        x: initial parameters, flat, in the order of the buffer.
+        world: number of ranks W.
+        freeze: T_w.
+        row_multiple: the padded length is a multiple of W times this.
+        block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
+    """
+
+    def __init__(
+        self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
+        row_multiple: int, block: int | None, norm: str | None,
+    ) -> None:  # fmt: skip
+        self.size, self.world, self.freeze = len(x), world, freeze
+        self.row = -(-len(x) // (world * row_multiple)) * row_multiple
+        total = self.row * world
+        self.x = list(x)
+        self.m, self.v = [0.0] * total, [0.0] * total
+        self.worker = [[0.0] * total for _ in range(world)]
+        self.server = [[0.0] * self.row for _ in range(world)]
+        self.t = 0
+        self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
+        self.block, self.norm = block, norm
+
+    def _send(self, z: list[float], live: list[bool]) -> list[float]:
+        if self.norm is None:
+            return [v if a else 0.0 for v, a in zip(z, live)]
+        return compress(z, self.block, self.norm, live)
+
+    def step(self, grads: list[list[float]]) -> None:
+        """One step on the gradients of each rank, flat, each of ``size`` elements."""
+        self.t += 1
+        pad = [0.0] * (len(self.m) - self.size)
+        grads = [list(g) + pad for g in grads]
+        if self.t <= self.freeze:
+            for j in range(self.size):
+                g = sum(grad[j] for grad in grads) / self.world
+                self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
+                self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
+        else:
+            self._compressed(grads)
+        c1 = 1 - self.b1**self.t
+        c2 = 1 - self.b2 ** min(self.t, self.freeze)
+        for j in range(self.size):
+            self.x[j] *= 1 - self.lr * self.wd
+            if self.v[j] > 0 or self.t <= self.freeze:
+                self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)
+
+    def _compressed(self, grads: list[list[float]]) -> None:
+        live = [v != 0 for v in self.v]
+        rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.world)]
+        sent = []  # sent[i][r]: what rank r decodes of rank i's row r
+        for i, grad in enumerate(grads):
+            z = [self.b1 * m + (1 - self.b1) * g + e for m, g, e in zip(self.m, grad, self.worker[i])]
+            z = [v if a else 0.0 for v, a in zip(z, live)]
+            sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
+            flat = [q for part in sent[-1] for q in part]
+            self.worker[i] = [a - b for a, b in zip(z, flat)]
+        for r, row in enumerate(rows):
+            alive = [live[j] for j in row]
+            # divided before it is summed: scales are float32, so that a sum of few of them often lies half way between two
+            y = [sum(sent[i][r][k] / self.world for i in range(self.world)) + self.server[r][k] for k in range(self.row)]
+            y = [v if a else 0.0 for v, a in zip(y, alive)]
+            q = self._send(y, alive)
+            self.server[r] = [a - b for a, b in zip(y, q)]
+            for j, value in zip(row, q):
+                self.m[j] = value

@@ -1,0 +1,44 @@
+"""Imports go one way: ops <- bucket <- compress <- comm <- optim <- attach <- train <- cli."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import commopt
+
+ROOMS = ["ops", "bucket", "compress", "comm", "optim", "attach", "train", "cli"]
+PACKAGE = Path(commopt.__file__).parent
+
+
+def imported_rooms(source: str) -> set[str]:
+    """Rooms of commopt that ``source`` imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("commopt.")}
+    return found
+
+
+def test_no_room_imports_one_above_it():
+    seen = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room not in ROOMS:
+            assert room in ("__init__", "__main__"), f"{path} is in no room"
+            continue
+        seen.add(room)
+        for other in imported_rooms(path.read_text()) & set(ROOMS):
+            assert ROOMS.index(other) <= ROOMS.index(room), f"{path} imports {other}"
+    assert seen == set(ROOMS)
+
+
+def test_an_upward_import_would_be_seen():
+    assert imported_rooms("def f():\n    from commopt.optim.base import CommOptimizer") == {"optim"}
+    assert imported_rooms("from commopt import ops") == {"ops"}
+    assert imported_rooms("import commopt.train.loop as x") == {"train"}

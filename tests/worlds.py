@@ -1,0 +1,120 @@
+"""Worlds and models that the tests share. Every toy model has a dead layer, a scalar, a tied weight and rows without use."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from commopt.comm import ThreadBackend, ThreadWorld
+
+
+def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any]) -> list[Any]:
+    """``fn(backend)`` on every rank of a world of threads; the results by rank."""
+    return ThreadWorld(world_size).run(fn)
+
+
+class Toy(nn.Module):
+    """A small language model with everything that has ever broken an optimizer of this kind.
+
+    A dead layer (used, but with zero gradient), a scalar, an embedding tied to the output with rows that never occur,
+    a table of positions whose rows from 6 on are never used, an empty parameter, a frozen one, and one that is never used.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def param(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * 0.3)
+
+        self.embedding = param(17, 5)
+        self.positions = param(11, 5)
+        self.weight = param(5, 5)
+        self.bias = param(5)
+        self.gain = param()
+        self.dead = param(5, 3)
+        self.empty = nn.Parameter(torch.zeros(0, 4, dtype=dtype))
+        self.unused = param(3, 2)
+        self.frozen = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean negative log-likelihood of the next token. tokens: (batch, 7) int64."""
+        x = self.embedding[tokens[:, :-1]] + self.positions[: tokens.shape[1] - 1]
+        x = torch.tanh(x @ self.weight + self.bias) * self.gain + (x @ self.dead).sum(-1, keepdim=True) * 0
+        logits = x @ self.embedding.t()[:, :13]  # rows 13 ... 16 are never predicted, nor ever given
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(step: int, rank: int, world_size: int, batch: int = 4) -> Tensor:
+    """Rank ``rank``'s share of the batch of ``step``: the same global batch for every world size that divides 12."""
+    whole = torch.randint(0, 13, (12 * batch // 4, 7), generator=torch.Generator().manual_seed(1000 + step))
+    return whole[rank::world_size]
+
+
+def backward(model: Toy, step: int, rank: int, world_size: int) -> None:
+    model.zero_grad()
+    model(tokens(step, rank, world_size)).backward()
+
+
+def train(model: Toy, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
+    for step in steps:
+        backward(model, step, rank, world_size)
+        optimizer.step()
+
+
+def params_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Equal to the last bit, NaN and sign of zero included."""
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+        if x.numel()
+        else x.shape == y.shape
+        for x, y in zip(a, b)
+    )
+
+
+def tensors_in(state_dict: dict[str, Any]) -> list[Tensor]:
+    return [v for entry in state_dict["state"].values() for v in entry.values() if isinstance(v, Tensor)]
+
+
+def clone(value: Any) -> Any:
+    return copy.deepcopy(value)
+
+
+def _process_main(rank: int, world_size: int, port: int, fn: Callable[..., Any], folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    try:
+        result: Any = fn(rank, world_size)
+    except BaseException:
+        result = RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")
+    torch.save(result, os.path.join(folder, str(rank)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
+    """``fn(rank, world_size)`` (a function of a module) in processes over Gloo; the results by rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process_main, (world_size, port, fn, folder), nprocs=world_size)
+        results = [torch.load(os.path.join(folder, str(r)), weights_only=False) for r in range(world_size)]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
