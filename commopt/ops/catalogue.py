@@ -1,0 +1,55 @@
+"""The operator catalogue: the name, the schema and the fake of every operator of the ``commopt`` namespace.
+
+A provider is a function with the signature of the schema, registered for a device by
+``torch.library.register_kernel``. The reference serves every device that has no provider of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference
+
+SCHEMAS = {
+    "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
+    "sign_compress_with_feedback": (
+        "(Tensor x, Tensor(a!) error, Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
+    ),
+    "sign_decompress": "(Tensor wire, Tensor(a!) out, int block) -> ()",
+    "sign_decompress_mean": "(Tensor wire, Tensor(a!) out, int block) -> ()",
+    "pack_nonzero": "(Tensor x, Tensor(a!) bits) -> ()",
+    "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",
+    "square_sum": "(Tensor[] xs) -> Tensor",
+    "momentum_": "(Tensor(a!)[] ms, Tensor[] gs, float beta, float alpha) -> ()",
+    "frozen_adam_apply_": (
+        "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "
+        "float[] sqrt_bias_corrections2, float eps, float decay) -> ()"
+    ),
+}
+
+PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
+"""Which provider serves each operator on each device: {operator: {device: provider}}."""
+
+
+def register(name: str, device: str, provider: str, function: Callable[..., Any]) -> None:
+    """Makes ``function`` the kernel of operator ``name`` on ``device``; "default" is every device without its own."""
+    torch.library.register_kernel(f"commopt::{name}", None if device == "default" else device, function)
+    PROVIDERS[name][device] = provider
+
+
+def _fake_in_place(*_: Any) -> None:
+    """Operators that only write into their arguments have no output to describe."""
+
+
+def _fake_square_sum(xs: list[Tensor]) -> Tensor:
+    return xs[0].new_empty((), dtype=torch.float64)
+
+
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"commopt::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.register_fake(f"commopt::{_name}", _fake_square_sum if _name == "square_sum" else _fake_in_place)
+    register(_name, "default", "reference", getattr(reference, _name))

@@ -1,0 +1,149 @@
+"""Every operator in plain PyTorch: the provider on any device, and the oracle of the native ones.
+
+Written to be read. Speed is the native providers' business, but temporaries stay of the order of the input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PIECE = 2**20
+"""Elements that the parameter update works on at a time, so that its temporaries stay small."""
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """(..., n) bool -> (..., ceil(n / 8)) uint8, least significant bit first; unused bits are 0."""
+    n = mask.shape[-1]
+    octets = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (octets * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    """(..., ceil(n / 8)) uint8 -> (..., n) bool: the inverse of :func:`pack_bits`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
+
+
+def _per_block(x: Tensor, block: int) -> list[Tensor]:
+    """(r, n) as views (r, whole blocks, block) and (r, 1, rest); empty ones are left out."""
+    whole = x.shape[1] // block * block
+    views = [x[:, :whole].unflatten(1, (-1, block))] if whole else []
+    return [*views, x[:, whole:].unsqueeze(1)] if whole < x.shape[1] else views
+
+
+def _spread(scales: Tensor, n: int, block: int) -> Tensor:
+    """(r, nblocks) -> (r, n): to each element the scale of its block."""
+    return scales.repeat_interleave(block, dim=1)[:, :n] if scales.shape[1] > 1 else scales.expand(-1, n)
+
+
+def _scales(z: Tensor, mask: Tensor | None, block: int, norm: int) -> Tensor:
+    """(r, nblocks) float32: root mean square or mean magnitude of the live elements of each block, 0 where none."""
+    out = []
+    masks = [None] * 2 if mask is None else _per_block(mask, block)
+    for part, live in zip(_per_block(z, block), masks):
+        total = torch.linalg.vector_norm(part, norm, dim=-1, dtype=torch.float64)
+        count = part.shape[-1] if live is None else live.sum(-1).clamp(min=1)
+        out.append((total * total / count).sqrt() if norm == 2 else total / count)
+    return torch.cat(out, dim=1).float()
+
+
+def _encode(z: Tensor, mask: Tensor | None, wire: Tensor, block: int, norm: int) -> Tensor:
+    """Writes C[z] to ``wire``; returns the scale of each element, (r, n), as it is on the wire."""
+    n = z.shape[1]
+    scales = _scales(z, mask, block, norm)
+    plus = z >= 0 if mask is None else (z >= 0) & mask
+    head = 4 * scales.shape[1]
+    tail = head + (n + 7) // 8
+    wire[:, :head] = scales.view(torch.uint8)
+    wire[:, head:tail] = pack_bits(plus)
+    wire[:, tail:] = 0
+    return _spread(scales.to(z.dtype), n, block)
+
+
+def sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
+    if x.numel() == 0:
+        return
+    mask = None if live is None else unpack_bits(live, x.shape[1])
+    _encode(x if mask is None else x.where(mask, 0), mask, wire, block or x.shape[1], norm)
+
+
+def sign_compress_with_feedback(
+    x: Tensor, error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+) -> None:
+    if x.numel() == 0:
+        return
+    mask = None if live is None else unpack_bits(live, x.shape[1])
+    z = x + error if mask is None else (x + error).where(mask, 0)
+    s = _encode(z, mask, wire, block or x.shape[1], norm)
+    residual = torch.where(z >= 0, z - s, z + s)
+    error.copy_(residual if mask is None else residual.where(mask, 0))
+
+
+def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
+    """(r, nbytes) -> (r, n) of ``dtype``: each element's +-scale / world, where the quotient is rounded in ``dtype``."""
+    head = 4 * (-(-n // block))
+    scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
+    share = _spread(scales if world == 1 else scales / world, n, block)
+    return torch.where(unpack_bits(wire[:, head : head + (n + 7) // 8], n), share, -share)
+
+
+def sign_decompress(wire: Tensor, out: Tensor, block: int) -> None:
+    if out.numel():
+        out.copy_(_decode(wire, out.shape[1], block or out.shape[1], out.dtype))
+
+
+def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
+    n, world = out.shape[0], wire.shape[0]
+    if n == 0:
+        return
+    for rank in range(world):  # in rank order, so that the rounding is the same on every rank
+        share = _decode(wire[rank : rank + 1], n, block or n, out.dtype, world)[0]
+        if rank == 0:
+            out.copy_(share)
+        else:
+            out.add_(share)
+
+
+def pack_nonzero(x: Tensor, bits: Tensor) -> None:
+    bits.copy_(pack_bits(x != 0))
+
+
+def zero_dead_(x: Tensor, bits: Tensor) -> None:
+    x.masked_fill_(~unpack_bits(bits, x.shape[0]), 0)
+
+
+def square_sum(xs: list[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=xs[0].device)
+    for x in xs:
+        # A norm accumulates without a float64 copy of x; squaring it back keeps inf and NaN.
+        total += torch.linalg.vector_norm(x, 2, dtype=torch.float64).square()
+    return total
+
+
+def momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
+    for m, g in zip(ms, gs):
+        m.mul_(beta).add_(g, alpha=alpha)
+
+
+def frozen_adam_apply_(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+) -> None:
+    for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
+        if p.is_contiguous() and m.is_contiguous() and v.is_contiguous():
+            pieces = zip(p.view(-1).split(PIECE), m.view(-1).split(PIECE), v.view(-1).split(PIECE))
+        else:
+            pieces = zip((p,), (m,), (v,))
+        for p_, m_, v_ in pieces:
+            update = v_.sqrt().div_(correction).add_(eps)
+            torch.div(m_, update, out=update)
+            update.mul_(step_size).masked_fill_(v_ == 0, 0)
+            # Not p.mul_().sub_(): a half-precision p would be rounded twice.
+            p_.copy_((p_.to(torch.promote_types(p.dtype, m.dtype)) * decay).sub_(update))

@@ -1,0 +1,74 @@
+// Chooses the instruction set, once, when the library is loaded.
+#include <cstring>
+
+#include "kernels.hpp"
+
+// Changes with every signature of an exported function; commopt/ops/native.py states the same number.
+#define COMMOPT_ABI_VERSION 1
+
+namespace commopt {
+namespace {
+
+struct Choice {
+    const char* name;
+    const Kernels* kernels;
+    bool supported;
+};
+
+bool has_avx512() {
+#if COMMOPT_X86
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return false;
+#endif
+}
+
+bool has_avx2() {
+#if COMMOPT_X86
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
+#else
+    return false;
+#endif
+}
+
+// Best first.
+const Choice choices[] = {
+#if COMMOPT_X86
+    {"avx512", &kernels_avx512, has_avx512() && has_avx2()},
+    {"avx2", &kernels_avx2, has_avx2()},
+#endif
+    {"plain", &kernels_plain, true},
+};
+
+// name "" is the best that is supported; null where there is none of that name.
+const Choice* find(const char* name) {
+    for (const Choice& choice : choices) {
+        if (choice.supported && (*name == '\0' || std::strcmp(name, choice.name) == 0)) return &choice;
+    }
+    return nullptr;
+}
+
+const Choice* chosen = find("");
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen->kernels; }
+
+}  // namespace commopt
+
+extern "C" {
+
+int commopt_abi_version() { return COMMOPT_ABI_VERSION; }
+
+const char* commopt_isa() { return commopt::chosen->name; }
+
+// Returns 1, or 0 and changes nothing where this machine has no instruction set of that name. Not for use while another
+// thread is in a kernel.
+int commopt_use_isa(const char* name) {
+    const commopt::Choice* choice = commopt::find(name);
+    if (choice == nullptr) return 0;
+    commopt::chosen = choice;
+    return 1;
+}
+}

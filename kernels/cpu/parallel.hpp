@@ -1,0 +1,27 @@
+// Threads: independent tasks, or none of it where the work is small.
+#pragma once
+
+#include <cstdint>
+
+namespace commopt {
+
+// Elements below which a second thread does not pay. Entering an OpenMP region costs microseconds at best, and
+// hundreds where its threads have gone to sleep or the cores are busy.
+constexpr int64_t kWorkPerThread = 1 << 16;
+
+// Calls run(task) for each task in [0, tasks). work: how many elements all of them touch. What a task computes may not
+// depend on the thread that runs it, so that results do not depend on the number of threads.
+template <class Run>
+void parallel_for(int64_t tasks, int64_t work, int threads, const Run& run) {
+    int64_t team = threads;
+    if (team > tasks) team = tasks;
+    if (team > work / kWorkPerThread) team = work / kWorkPerThread;
+    if (team <= 1) {
+        for (int64_t task = 0; task < tasks; ++task) run(task);
+        return;
+    }
+#pragma omp parallel for num_threads(int(team)) schedule(static)
+    for (int64_t task = 0; task < tasks; ++task) run(task);
+}
+
+}  // namespace commopt

@@ -1,0 +1,197 @@
+// The scaled sign over rows and blocks. The wire format is stated in commopt/ops/__init__.py.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.hpp"
+#include "parallel.hpp"
+
+namespace commopt {
+namespace {
+
+// Elements that one call of a kernel works on, so that what its first pass wrote is in cache for the second. Longer
+// blocks are cut at multiples of it: partial sums are added in order, whoever computed them.
+constexpr int64_t kChunk = 1 << 14;
+
+// Outputs from this size on (in floats) would only push other data out of the caches.
+constexpr int64_t kStream = 1 << 23;
+
+struct Layout {
+    int64_t rows, n, block, nblocks, nbytes;
+
+    Layout(int64_t rows_, int64_t n_, int64_t block_) : rows(rows_), n(n_), block(block_ ? block_ : n_) {
+        nblocks = (n + block - 1) / block;
+        nbytes = (4 * nblocks + (n + 7) / 8 + 15) / 16 * 16;
+    }
+    int64_t block_size(int64_t b) const { return b + 1 < nblocks ? block : n - b * block; }
+    int64_t mask_bytes() const { return (n + 7) / 8; }
+    int64_t signs() const { return 4 * nblocks; }
+};
+
+float scale_of(Partial total, int norm) {
+    if (total.count == 0) return 0.0f;
+    const double mean = total.sum / double(total.count);
+    return float(norm == 2 ? std::sqrt(mean) : mean);
+}
+
+void put_scale(uint8_t* row, int64_t block, float s) { std::memcpy(row + 4 * block, &s, 4); }
+
+float get_scale(const uint8_t* row, int64_t block) {
+    float s;
+    std::memcpy(&s, row + 4 * block, 4);
+    return s;
+}
+
+struct Compression {
+    Layout at;
+    const float* x;
+    float* error;  // null without feedback
+    uint8_t* wire;
+    const uint8_t* live;  // null: all
+    int norm, threads;
+    const Kernels& k = kernels();
+
+    float* error_at(int64_t row, int64_t i) const { return error ? error + row * at.n + i : nullptr; }
+    const uint8_t* live_at(int64_t row, int64_t i) const { return live ? live + row * at.mask_bytes() + i / 8 : nullptr; }
+    uint8_t* row(int64_t r) const { return wire + r * at.nbytes; }
+
+    Partial encode(int64_t r, int64_t i, int64_t n) const {
+        return k.encode(x + r * at.n + i, error_at(r, i), live_at(r, i), row(r) + at.signs() + i / 8, n, norm);
+    }
+    void residual(int64_t r, int64_t i, int64_t n, float s) const {
+        if (error) k.residual(error_at(r, i), live_at(r, i), s, n);
+    }
+
+    // Blocks that fit into the cache: both passes over one before the next.
+    void small_blocks() const {
+        const int64_t group = kChunk / at.block;
+        const int64_t blocks = at.rows * at.nblocks;
+        parallel_for((blocks + group - 1) / group, at.rows * at.n, threads, [&](int64_t task) {
+            const int64_t end = (task + 1) * group < blocks ? (task + 1) * group : blocks;
+            for (int64_t g = task * group; g < end; ++g) {
+                const int64_t r = g / at.nblocks, b = g % at.nblocks, n = at.block_size(b);
+                const float s = scale_of(encode(r, b * at.block, n), norm);
+                put_scale(row(r), b, s);
+                residual(r, b * at.block, n, s);
+            }
+        });
+    }
+
+    // Larger ones: first all sums, then all residuals.
+    int large_blocks() const {
+        const int64_t per_block = (at.block + kChunk - 1) / kChunk;
+        const int64_t blocks = at.rows * at.nblocks, chunks = blocks * per_block;
+        Partial* partials = static_cast<Partial*>(std::malloc(size_t(chunks) * sizeof(Partial)));
+        if (partials == nullptr) return 1;
+        const auto on_chunk = [&](int64_t chunk, auto&& use) {
+            const int64_t g = chunk / per_block, r = g / at.nblocks, b = g % at.nblocks;
+            const int64_t start = chunk % per_block * kChunk, left = at.block_size(b) - start;
+            if (left > 0) use(r, b, b * at.block + start, left < kChunk ? left : kChunk);
+        };
+        parallel_for(chunks, at.rows * at.n, threads, [&](int64_t chunk) {
+            partials[chunk] = {0.0, 0};
+            on_chunk(chunk, [&](int64_t r, int64_t, int64_t i, int64_t n) { partials[chunk] = encode(r, i, n); });
+        });
+        for (int64_t g = 0; g < blocks; ++g) {
+            Partial total = {0.0, 0};
+            for (int64_t c = g * per_block; c < (g + 1) * per_block; ++c) {
+                total.sum += partials[c].sum;
+                total.count += partials[c].count;
+            }
+            put_scale(row(g / at.nblocks), g % at.nblocks, scale_of(total, norm));
+        }
+        std::free(partials);
+        if (error == nullptr) return 0;
+        parallel_for(chunks, at.rows * at.n, threads, [&](int64_t chunk) {
+            on_chunk(chunk, [&](int64_t r, int64_t b, int64_t i, int64_t n) { residual(r, i, n, get_scale(row(r), b)); });
+        });
+        return 0;
+    }
+
+    int run() const {
+        for (int64_t r = 0; r < at.rows; ++r) {
+            const int64_t used = at.signs() + at.mask_bytes();
+            std::memset(row(r) + used, 0, size_t(at.nbytes - used));
+        }
+        if (at.block > kChunk) return large_blocks();
+        small_blocks();
+        return 0;
+    }
+};
+
+// Calls use(block, start, n) for each run of one block in chunk number c of a row.
+template <class Use>
+void runs_of_chunk(const Layout& at, int64_t c, const Use& use) {
+    const int64_t end = (c + 1) * kChunk < at.n ? (c + 1) * kChunk : at.n;
+    for (int64_t i = c * kChunk; i < end;) {
+        const int64_t b = i / at.block, stop = (b + 1) * at.block < end ? (b + 1) * at.block : end;
+        use(b, i, stop - i);
+        i = stop;
+    }
+}
+
+}  // namespace
+}  // namespace commopt
+
+using namespace commopt;
+
+extern "C" {
+
+int commopt_sign_compress(const float* x, float* error, uint8_t* wire, const uint8_t* live, int64_t rows, int64_t n,
+                          int64_t block, int32_t norm, int32_t threads) {
+    if (rows == 0 || n == 0) return 0;
+    return Compression{Layout(rows, n, block), x, error, wire, live, norm, threads}.run();
+}
+
+int commopt_sign_decompress(const uint8_t* wire, float* out, int64_t rows, int64_t n, int64_t block, int32_t threads) {
+    if (rows == 0 || n == 0) return 0;
+    const Layout at(rows, n, block);
+    const Kernels& k = kernels();
+    const int64_t chunks = (n + kChunk - 1) / kChunk;
+    const bool stream = rows * n >= kStream;
+    parallel_for(rows * chunks, rows * n, threads, [&](int64_t task) {
+        const int64_t r = task / chunks;
+        const uint8_t* row = wire + r * at.nbytes;
+        runs_of_chunk(at, task % chunks, [&](int64_t b, int64_t i, int64_t count) {
+            k.decode(row + at.signs() + i / 8, get_scale(row, b), out + r * n + i, count, stream);
+        });
+    });
+    return 0;
+}
+
+int commopt_sign_decompress_mean(const uint8_t* wire, float* out, int64_t ranks, int64_t n, int64_t block,
+                                 int32_t threads) {
+    if (n == 0) return 0;
+    const Layout at(ranks, n, block);
+    const Kernels& k = kernels();
+    const bool stream = n >= kStream && ranks <= kMaxRanks;
+    parallel_for((n + kChunk - 1) / kChunk, n * ranks, threads, [&](int64_t task) {
+        runs_of_chunk(at, task, [&](int64_t b, int64_t i, int64_t count) {
+            float shares[kMaxRanks];
+            for (int64_t first = 0; first < ranks; first += kMaxRanks) {
+                const int some = int(ranks - first < kMaxRanks ? ranks - first : kMaxRanks);
+                const uint8_t* row = wire + first * at.nbytes;
+                for (int j = 0; j < some; ++j) shares[j] = get_scale(row + j * at.nbytes, b) / float(ranks);
+                k.decode_mean(row + at.signs() + i / 8, at.nbytes, shares, some, first == 0, out + i, count, stream);
+            }
+        });
+    });
+    return 0;
+}
+
+int commopt_pack_nonzero(const float* x, uint8_t* bits, int64_t n, int32_t threads) {
+    const Kernels& k = kernels();
+    parallel_for((n + kChunk - 1) / kChunk, n, threads, [&](int64_t c) {
+        k.pack_nonzero(x + c * kChunk, bits + c * kChunk / 8, n - c * kChunk < kChunk ? n - c * kChunk : kChunk);
+    });
+    return 0;
+}
+
+int commopt_zero_dead(float* x, const uint8_t* bits, int64_t n, int32_t threads) {
+    const Kernels& k = kernels();
+    parallel_for((n + kChunk - 1) / kChunk, n, threads, [&](int64_t c) {
+        k.zero_dead(x + c * kChunk, bits + c * kChunk / 8, n - c * kChunk < kChunk ? n - c * kChunk : kChunk);
+    });
+    return 0;
+}
+}

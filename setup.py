@@ -1,0 +1,65 @@
+"""Builds the native CPU kernels beside the package; everything else is in pyproject.toml.
+
+They are a plain C library (no Python, no torch headers), so that one build serves every version of both. Without a
+working C++ compiler the installation goes on, and the PyTorch reference serves at run time.
+
+Environment: CXX (or CC), CXXFLAGS and LDFLAGS, as usual.
+"""
+
+import logging
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# -ffp-contract=off: results must be those of the reference, bit for bit. The other two let square roots and
+# conditions be vectorised, and change no value. Never -march: one binary serves every machine and chooses at run time.
+FLAGS = "-std=c++17 -O3 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+NAME = "commopt.ops.libcommopt_cpu"
+
+log = logging.getLogger("commopt.setup")
+
+
+class BuildLibrary(build_ext):
+    """One compiler call that makes one shared library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The path without the tag of a Python version: the library is none of Python's business."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """None to add: there is no module initialiser."""
+        return list(ext.export_symbols)
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compiles with OpenMP, else without, else goes on without the library."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        compiler = shlex.split(os.environ.get("CXX") or os.environ.get("CC") or "c++")
+        extra = shlex.split(os.environ.get("CXXFLAGS", "")) + shlex.split(os.environ.get("LDFLAGS", ""))
+        for threads in (["-fopenmp"], []):
+            command = [*compiler, *FLAGS, *threads, "-shared", *ext.sources, "-o", str(target), *extra]
+            log.info("%s", shlex.join(command))
+            try:
+                subprocess.run(command, check=True)
+                return
+            except (OSError, subprocess.CalledProcessError) as problem:
+                log.warning("building the native kernels %s failed: %s", " ".join(threads) or "without OpenMP", problem)
+        target.unlink(missing_ok=True)
+        log.warning("commopt is installed without native CPU kernels: install a C++ compiler and reinstall")
+
+
+# setuptools wants paths relative to this file, and sorted ones give the same build everywhere.
+HERE = Path(__file__).resolve().parent
+SOURCES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("kernels/cpu/*.cpp"))
+HEADERS = sorted(
+    str(path.relative_to(HERE)) for pattern in ("*.hpp", "*.inc") for path in HERE.glob(f"kernels/cpu/{pattern}")
+)
+
+setup(
+    ext_modules=[Extension(NAME, SOURCES, depends=HEADERS, optional=True)],
+    cmdclass={"build_ext": BuildLibrary},
+)
