@@ -1,0 +1,74 @@
+"""The command line: ``commopt COMMAND ...``. A user's mistake ends with one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from commopt.train.errors import UserError
+
+USAGE = """usage: commopt COMMAND ...
+
+commands:
+  train   train a language model: commopt train [CONFIG.yaml] [--section.key=value ...]
+
+Several processes: torchrun --nproc-per-node=N -m commopt train ...
+commopt COMMAND --help says more.
+"""
+
+
+def set_up_logging() -> None:
+    """Log lines of rank 0 and warnings of all ranks on standard output; under the progress bar where that is a
+    terminal."""
+    from rich import get_console
+    from rich.logging import RichHandler
+
+    handler: logging.Handler = logging.StreamHandler(sys.stdout)
+    layout = "%(asctime)s %(levelname)s %(message)s"
+    if get_console().is_terminal:
+        handler, layout = RichHandler(show_path=False, log_time_format="[%X]"), "%(message)s"
+    logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", handlers=[handler])
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("commopt").setLevel(logging.INFO)
+
+
+def train_command(argv: Sequence[str]) -> None:
+    """``commopt train``."""
+    from commopt.train.parse import make_parser, parse, to_yaml
+
+    if "--help" in argv or "-h" in argv:
+        make_parser().print_help()
+        return
+    config = parse([word for word in argv if word != "--print_config"])
+    if "--print_config" in argv:
+        sys.stdout.write(to_yaml(config))
+        return
+    set_up_logging()
+    from commopt.train.loop import train
+
+    train(config)
+
+
+COMMANDS = {"train": train_command}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code: 0, or 2 for a mistake that the user can fix."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    command = COMMANDS.get(words[0])
+    try:
+        if command is None:
+            raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")
+        command(words[1:])
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks raise it: once per machine is enough
+            sys.stderr.write(f"commopt: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,169 @@
+"""The config of a run: plain dataclasses, one per concern. Importing them needs no config library.
+
+Every field's docstring gives its unit and allowed range; the command line shows them as help. Values are checked when
+an object is made, so a wrong one never reaches a rank. Reading files and command lines is ``parse.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from commopt.train.errors import ConfigError
+
+
+def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not allowed: it must be {allowed}")
+
+
+@dataclass
+class ModelConfig:
+    """The network, built from these numbers alone: nothing is downloaded."""
+
+    kind: Literal["gpt", "bert"] = "gpt"
+    """gpt: predicts the next token (GPT-2 classes). bert: predicts masked tokens (BERT classes)."""
+    layers: int = 4
+    """Transformer layers, >= 1."""
+    heads: int = 4
+    """Attention heads, >= 1; must divide width."""
+    width: int = 256
+    """Hidden size, >= 1."""
+    dropout: float = 0.0
+    """Dropout probability everywhere, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        _check("model.kind", self.kind, self.kind in ("gpt", "bert"), "gpt or bert")
+        _check("model.layers", self.layers, self.layers >= 1, ">= 1")
+        _check("model.heads", self.heads, self.heads >= 1, ">= 1")
+        divides = self.width >= 1 and self.width % self.heads == 0
+        _check("model.width", self.width, divides, f">= 1 and a multiple of model.heads={self.heads}")
+        _check("model.dropout", self.dropout, 0.0 <= self.dropout < 1.0, "in [0, 1)")
+
+
+@dataclass
+class DataConfig:
+    """The text, its tokenizer and its held-out split."""
+
+    corpus: str | list[str] = "stdlib"
+    """stdlib: source text of the running Python's standard library. A path or a list of paths: files or folders of
+    text. hf:NAME: a data set of the Hugging Face `datasets` library, or a local folder that it can load."""
+    hf_config: str | None = None
+    """Configuration name of an hf: data set; null for its default."""
+    hf_split: str = "train"
+    """Split of an hf: data set to read; the held-out part is taken from it by document."""
+    hf_text_field: str = "text"
+    """Column of an hf: data set that holds the text."""
+    vocab_size: int = 4096
+    """Tokens of the byte-level BPE tokenizer trained on the corpus, in [261, 4294967295]: 256 bytes and 5 special
+    tokens at least."""
+    seq_len: int = 128
+    """Tokens the model reads per sample, >= 8."""
+    heldout: float = 0.05
+    """Share of the documents kept for evaluation, in (0, 0.5]."""
+    cache_dir: str | None = None
+    """Folder of prepared corpora; null for $XDG_CACHE_HOME/commopt or ~/.cache/commopt. On several machines it must be
+    shared."""
+
+    def __post_init__(self) -> None:
+        empty = self.corpus in ("", [])
+        _check("data.corpus", self.corpus, not empty, "stdlib, a path, a list of paths or hf:NAME")
+        _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size < 2**32, "in [261, 4294967295]")
+        _check("data.seq_len", self.seq_len, self.seq_len >= 8, ">= 8")
+        _check("data.heldout", self.heldout, 0.0 < self.heldout <= 0.5, "in (0, 0.5]")
+
+
+@dataclass
+class CompressorConfig:
+    """What shrinks the messages of an optimizer that compresses."""
+
+    name: str = "Sign"
+    """Attribute of commopt.compress, or a dotted path for a class of your own."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that class, checked against its signature."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and the learning-rate schedule: linear warm-up, then a cosine down to min_lr_ratio * lr."""
+
+    name: str = "OneBitAdam"
+    """Attribute of commopt.optim or of torch.optim, or a dotted path. A torch optimizer is trained under DDP, with
+    fp32 all-reduce."""
+    lr: float = 1e-3
+    """Peak learning rate, > 0."""
+    weight_decay: float = 0.0
+    """Weight decay of parameters with two or more dimensions, >= 0; biases and norms are never decayed."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are clipped to this global L2 norm, > 0; null for no clipping."""
+    warmup_steps: int = 0
+    """Steps of linear learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step over the peak, in [0, 1]."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature."""
+    compressor: CompressorConfig | None = None
+    """Compressor of a commopt optimizer; null for the optimizer's own default."""
+
+    def __post_init__(self) -> None:
+        _check("optim.lr", self.lr, self.lr > 0, "> 0")
+        _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
+        clip = self.max_grad_norm
+        _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")
+        _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
+        _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
+
+
+@dataclass
+class TrainConfig:
+    """The loop: how long, how much per step, and what is written when."""
+
+    run_dir: str = "runs/default"
+    """Folder of the run: config.yaml, metrics.jsonl, TensorBoard events, checkpoints, curves.png. On several machines
+    it must be shared."""
+    steps: int = 1000
+    """Optimizer steps, >= 1."""
+    batch_size: int = 32
+    """Samples per optimizer step over all ranks, >= 1; must be a multiple of ranks * accumulate. The same config is
+    the same run at any world size."""
+    accumulate: int = 1
+    """Backward passes per optimizer step, >= 1: each rank's share of the batch is cut into this many pieces."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: forward and backward under autocast; parameters and optimizer state stay fp32."""
+    seed: int = 0
+    """Seed of initial weights, data order, masks and dropout, in [0, 2**32)."""
+    log_every: int = 10
+    """Steps between two training records, >= 1."""
+    eval_every: int = 100
+    """Steps between two evaluations, >= 1; there is always one at the end."""
+    eval_samples: int = 512
+    """Held-out samples per evaluation over all ranks, >= 1; the whole split if it has fewer."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints, >= 1; there is always one at the end and when stopped."""
+    keep: int = 2
+    """Checkpoints kept, >= 1."""
+
+    def __post_init__(self) -> None:
+        _check("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_samples", "checkpoint_every")
+        for name in (*counts, "keep"):
+            value = getattr(self, name)
+            _check(f"train.{name}", value, value >= 1, ">= 1")
+        _check("train.precision", self.precision, self.precision in ("fp32", "bf16"), "fp32 or bf16")
+        _check("train.seed", self.seed, 0 <= self.seed < 2**32, "in [0, 2**32)")
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    resume: str = "none"
+    """none: a new run. auto: go on from the newest good checkpoint of train.run_dir, or start where there is none.
+    Else the folder of a checkpoint."""
+
+    def __post_init__(self) -> None:
+        _check("resume", self.resume, bool(self.resume), "none, auto or the folder of a checkpoint")

@@ -1,0 +1,90 @@
+"""Where text comes from: a stream of (name, text) documents, in an order that does not depend on the machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from commopt.train.config import DataConfig
+from commopt.train.errors import DataError
+
+log = logging.getLogger(__name__)
+Document = tuple[str, str]
+STDLIB_SKIPS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def documents(config: DataConfig) -> Iterator[Document]:
+    """Documents of ``config.corpus``; the name is relative to the corpus, so the held-out split moves with it.
+
+    Raises DataError for a corpus that is missing or unreadable.
+    """
+    corpus = config.corpus
+    if corpus == "stdlib":
+        yield from _stdlib()
+    elif isinstance(corpus, str) and corpus.startswith("hf:"):
+        yield from _hugging_face(corpus.removeprefix("hf:"), config)
+    else:
+        for path in [corpus] if isinstance(corpus, str) else corpus:
+            yield from _files(Path(path).expanduser())
+
+
+def _stdlib() -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    yield from _folder(root, ".py", STDLIB_SKIPS)
+
+
+def _files(path: Path) -> Iterator[Document]:
+    if path.is_dir():
+        yield from _folder(path, "", frozenset({"__pycache__"}))
+    elif path.exists():
+        yield path.name, _text(path)
+    else:
+        raise DataError(f"corpus {path}: no such file or folder")
+
+
+def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:
+    """Files below ``root`` by relative name; hidden ones, binary ones, those with another suffix and folders in ``skips`` are left
+    out."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"corpus {error.filename}: {error.strerror}")
+
+    names = []
+    for folder, subfolders, files in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if name not in skips and not name.startswith(".")]
+        names += [os.path.join(folder, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
+    for name in sorted(Path(name).relative_to(root).as_posix() for name in names):
+        text = _text(root / name)
+        if "\0" in text:
+            log.debug("left out, not text: %s", root / name)
+        else:
+            yield name, text
+
+
+def _text(path: Path) -> str:
+    """UTF-8 text; a byte that is not UTF-8 becomes U+FFFD, for a few files of every corpus have one."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"corpus {path}: {error.strerror}") from None
+
+
+def _hugging_face(name: str, config: DataConfig) -> Iterator[Document]:
+    from datasets import load_dataset
+
+    try:
+        rows: Any = load_dataset(name, config.hf_config, split=config.hf_split)
+    except Exception as error:  # the library raises a dozen types for a wrong name, a wrong split and a missing network
+        reason = " ".join(str(error).split())
+        raise DataError(f"corpus hf:{name} (split {config.hf_split!r}): {type(error).__name__}: {reason}") from None
+    if config.hf_text_field not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise DataError(
+            f"corpus hf:{name}: data.hf_text_field={config.hf_text_field!r} is not one of its columns: {columns}"
+        )
+    for index, text in enumerate(rows.select_columns([config.hf_text_field])[config.hf_text_field]):
+        yield str(index), text or ""

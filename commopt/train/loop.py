@@ -1,0 +1,253 @@
+"""The training loop.
+
+Everything that decides what a step does is a function of the config, the step and the number of samples consumed; what
+is not (weights, optimizer state, dropout's generators, counters) is in the checkpoint. That is why a run that was
+stopped and resumed equals one that never was, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import commopt.ops
+from commopt.train import checkpoint, resume
+from commopt.train.config import Config
+from commopt.train.data import load_corpus
+from commopt.train.engine import make_engine
+from commopt.train.errors import ConfigError
+from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, ratio, show_ratio
+from commopt.train.models import count_parameters, make_model
+from commopt.train.parse import to_yaml
+from commopt.train.stop import StopSignal
+from commopt.train.tasks import IGNORE, Batch, make_samples
+from commopt.train.world import World, open_world
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config) -> Record:
+    """Train as ``config`` says; return the end summary. All ranks call it.
+
+    Raises:
+        UserError: on every rank, for a config, corpus or checkpoint that cannot be used.
+    """
+    with open_world() as world:
+        return Trainer(config, world).run()
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Learning rate of a step (0 is the first): linear warm-up to the peak, then half a cosine."""
+    peak, warmup = config.optim.lr, config.optim.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.train.steps - warmup)
+    floor = config.optim.min_lr_ratio
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def piece_size(config: Config, world: World) -> int:
+    """Samples of one forward pass on one rank. Raises ConfigError if the batch cannot be shared out evenly."""
+    batch, pieces = config.train.batch_size, world.size * config.train.accumulate
+    if batch % pieces:
+        raise ConfigError(
+            f"train.batch_size={batch} is not allowed: it must be a multiple of ranks * train.accumulate = "
+            f"{world.size} * {config.train.accumulate}"
+        )
+    return batch // pieces
+
+
+def providers(device: str) -> str:
+    """Which provider serves which operators on a device, as ``commopt.ops.report`` says: no silent slow path."""
+    served: dict[str, list[str]] = {}
+    for name, by_device in commopt.ops.report().items():
+        served.setdefault(by_device.get(device, by_device["default"]), []).append(name)
+    return "; ".join(f"{provider}: {', '.join(names)}" for provider, names in served.items())
+
+
+class Trainer:
+    """A run on this rank: model, optimizer, data position, counters."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.piece = piece_size(config, world)
+        self.folder = Path(config.train.run_dir) / "checkpoints"
+        found = checkpoint.find(self.folder, config.resume, world)
+        self.corpus = load_corpus(config.data, world)
+        self.samples = make_samples(config, self.corpus)
+        torch.manual_seed(config.train.seed)  # the same weights on every rank
+        self.model = make_model(config, self.corpus.vocab_size).to(world.device)
+        self.engine = make_engine(config.optim, self.model, world)
+        self.step, self.consumed, self.meter = 0, 0, Meter()
+        self.lap = (0, 0.0)  # tokens and seconds at the last record
+        resume.seed_dropout(self)
+        if found is not None:
+            resume.load(self, found)
+            self.lap = (self.meter.tokens, self.meter.seconds)
+        self._describe(found)
+
+    def run(self) -> Record:
+        """Train until the last step or a signal; return the end summary."""
+        every, steps = self.config.train, self.config.train.steps
+        heldout = None
+        with self._recording() as recorder, StopSignal() as stop:
+            while self.step < steps:
+                record = self.train_step()
+                recorder.advance(record["phase"])
+                last = self.step == steps
+                due = last or self.step % every.log_every == 0
+                record = self._training_record(record) if due else {"step": self.step}
+                if last or self.step % every.eval_every == 0:
+                    record["heldout_loss"] = heldout = self.evaluate()
+                if len(record) > 1:
+                    recorder.write({**record, **self.meter.totals()})
+                stopping = self.world.any(stop.requested) and not last
+                if stopping or last or self.step % every.checkpoint_every == 0:
+                    resume.save(self)
+                if stopping:
+                    break
+        return self._summary(heldout)
+
+    def train_step(self) -> Record:
+        """One optimizer step; return what happened on this rank, the loss still on its device."""
+        start, accumulate = time.perf_counter(), self.config.train.accumulate
+        optimizer, lr = self.engine.optimizer, learning_rate(self.config, self.step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        phase, loss = self.engine.phase, torch.zeros((), device=self.world.device)
+        for number in range(accumulate):
+            inputs, labels = self._batch(number)
+            with self.engine.accumulating(last=number == accumulate - 1):
+                with self._autocast():
+                    part = self.engine.module(inputs, labels) / accumulate
+                part.backward()
+            loss += part.detach()
+        self.engine.step()
+        self.step += 1
+        self.consumed += self.config.train.batch_size
+        traffic = self.engine.traffic()
+        tokens = self.config.train.batch_size * self.config.data.seq_len
+        self.meter.add(phase, traffic, tokens, time.perf_counter() - start)
+        return {"loss": loss, "lr": lr, "phase": phase, "traffic": traffic}
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss per predicted token over evenly spaced held-out samples, the ranks sharing the work."""
+        count = min(self.config.train.eval_samples, len(self.samples.heldout))
+        indices = np.linspace(0, len(self.samples.heldout) - 1, count).astype(int)[self.world.rank :: self.world.size]
+        total, predicted = 0.0, 0
+        self.model.eval()
+        for start in range(0, len(indices), self.piece):
+            inputs, labels = self._to_device(self.samples.heldout_batch(indices[start : start + self.piece].tolist()))
+            places = int((labels != IGNORE).sum())
+            with self._autocast():
+                total += float(self.model(inputs, labels)) * places
+            predicted += places
+        self.model.train()
+        total, places_of_all = self.world.reduce([total, predicted])
+        return total / max(1.0, places_of_all)
+
+    # --- pieces of a step ---
+
+    def _batch(self, number: int) -> Batch:
+        """This rank's ``number``-th piece of the batch: rank r has the r-th run of consecutive samples."""
+        first = self.consumed + (self.world.rank * self.config.train.accumulate + number) * self.piece
+        return self._to_device(self.samples.train_batch(range(first, first + self.piece)))
+
+    def _to_device(self, batch: Batch) -> Batch:
+        inputs, labels = batch
+        return inputs.to(self.world.device), labels.to(self.world.device)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        bf16 = self.config.train.precision == "bf16"
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
+
+    # --- telling ---
+
+    def _training_record(self, happened: Record) -> Record:
+        traffic, meter = happened["traffic"], self.meter
+        tokens, seconds = meter.tokens - self.lap[0], meter.seconds - self.lap[1]
+        self.lap = (meter.tokens, meter.seconds)
+        return {
+            "step": self.step,
+            "loss": self.world.reduce([float(happened["loss"])])[0] / self.world.size,
+            "lr": happened["lr"],
+            "phase": happened["phase"],
+            "tokens_per_s": tokens / seconds,
+            "bytes": traffic.bytes,
+            "fp32_bytes": traffic.fp32_bytes,
+            "ratio": ratio(traffic.fp32_bytes, traffic.bytes),
+            "residual_ratio": traffic.residual_ratio,
+        }
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[Recorder]:
+        train = self.config.train
+
+        def start() -> Recorder:
+            if not self.world.is_main:
+                return Recorder()
+            return RunRecorder(Path(train.run_dir), to_yaml(self.config), self.step, train.steps)
+
+        recorder = self.world.together(start)
+        try:
+            yield recorder
+        finally:
+            recorder.close()
+
+    def _describe(self, found: Path | None) -> None:
+        """Say what runs here, on what, and for how long."""
+        config, world, optimizer = self.config, self.world, self.engine.optimizer
+        millions = count_parameters(self.model) / 1e6
+        log.info("%s of %.2f M parameters, %d tokens", config.model.kind, millions, self.corpus.vocab_size)
+        threads = torch.get_num_threads()
+        log.info("%d ranks on %s, %d threads each, %s", world.size, world.device.type, threads, config.train.precision)
+        log.info("%s, phase %s", type(optimizer).__name__, self.engine.phase)
+        log.info("kernels: %s", providers(world.device.type))
+        epoch = len(self.samples.train) / config.train.batch_size
+        log.info("%d steps of %d samples; an epoch is %.0f steps", config.train.steps, config.train.batch_size, epoch)
+        freeze = optimizer.param_groups[0].get("freeze_step")
+        if isinstance(freeze, int) and freeze >= config.train.steps and world.size > 1:
+            log.warning(
+                "freeze_step=%d is not before train.steps=%d: this run never compresses", freeze, config.train.steps
+            )
+        if found is not None:
+            log.info("resumed from %s at step %d", found, self.step)
+
+    def _summary(self, heldout: float | None) -> Record:
+        """Log and return what the run came to, or how to go on with it."""
+        meter, done = self.meter, self.step == self.config.train.steps
+        if done and heldout is None:  # nothing was left to do
+            heldout = self.evaluate()
+        summary = {
+            "step": self.step,
+            "finished": done,
+            "heldout_loss": heldout,
+            "tokens_per_s": meter.tokens / meter.seconds if meter.seconds else None,
+            "bytes": meter.bytes,
+            "fp32_bytes": meter.fp32_bytes,
+            "ratio": ratio(meter.fp32_bytes, meter.bytes),
+            "compressed_ratio": ratio(meter.compressed_fp32_bytes, meter.compressed_bytes),
+            "skipped_steps": meter.skipped_steps,
+        }
+        if done:
+            log.info("finished: held-out loss %.4f, %.0f tokens/s", heldout, summary["tokens_per_s"])
+        else:
+            log.info("stopped at step %d, checkpoint saved; go on with: --resume=auto", self.step)
+        saved = f"{show_ratio(summary['ratio'])} less over the run, {show_ratio(summary['compressed_ratio'])} when compressed"
+        sent, full = meter.bytes / MB, meter.fp32_bytes / MB
+        log.info("each rank sent %.1f MB; an fp32 all-reduce would have sent %.1f MB: %s", sent, full, saved)
+        if meter.skipped_steps:
+            log.warning("%d steps were skipped for inf or NaN in the gradients", meter.skipped_steps)
+        log.info("records, curves and checkpoints are in %s", self.config.train.run_dir)
+        return summary

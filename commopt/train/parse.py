@@ -1,0 +1,154 @@
+"""From a YAML file and command-line overrides to a Config, through jsonargparse.
+
+Keys are compared with the dataclasses before values are parsed, so that a misspelt one, in the file or on the command
+line, is answered with the nearest valid name. YAML is read by safe loaders only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from commopt.train.config import Config
+from commopt.train.errors import ConfigError
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for the valid name closest to ``name``, by its whole dotted path or by its last part."""
+    valid = list(valid)
+    by_part = {key.rsplit(".", 1)[-1]: key for key in valid} | {key: key for key in valid}
+    found = difflib.get_close_matches(name, by_part, n=1, cutoff=0.5)
+    found = found or difflib.get_close_matches(name.rsplit(".", 1)[-1], by_part, n=1, cutoff=0.5)
+    return (
+        f"; did you mean {by_part[found[0]]}?"
+        if found
+        else f"; valid: {', '.join(sorted({v.split('.')[0] for v in valid}))}"
+    )
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass that a field holds (also as ``X | None``), or None for a plain value."""
+    for option in (hint, *typing.get_args(hint)):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            return option
+    return None
+
+
+def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key below ``cls`` -> its type, sections included, in the order of the fields."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        found[prefix + name] = hint
+        section = _section(hint)
+        if section is not None:
+            found |= keys(section, f"{prefix}{name}.")
+    return found
+
+
+def _is_free(hint: Any) -> bool:
+    return typing.get_origin(hint) is dict
+
+
+def _check_key(key: str, where: str) -> None:
+    valid = keys()
+    parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
+    if key not in valid and not any(_is_free(valid.get(parent)) for parent in parents):
+        raise ConfigError(f"unknown key {key!r} {where}{nearest(key, valid)}")
+
+
+def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        _check_key(key, where)
+        if isinstance(value, Mapping) and _section(keys()[key]) is not None:
+            _check_tree(value, where, f"{key}.")
+
+
+def _read_yaml(path: Path) -> None:
+    """Raise ConfigError unless ``path`` is a YAML mapping of known keys."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if data is not None and not isinstance(data, Mapping):
+        raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")
+    _check_tree(data or {}, f"in {path}")
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Config files and ``--key=value`` overrides; ``--key value`` is joined."""
+    files, overrides = [], []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word:
+            overrides.append(word)
+        else:
+            value = next(words, None)
+            if value is None:
+                _check_key(word[2:], "on the command line")
+                raise ConfigError(f"{word} needs a value: {word}=VALUE")
+            overrides.append(f"{word}={value}")
+    return files, overrides
+
+
+def make_parser() -> Any:
+    """The jsonargparse parser of a run: one option per field, its docstring as help."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="commopt train", exit_on_error=False, allow_abbrev=False)
+    parser.usage = "commopt train [CONFIG.yaml] [--section.key=value ...] [--print_config]"
+    parser.add_argument("--config", action="config", help="Path to a YAML file; the same as CONFIG.yaml.")
+    parser.add_class_arguments(Config)
+    return parser
+
+
+def from_dict(data: Mapping[str, Any], cls: type = Config) -> Any:
+    """Build ``cls`` from nested mappings, for example from a run's config.yaml.
+
+    Raises ConfigError for an unknown key (with the nearest valid one) or a value that is not allowed.
+    """
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, value in data.items():
+        if name not in hints:
+            raise ConfigError(f"unknown key {name!r} in {cls.__name__}{nearest(name, hints)}")
+        section = _section(hints[name])
+        values[name] = from_dict(value, section) if section and isinstance(value, Mapping) else value
+    return cls(**values)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML; ``from_dict(yaml.safe_load(text))`` gives it back."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """Config from ``[CONFIG.yaml] [--section.key=value ...]``; raises ConfigError for whatever is wrong with it."""
+    from argparse import ArgumentError
+
+    files, overrides = _split(argv)
+    named = [word.split("=", 1)[1] for word in overrides if word.startswith("--config=")]
+    overrides = [word for word in overrides if not word.startswith("--config=")]
+    for path in (*files, *named):
+        _read_yaml(Path(path))
+    for word in overrides:
+        _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
+    parser = make_parser()
+    try:
+        parsed = parser.parse_args([*(f"--config={path}" for path in (*files, *named)), *overrides])
+    except (ArgumentError, ValueError) as error:
+        raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
+    values = parsed.as_dict()
+    values.pop("config", None)
+    return from_dict(values)

@@ -1,0 +1,72 @@
+"""The picture of a run: what it learned, and what that cost on the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#8a8a8a"
+
+
+def phase_switch(records: list[dict[str, Any]]) -> int | None:
+    """Step after which everything is compressed, if the run has steps before and after it."""
+    step, compressed = records[-1]["step"], records[-1]["compressed_steps"]
+    return step - compressed if 0 < compressed < step else None
+
+
+def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
+    """Write a PNG with two panels over steps: losses, and cumulative bytes sent against an fp32 all-reduce."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_losses(left, records)
+    _draw_bytes(right, records)
+    switch = phase_switch(records)
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if switch is not None:
+            axes.axvline(switch, color=GREY, linestyle=":", linewidth=1.2, label="compressed from here")
+        axes.legend(frameon=False)
+    aside = path.with_name(f".{path.name}")
+    figure.savefig(aside, format="png")
+    aside.rename(path)
+
+
+def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
+    train = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    heldout = [(record["step"], record["heldout_loss"]) for record in records if "heldout_loss" in record]
+    if train:
+        axes.plot(*zip(*train), color=BLUE, linewidth=1.0, alpha=0.7, label="training")
+    if heldout:
+        axes.plot(*zip(*heldout), color=ORANGE, linewidth=1.6, marker="o", markersize=4, label="held-out")
+        step, loss = heldout[-1]
+        axes.annotate(f"{loss:.3f}", (step, loss), (0, 9), textcoords="offset points", ha="right", color=ORANGE)
+    axes.set_title("Loss")
+    axes.set_ylabel("nats per token")
+
+
+def _draw_bytes(axes: Any, records: list[dict[str, Any]]) -> None:
+    steps = [0] + [record["step"] for record in records]
+    for key, color, label in (
+        ("fp32_bytes_total", GREY, "fp32 all-reduce would send"),
+        ("bytes_total", BLUE, "sent"),
+    ):
+        megabytes = [0.0] + [record[key] / 1e6 for record in records]
+        axes.plot(steps, megabytes, color=color, linewidth=2.0, label=label)
+        axes.annotate(
+            f"{megabytes[-1]:,.0f} MB",
+            (steps[-1], megabytes[-1]),
+            (0, 6),
+            textcoords="offset points",
+            ha="right",
+            color=color,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_title("Bytes sent by one rank, cumulative")
+    axes.set_ylabel("MB")

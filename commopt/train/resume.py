@@ -1,0 +1,123 @@
+"""What of a run is in its checkpoint, and which settings may change when it is taken up again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from commopt.optim import join_state_dict, split_state_dict
+from commopt.train import checkpoint
+from commopt.train.errors import CheckpointError
+from commopt.train.metrics import Meter
+from commopt.train.models import fingerprint
+
+if TYPE_CHECKING:
+    from commopt.train.loop import Trainer
+
+log = logging.getLogger(__name__)
+
+FIXED = (
+    "model.kind",
+    "model.heads",
+    "data.seq_len",
+    "optim.name",
+    "optim.weight_decay",
+    "optim.args",
+    "optim.compressor",
+)
+"""Settings that live in the checkpoint: another value would have no effect, so it is refused."""
+FREE = (
+    *(f"train.{name}" for name in ("run_dir", "log_every", "eval_every", "eval_samples", "checkpoint_every", "keep")),
+    *(f"data.{name}" for name in ("cache_dir", "corpus", "hf_config", "hf_split", "hf_text_field")),
+)
+"""Settings that do not change what is computed; the corpus is compared by content."""
+
+
+def seed_dropout(trainer: Trainer) -> None:
+    """Give each rank its own stream of dropout masks."""
+    parts = [trainer.config.train.seed, trainer.consumed, trainer.world.rank]
+    torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1))
+
+
+def save(trainer: Trainer) -> Path:
+    """Write the checkpoint of the current step."""
+    replicated, local = split_state_dict(trainer.engine.optimizer.state_dict())
+    shared = {
+        **_identity(trainer),
+        "config": asdict(trainer.config),
+        "step": trainer.step,
+        "consumed": trainer.consumed,
+        "meter": asdict(trainer.meter),
+        "weights": trainer.model.state_dict(),
+        "optimizer_state": replicated,
+    }
+    own = {"optimizer_state": local, "rng": _get_rng(trainer.world.device)}
+    keep = trainer.config.train.keep
+    return checkpoint.save(trainer.folder, trainer.step, shared, own, trainer.world, keep)
+
+
+def load(trainer: Trainer, path: Path) -> None:
+    """Take up the run where the checkpoint left it, at this world size or another."""
+    world = trainer.world
+    shared, parts = checkpoint.load(path, world)
+    checkpoint.check_fits(shared, _identity(trainer), path)
+    _check_settings(shared["config"], asdict(trainer.config), path)
+    try:
+        trainer.model.load_state_dict(shared["weights"])
+        states = [part["optimizer_state"] for part in parts]
+        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size)
+        trainer.engine.optimizer.load_state_dict(joined)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path} does not fit: {' '.join(str(error).split())}") from error
+    trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
+    if len(parts) == world.size:
+        _set_rng(parts[world.rank]["rng"], world.device)
+    else:
+        seed_dropout(trainer)
+        log.warning("the checkpoint is of %d ranks, now there are %d: residuals are merged", len(parts), world.size)
+    world.once(lambda: checkpoint.set_aside_newer(trainer.folder, trainer.step))
+
+
+def _identity(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "optimizer": type(trainer.engine.optimizer).__name__,
+        "corpus": trainer.corpus.key,
+        "model": fingerprint(trainer.model),
+    }
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section in ("model", "data", "optim", "train")
+        for name, value in tree[section].items()
+    }
+
+
+def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a changed setting of ``FIXED``; warn of others that change what is computed."""
+    theirs, ours = _flat(saved), _flat(given)
+    changed = [key for key in ours if theirs.get(key) != ours[key] and key not in FREE]
+    for key in changed:
+        if key in FIXED:
+            raise CheckpointError(
+                f"checkpoint {path} was made with {key}={theirs.get(key)!r}, this run has {ours[key]!r}"
+            )
+        log.warning("changed since the checkpoint: %s was %r, now %r", key, theirs.get(key), ours[key])
+
+
+def _get_rng(device: torch.device) -> dict[str, Any]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _set_rng(states: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
