@@ -1,9 +1,7 @@
 """Connects an optimizer to a DistributedDataParallel model, so that DDP averages gradients only while that is asked
 for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+# No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
 
 import torch
 import torch.distributed as dist
@@ -13,9 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm import TorchBackend
 from commopt.optim.base import CommOptimizer
-
-if TYPE_CHECKING:
-    GradBucket = dist.GradBucket
 
 
 class Attachment:

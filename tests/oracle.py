@@ -93,8 +93,8 @@ class OneBitAdamOracle:
             self.worker[i] = [a - b for a, b in zip(z, flat)]
         for r, row in enumerate(rows):
             alive = [live[j] for j in row]
-            # divided before it is summed: scales are float32, so that a sum of few of them often lies half way between two
-            y = [sum(sent[i][r][k] / self.world for i in range(self.world)) + self.server[r][k] for k in range(self.row)]
+            columns = zip(*(part[r] for part in sent))
+            y = [sum(q / self.world for q in column) + e for column, e in zip(columns, self.server[r])]
             y = [v if a else 0.0 for v, a in zip(y, alive)]
             q = self._send(y, alive)
             self.server[r] = [a - b for a, b in zip(y, q)]

@@ -29,7 +29,15 @@ class Rounded(Compressor):
         out.copy_(wire[:, : out.shape[1]].view(torch.int8) / 8)
 
 
-CASES = [Sign(), Sign(block=8), Sign(block=64, norm="l1"), Sign(block=None), Sign(block=None, norm="l1"), Identity(), Rounded()]
+CASES = [
+    Sign(),
+    Sign(block=8),
+    Sign(block=64, norm="l1"),
+    Sign(block=None),
+    Sign(block=None, norm="l1"),
+    Identity(),
+    Rounded(),
+]
 every_case = pytest.mark.parametrize("compressor", CASES, ids=repr)
 shapes = st.tuples(st.integers(1, 4), st.integers(0, 300), st.integers(0, 2**31))
 

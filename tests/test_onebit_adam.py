@@ -24,7 +24,7 @@ def averaged_backward(model: Toy, step: int, world_size: int) -> None:
     sum(model(tokens(step, r, world_size)) / world_size for r in range(world_size)).backward()
 
 
-# warm-up ---------------------------------------------------------------------------------------------------------------
+# warm-up -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -65,7 +65,7 @@ def test_warm_up_is_torch_adamw_on_the_averaged_gradient(world_size, decay):
             torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-6)
 
 
-# the paper ---------------------------------------------------------------------------------------------------------------
+# the paper -----------------------------------------------------------------------------------------------------------
 
 
 def flat(tensors: list[Tensor]) -> list[float]:
@@ -75,7 +75,12 @@ def flat(tensors: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("compressor", "block", "norm"),
-    [(Identity(), None, None), (Sign(block=16), 16, "l2"), (Sign(block=16, norm="l1"), 16, "l1"), (Sign(None), None, "l2")],
+    [
+        (Identity(), None, None),
+        (Sign(block=16), 16, "l2"),
+        (Sign(block=16, norm="l1"), 16, "l1"),
+        (Sign(None), None, "l2"),
+    ],
 )
 def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block, norm):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once."""
@@ -107,7 +112,13 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
     def run(backend):
         mine = make()
         optimizer = OneBitAdam(
-            mine, betas=(0.9, 0.98), weight_decay=0.05, freeze_step=6, compressor=compressor, backend=backend, **settings
+            mine,
+            betas=(0.9, 0.98),
+            weight_decay=0.05,
+            freeze_step=6,
+            compressor=compressor,
+            backend=backend,
+            **settings,
         )
         history = []
         for step in range(20):
@@ -117,9 +128,12 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
             history.append(flat([mine[i] for i in order]))
         return history
 
+    # With 3 ranks a mean of float32 scales can lie exactly between two float32, and which one becomes the next scale
+    # then depends on the last bit of a float64 sum: one rounding, where a wrong sign would make a difference of 1e-2.
+    rtol = 2**-23 if world_size == 3 else 1e-12
     for history in on_threads(world_size, run):
         for ours, theirs in zip(history, expected):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -156,7 +170,7 @@ def test_without_loss_the_compressed_phase_is_adam_with_a_frozen_variance(world_
             torch.testing.assert_close(a, b.detach(), rtol=1e-11, atol=1e-12)
 
 
-# replicas ---------------------------------------------------------------------------------------------------------------
+# replicas ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -192,7 +206,7 @@ def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(caplog):
     assert caplog.text.count("differed between ranks") == 1
 
 
-# phases ---------------------------------------------------------------------------------------------------------------
+# phases --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_change_of_phase_is_logged_once_and_the_variance_stays_frozen(caplog):
@@ -248,7 +262,9 @@ def test_auto_freezes_when_the_variance_has_settled_and_the_learning_rate_has_ri
         assert decided[at - 1] == at
         assert set(decided[at - 1 :]) == {at}, "the decision is final"
         assert at % 10 == 0
-        assert at == 90, "lr rises to step 75, so step 80 still sees a rise since step 70, and step 90 is the first that does not"
+        assert at == 90, (
+            "lr rises to step 75, so step 80 still sees a rise since step 70, and step 90 is the first that does not"
+        )
 
 
 @pytest.mark.parametrize("growth", [1.2, 0.8])
@@ -283,7 +299,7 @@ def test_groups_have_phases_of_their_own_and_a_late_group_warms_up_by_itself():
     assert not same_bits(a, params_of(Toy()))
 
 
-# masks and presence -------------------------------------------------------------------------------------------------------
+# masks and presence --------------------------------------------------------------------------------------------------
 
 
 def test_what_never_had_a_gradient_never_moves():
@@ -330,7 +346,7 @@ def test_a_parameter_without_gradient_on_all_ranks_does_not_move_and_on_one_rank
     assert same_bits(a, b)
 
 
-# agreement ----------------------------------------------------------------------------------------------------------------
+# agreement -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -408,7 +424,7 @@ def test_gradients_that_somebody_else_has_averaged_are_reported_once(caplog):
     assert "commopt.attach" in caplog.text
 
 
-# accounting ---------------------------------------------------------------------------------------------------------------
+# accounting ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

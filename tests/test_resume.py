@@ -201,7 +201,7 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes():
     train(model, optimizer, range(3))
     before = optimizer.state_dict()
     other = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="different number|doesn't match the size"):
+    with pytest.raises(ValueError, match=r"different number|doesn't match the size"):
         optimizer.load_state_dict(OneBitAdam(other.parameters()).state_dict())
     wrong = Toy()
     wrong.weight = nn.Parameter(torch.zeros(5, 6))

@@ -1,4 +1,5 @@
-"""Worlds and models that the tests share. Every toy model has a dead layer, a scalar, a tied weight and rows without use."""
+"""Worlds and models that the tests share. Every toy model has a dead layer, a scalar, a tied weight and rows without
+use."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Toy(nn.Module):
     """A small language model with everything that has ever broken an optimizer of this kind.
 
     A dead layer (used, but with zero gradient), a scalar, an embedding tied to the output with rows that never occur,
-    a table of positions whose rows from 6 on are never used, an empty parameter, a frozen one, and one that is never used.
+    a table of positions whose rows from 6 on are never used, an empty parameter, a frozen one, and one that is never
+    used.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -78,7 +80,9 @@ def params_of(model: nn.Module) -> list[Tensor]:
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
     """Equal to the last bit, NaN and sign of zero included."""
     return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+        x.dtype == y.dtype
+        and x.shape == y.shape
+        and torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
         if x.numel()
         else x.shape == y.shape
         for x, y in zip(a, b)

@@ -29,8 +29,6 @@ class TorchBackend:
         self.group = _process_group(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the process group given")
 
     def all_reduce(self, x: Tensor) -> Any:
         x.div_(self.world_size)
@@ -58,6 +56,8 @@ def _process_group(group: Any) -> dist.ProcessGroup:
                 'give the one over which replicas differ, such as mesh["replicate"]'
             )
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the process group given")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"process_group must be a ProcessGroup, a 1-d DeviceMesh or None, got {group!r}")
     return group

@@ -128,12 +128,16 @@ class CommOptimizer(PackedOptimizer):
             checks.check_params(self.param_groups[-1]["params"])
             self.check_group(self.param_groups[-1])
         except (ValueError, TypeError) as caught:
-            del self.param_groups[known:]
             error = caught
-        if self._ready:
+        if not self._ready:  # torch's constructor adds the first groups; ours welcomes all of them at once
+            if error is not None:
+                raise error
+            return
+        try:
             self._welcome(self.param_groups[known:], error)
-        elif error is not None:
-            raise error
+        except Exception:
+            del self.param_groups[known:]
+            raise
 
     def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""

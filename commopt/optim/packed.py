@@ -101,7 +101,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``worker_error`` and ``server_error`` are this rank's own; ``residual_rank``, ``residual_world_size`` and
-        ``residual_bucket_mb`` in the groups say whose, and how they were laid out. :mod:`commopt.optim.state` has how to save those of all ranks, and the rest once.
+        ``residual_bucket_mb`` in the groups say whose, and how they were laid out. :mod:`commopt.optim.state` has how
+        to save those of all ranks, and the rest once.
         """
         out = super().state_dict()
         for key, entry in out["state"].items():
@@ -220,8 +221,8 @@ class PackedOptimizer(torch.optim.Optimizer):
                     self.state[p]["server_error"].copy_(server)
         if dropped:
             logger.warning(
-                "%s: the loaded residuals belong to (rank, world size, bucket_mb) %s, not to %s; they start again from 0. "
-                "Save those of every rank (commopt.optim.split_state_dict) to keep them.",
+                "%s: the loaded residuals belong to (rank, world size, bucket_mb) %s, not to %s; they start again "
+                "from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
                 type(self).__name__, origin, here,
             )  # fmt: skip
 

@@ -32,6 +32,8 @@ def adam_(
         clocks: (t, t') of each parameter, this step included: how often m and v have been updated.
         group: lr, betas, eps, weight_decay.
     """
+    if not params:
+        return
     beta1, beta2 = group["betas"]
     work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
     if group["weight_decay"] != 0:
@@ -57,6 +59,8 @@ def frozen_adam_(
     group: dict[str, Any],
 ) -> None:
     """The second half of :func:`adam_`: x moves along m, while m and v stay. Where v is 0, x only decays."""
+    if not params:
+        return
     step_sizes, sqrt_corrections = bias_corrections(clocks, group)
     decay = weight_decay_factor(group)
     ops.frozen_adam_apply_(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_corrections, group["eps"], decay)

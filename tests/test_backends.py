@@ -1,0 +1,198 @@
+"""Conformance of backends: one list of checks, every backend. A new backend adds one row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from worlds import on_processes, on_threads
+
+from commopt.comm import (
+    Backend,
+    CountingBackend,
+    LocalBackend,
+    TorchBackend,
+    all_reduce_bytes,
+    compressed_all_reduce,
+    run,
+    run_interleaved,
+)
+from commopt.compress import Feedback, Identity, Sign
+
+
+def conformance(backend: Backend) -> None:
+    """What every backend must do; called on every rank."""
+    rank, world = backend.rank, backend.world_size
+    assert 0 <= rank < world
+    for dtype in (torch.float32, torch.float64):
+        x = torch.arange(5, dtype=dtype) + 10 * rank
+        backend.all_reduce(x).wait()
+        assert torch.equal(x, torch.arange(5, dtype=dtype) + 10 * (world - 1) / 2)
+    given = (torch.arange(world).view(-1, 1) * 16 + rank).repeat(1, 3).to(torch.uint8)
+    out = torch.zeros_like(given)
+    backend.all_to_all(out, given).wait()
+    assert torch.equal(out, (torch.arange(world).view(-1, 1) + 16 * rank).repeat(1, 3).to(torch.uint8))
+    out = torch.zeros(world, 4, dtype=torch.uint8)
+    backend.all_gather(out, torch.full((4,), rank + 1, dtype=torch.uint8)).wait()
+    assert torch.equal(out, torch.arange(1, world + 1).view(-1, 1).repeat(1, 4).to(torch.uint8))
+    x = torch.full((3,), float(rank))
+    backend.broadcast(x, src=world - 1).wait()
+    assert torch.equal(x, torch.full((3,), float(world - 1)))
+    a, b = torch.full((2,), float(rank)), torch.full((2,), float(rank) ** 2)
+    works = [backend.all_reduce(a), backend.all_reduce(b)]  # two in flight
+    for work in works:
+        work.wait()
+    assert torch.allclose(a, torch.full((2,), (world - 1) / 2))
+    assert torch.allclose(b, torch.full((2,), sum(r * r for r in range(world)) / world))
+    assert isinstance(backend, Backend)
+
+
+def in_process(rank: int, world_size: int) -> None:
+    conformance(TorchBackend())
+    conformance(CountingBackend(TorchBackend()))
+
+
+def test_one_rank():
+    conformance(LocalBackend())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_threads(world_size):
+    on_threads(world_size, conformance)
+    on_threads(world_size, lambda backend: conformance(CountingBackend(backend)))
+
+
+def test_gloo_with_three_processes():
+    on_processes(3, in_process)
+
+
+def test_threads_notice_ranks_that_call_different_verbs():
+    def diverge(backend):
+        if backend.rank == 0:
+            backend.all_reduce(torch.zeros(1)).wait()
+        else:
+            backend.broadcast(torch.zeros(1)).wait()
+
+    with pytest.raises(RuntimeError, match="different verbs"):
+        on_threads(2, diverge)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_counted_bytes(world_size):
+    def count(backend):
+        counting = CountingBackend(backend)
+        counting.all_reduce(torch.zeros(10)).wait()
+        counting.all_to_all(torch.zeros(world_size, 7), torch.zeros(world_size, 7)).wait()
+        counting.end_step()
+        counting.all_gather(torch.zeros(world_size, 3), torch.zeros(3)).wait()
+        counting.broadcast(torch.zeros(world_size)).wait()
+        first = counting.step.summary()
+        counting.end_step()
+        return first, counting.step.summary(), counting.total.summary()
+
+    w = world_size
+    for first, second, total in on_threads(world_size, count):
+        assert first["by_verb"]["all_reduce"] == {"bytes": 2 * (w - 1) * -(-40 // w), "calls": 1}
+        assert first["by_verb"]["all_to_all"] == {"bytes": (w - 1) * 28, "calls": 1}
+        assert second["by_verb"] == {
+            "all_gather": {"bytes": (w - 1) * 12, "calls": 1},
+            "broadcast": {"bytes": (w - 1) * 4, "calls": 1},
+        }
+        assert total["bytes"] == first["bytes"] + second["bytes"]
+        assert total["calls"] == 4
+    assert all_reduce_bytes(40, 4) == 2 * 3 * 10
+
+
+# the compressed all-reduce -------------------------------------------------------------------------------------------
+
+
+def inputs(world: int, rank: int, step: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("compressor", [Sign(block=16), Sign(block=None, norm="l1"), Identity()], ids=repr)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_what_comes_out_plus_what_is_owed_is_what_went_in(world_size, compressor, dtype, tolerance):
+    """Sum over steps of mean x = sum over steps of the result + mean worker error + server error; same bits
+    everywhere."""
+    n, steps = 64 * world_size, 25
+
+    def reduce(backend):
+        feedback = Feedback.zeros(n, world_size, dtype, torch.device("cpu"))
+        results = []
+        for step in range(steps):
+            x = inputs(world_size, backend.rank, step, n, dtype)
+            run([compressed_all_reduce(x, feedback, compressor, backend)])
+            results.append(x)
+        return results, feedback
+
+    ranks = on_threads(world_size, reduce)
+    for results, _ in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results, ranks[0][0]))
+    given = sum(inputs(world_size, r, s, n, dtype) for r in range(world_size) for s in range(steps)) / world_size
+    owed = sum(f.worker for _, f in ranks) / world_size + torch.cat([f.server for _, f in ranks])
+    torch.testing.assert_close(sum(ranks[0][0]) + owed, given, rtol=tolerance, atol=tolerance * steps)
+    if isinstance(compressor, Identity):
+        assert not owed.any()
+    else:
+        assert owed.any()
+        row = ranks[0][0][-1][: n // world_size]
+        if compressor.block is None:
+            assert row.abs().unique().numel() == 1, "a row has one scale"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_after_another_and_interleaved_give_the_same_bits(world_size):
+    n = 64 * world_size
+
+    def reduce(backend, schedule):
+        feedback = [Feedback.zeros(n, world_size, torch.float32, torch.device("cpu")) for _ in range(4)]
+        xs = [inputs(world_size, backend.rank, i, n, torch.float32) for i in range(4)]
+        for _ in range(3):
+            schedule(compressed_all_reduce(x, f, Sign(block=32), backend) for x, f in zip(xs, feedback))
+        return xs
+
+    one = on_threads(world_size, lambda b: reduce(b, run))
+    turn = on_threads(world_size, lambda b: reduce(b, run_interleaved))
+    assert all(torch.equal(a, b) for x, y in zip(one, turn) for a, b in zip(x, y))
+
+
+def test_interleaved_starts_every_task_before_it_waits_for_the_first():
+    events = []
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            events.append(f"wait {self.name}")
+
+    def task(name, waits):
+        for i in range(waits):
+            events.append(f"start {name}{i}")
+            yield Noted(f"{name}{i}")
+        events.append(f"end {name}")
+
+    run_interleaved([task("a", 2), task("b", 0), task("c", 1)])
+    assert events == [
+        "start a0", "end b", "start c0", "wait a0", "start a1", "wait c0", "end c", "wait a1", "end a",
+    ]  # fmt: skip
+
+
+def test_dead_elements_come_out_as_zero_and_owe_nothing():
+    n = 128
+
+    def reduce(backend):
+        feedback = Feedback.zeros(n, 2, torch.float32, torch.device("cpu"))
+        feedback.live = torch.full((n // 8,), 0x0F, dtype=torch.uint8)
+        for step in range(5):
+            x = inputs(2, backend.rank, step, n, torch.float32)
+            run([compressed_all_reduce(x, feedback, Sign(block=32), backend)])
+        return x, feedback
+
+    dead = torch.arange(n) % 8 >= 4
+    for x, feedback in on_threads(2, reduce):
+        assert not x[dead].any()
+        assert not feedback.worker[dead].any()
+        assert not feedback.server[dead[: n // 2]].any()
+        assert x[~dead].all()

@@ -1,0 +1,187 @@
+"""Bad input: an error that names the value and what is allowed, on every rank, before anything is communicated."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
+
+from commopt import OneBitAdam, attach
+from commopt.comm import LocalBackend, ThreadWorld
+from commopt.compress import Sign
+
+BAD_ARGUMENTS = [
+    ({"lr": -0.1}, r"lr must be a number >= 0, got -0.1"),
+    ({"lr": math.nan}, r"lr must be a number >= 0, got nan"),
+    ({"lr": "1e-3"}, r"lr must be a number >= 0, got '1e-3'"),
+    ({"lr": torch.ones(2)}, r"lr as a tensor must have 1 element, got shape \(2,\)"),
+    ({"lr": torch.tensor(-1.0)}, r"lr must be a number >= 0, got -1.0"),
+    ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.9\)"),
+    ({"betas": (0.9, -0.1)}, r"betas must be two numbers in \[0, 1\), got \(0.9, -0.1\)"),
+    ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
+    ({"eps": -1e-8}, r"eps must be a number >= 0, got -1e-08"),
+    ({"weight_decay": -1}, r"weight_decay must be a number >= 0, got -1"),
+    ({"maximize": 1}, r"maximize must be True or False, got 1"),
+    ({"freeze_step": 0}, r"freeze_step must be 'auto' or an int >= 1, got 0"),
+    ({"freeze_step": 2.5}, r"freeze_step must be 'auto' or an int >= 1, got 2.5"),
+    ({"freeze_step": "never"}, r"freeze_step must be 'auto' or an int >= 1, got 'never'"),
+    ({"freeze_step": True}, r"freeze_step must be 'auto' or an int >= 1, got True"),
+    ({"compressor": "sign"}, r"compressor must be a commopt.compress.Compressor such as Sign\(\), got 'sign'"),
+    ({"max_grad_norm": 0}, r"max_grad_norm must be a number > 0, got 0"),
+    ({"bucket_mb": -1}, r"bucket_mb must be a number > 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_an_argument_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OneBitAdam(Toy().parameters(), **arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [BAD_ARGUMENTS[0], BAD_ARGUMENTS[11], BAD_ARGUMENTS[15]])
+def test_an_argument_out_of_range_on_one_rank_is_an_error_on_all(arguments, message):
+    def run(backend):
+        with pytest.raises(ValueError, match=message) as caught:
+            OneBitAdam(Toy().parameters(), backend=backend, **(arguments if backend.rank == 1 else {}))
+        return str(caught.value)
+
+    texts = on_threads(3, run)
+    assert texts[0].startswith("rank 1 refused its arguments: ")
+    assert texts[2] == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([], ValueError, "empty parameter list"),
+        (torch.zeros(2), TypeError, "iterable"),
+        (
+            [torch.zeros(2, dtype=torch.complex64)],
+            ValueError,
+            "parameter 0 is complex64; allowed are float64, float32, bfloat16",
+        ),
+        ([torch.zeros(1), torch.zeros(2, dtype=torch.int64)], ValueError, "parameter 1 is int64"),
+    ],
+)
+def test_parameters_that_cannot_be_optimized(params, error, message):
+    with pytest.raises(error, match=message):
+        OneBitAdam(params)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: list(m.parameters())[:-2],
+            r"parameter lists differ between ranks: rank 1 has \d+ parameters with \d+ elements",
+        ),
+        (lambda m: list(m.parameters())[::-1], "parameter lists differ between ranks: rank 1"),
+        (lambda m: list(m.double().parameters()), "parameter lists differ between ranks: rank 1"),
+        (
+            lambda m: [{"params": list(m.parameters())[:3]}, {"params": list(m.parameters())[3:]}],
+            "in 2 groups, rank 0 has",
+        ),
+    ],
+)
+def test_ranks_with_different_parameters_say_which_rank_differs(change, message):
+    def run(backend):
+        model = Toy()
+        with pytest.raises(ValueError, match=message):
+            OneBitAdam(change(model) if backend.rank == 1 else list(model.parameters()), backend=backend)
+
+    on_threads(3, run)
+
+
+@pytest.mark.parametrize(
+    "different",
+    [{"lr": 0.5}, {"compressor": Sign(block=64)}, {"bucket_mb": 1.0}, {"freeze_step": 9}, {"max_grad_norm": 2.0}],
+)
+def test_ranks_with_different_settings(different):
+    def run(backend):
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 2"):
+            OneBitAdam(Toy().parameters(), backend=backend, **(different if backend.rank == 2 else {}))
+
+    on_threads(3, run)
+
+
+def test_a_bad_late_group_is_refused_on_all_ranks_and_training_goes_on():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam([model.weight, model.bias], freeze_step=2, backend=backend)
+        lr = -1.0 if backend.rank == 0 else 0.1
+        with pytest.raises(ValueError, match=r"lr must be a number >= 0, got -1.0"):
+            optimizer.add_param_group({"params": [model.gain], "lr": lr})
+        assert len(optimizer.param_groups) == 1
+        train(model, optimizer, range(4), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
+def test_a_sparse_gradient_on_one_rank_stops_all_before_anything_changes():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=1, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        before = params_of(model), tensors_in(optimizer.state_dict())
+        backward(model, 3, backend.rank, 2)
+        if backend.rank == 1:
+            model.embedding.grad = model.embedding.grad.to_sparse()
+        error, message = (
+            (ValueError, "sparse_coo; allowed are dense") if backend.rank == 1 else (RuntimeError, "another rank")
+        )
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        assert same_bits(before[0], params_of(model))
+        assert same_bits(before[1], tensors_in(optimizer.state_dict()))
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
+def test_a_backend_that_lacks_a_verb():
+    class Half:
+        rank, world_size = 0, 2
+
+        def all_reduce(self, x):
+            raise AssertionError("nothing may be communicated")
+
+    with pytest.raises(ValueError, match="lacks all_to_all, all_gather, broadcast"):
+        OneBitAdam(Toy().parameters(), backend=Half())
+
+
+def test_a_backend_and_a_process_group_together():
+    with pytest.raises(ValueError, match="either process_group or backend"):
+        OneBitAdam(Toy().parameters(), backend=LocalBackend(), process_group=object())
+
+
+def test_a_process_group_without_torch_distributed():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        OneBitAdam(Toy().parameters(), process_group=object())
+
+
+def test_attach_wants_a_ddp_model():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="a bare Linear needs no attaching"):
+        attach(model, OneBitAdam(model.parameters()))
+
+
+def test_a_rank_that_fails_takes_the_others_along_instead_of_leaving_them_to_wait():
+    def run(backend):
+        if backend.rank == 1:
+            raise KeyError("broken")
+        backend.all_reduce(torch.zeros(1)).wait()
+
+    with pytest.raises((KeyError, RuntimeError), match="broken"):
+        ThreadWorld(3, timeout=5).run(run)
+
+
+def test_a_world_of_threads_needs_a_rank():
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        ThreadWorld(0)

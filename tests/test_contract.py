@@ -1,0 +1,271 @@
+"""What every torch optimizer does, ours does: hooks, closures, schedulers, copies, pickles, names, saving tools."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.testing._internal.common_optimizers import optim_db
+from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
+
+from commopt import OneBitAdam
+from commopt.comm import LocalBackend
+
+ADAM = next(info for info in optim_db if info.optim_cls is torch.optim.Adam)
+
+
+def supported(kwargs):
+    return not set(kwargs) & {"amsgrad", "capturable", "fused", "foreach", "differentiable"} and not any(
+        isinstance(b, torch.Tensor) for b in kwargs.get("betas", ())
+    )
+
+
+INPUTS = [i for i in ADAM.optim_inputs_func(device="cpu") if supported(i.kwargs)]
+
+
+@pytest.mark.parametrize("case", INPUTS, ids=lambda i: i.desc)
+def test_torchs_own_inputs_for_adam(case):
+    """Every set of arguments that torch tests Adam with and that we take; coupled weight decay becomes AdamW's."""
+    kwargs = {k: v for k, v in case.kwargs.items() if k != "decoupled_weight_decay"}
+    ours, theirs = Toy(), Toy()
+    optimizer = OneBitAdam(ours.parameters(), **kwargs)
+    reference = torch.optim.AdamW(theirs.parameters(), **{"weight_decay": 0.0, **kwargs})
+    train(ours, optimizer, range(6))
+    train(theirs, reference, range(6))
+    assert same_bits(params_of(ours), params_of(theirs))
+
+
+def test_there_are_such_inputs():
+    assert len(INPUTS) >= 4
+
+
+def test_closure():
+    model, same = Toy(), Toy()
+    optimizer, reference = OneBitAdam(model.parameters()), torch.optim.Adam(same.parameters())
+
+    def closure(m):
+        m.zero_grad()
+        loss = m(torch.arange(7).view(1, 7))
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        loss = optimizer.step(lambda: closure(model))
+        assert torch.equal(loss, reference.step(lambda: closure(same)))
+    assert same_bits(params_of(model), params_of(same))
+
+
+def test_step_is_no_operation_without_gradients():
+    model = Toy()
+    optimizer = OneBitAdam(model.parameters(), weight_decay=0.1)
+    assert optimizer.step() is None
+    assert same_bits(params_of(model), params_of(Toy()))
+
+
+def test_hooks_fire_around_step_state_dict_and_load_state_dict():
+    model, calls = Toy(), []
+    optimizer = OneBitAdam(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("before save"))
+    optimizer.register_state_dict_post_hook(lambda o, s: calls.append("after save"))
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: calls.append("before load"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append(("after load", o.param_groups[0]["step"])))
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    saving = ["before save", "after save", "before load", ("after load", 1)]
+    assert calls == ["before step", "after step", *saving, *saving]
+
+
+def test_a_load_hook_may_change_what_is_loaded():
+    model = Toy()
+    optimizer = OneBitAdam(model.parameters())
+    train(model, optimizer, range(2))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda o, s: {**s, "state": {k: {**v, "exp_avg": v["exp_avg"] * 2} for k, v in s["state"].items()}}
+    )
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], before * 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deep_copy_goes_on_as_the_original_would(world_size):
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, backend=backend)
+        train(model, optimizer, range(5), backend.rank, world_size)
+        both = copy.deepcopy({"model": model, "optimizer": optimizer})
+        assert both["optimizer"].param_groups[0]["params"][0] is next(both["model"].parameters())
+        assert {k for k in vars(optimizer) if k[0] != "_"} == {k for k in vars(both["optimizer"]) if k[0] != "_"}
+        train(both["model"], both["optimizer"], range(5, 8), backend.rank, world_size)
+        untouched = params_of(model)
+        train(model, optimizer, range(5, 8), backend.rank, world_size)
+        assert same_bits(params_of(model), params_of(both["model"]))
+        assert not same_bits(untouched, params_of(model))
+
+    on_threads(world_size, run)
+
+
+def test_pickle_and_torch_save_of_the_optimizer_itself():
+    model = Toy()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, backend=LocalBackend())
+    train(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    copies = [pickle.loads(pickle.dumps((model, optimizer))), torch.load(file, weights_only=False)]
+    train(model, optimizer, range(3, 6))
+    for other, resumed in copies:
+        train(other, resumed, range(3, 6))
+        assert same_bits(params_of(model), params_of(other))
+
+
+def test_repr_shows_the_groups():
+    text = repr(OneBitAdam(Toy().parameters(), lr=0.25, freeze_step=7))
+    assert text.startswith("OneBitAdam (")
+    assert "lr: 0.25" in text
+    assert "freeze_step: 7" in text
+
+
+def test_named_parameters_keep_their_names():
+    model = Toy()
+    optimizer = OneBitAdam(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["param_names"][0] == "embedding"
+    unnamed = OneBitAdam(Toy().parameters())
+    unnamed.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("case", ADAM.scheduler_inputs[:4])
+def test_schedulers(case):
+    model, same = Toy(), Toy()
+    optimizer, reference = OneBitAdam(model.parameters()), torch.optim.Adam(same.parameters())
+    schedulers = [[make(o) for make in case] for o in (optimizer, reference)]
+    for step in range(6):
+        for m, o, mine in ((model, optimizer, schedulers[0]), (same, reference, schedulers[1])):
+            backward(m, step, 0, 1)
+            o.step()
+            for s in mine:
+                s.step(torch.tensor(1.0)) if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) else s.step()
+    assert same_bits(params_of(model), params_of(same))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("freeze_step", [1, 100])
+def test_accumulating_small_batches_is_one_large_batch(world_size, freeze_step):
+    def run(backend):
+        model, large = Toy(torch.float64), Toy(torch.float64)
+        optimizer, reference = (
+            OneBitAdam(m.parameters(), lr=1e-2, freeze_step=freeze_step, backend=backend) for m in (model, large)
+        )
+        for step in range(6):
+            model.zero_grad()
+            large.zero_grad()
+            for part in range(2):
+                batch = torch.randint(
+                    0, 13, (4, 7), generator=torch.Generator().manual_seed(100 * step + part + 10 * backend.rank)
+                )
+                (model(batch) / 2).backward()
+                (large(batch) / 2).backward()
+                large_grads = [p.grad for p in large.parameters()]
+            for p, g in zip(large.parameters(), large_grads):
+                p.grad = None if g is None else g.clone()
+            optimizer.step()
+            reference.step()
+        return params_of(model), params_of(large)
+
+    for a, b in on_threads(world_size, run):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_distributed_checkpoints_get_and_set_state(flatten):
+    """get_optimizer_state_dict must find complete state on a fresh optimizer, or it would call step()."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = Toy()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=4)
+    fresh = get_optimizer_state_dict(model, optimizer, options=options)
+    assert optimizer.param_groups[0]["step"] == 0
+    train(model, optimizer, range(3))
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    assert saved.keys() == fresh.keys()
+
+    other = copy.deepcopy(model)
+    second = OneBitAdam(other.parameters(), lr=1e-2, freeze_step=4)
+    set_optimizer_state_dict(other, second, saved, options=options)
+    train(model, optimizer, range(3, 5))
+    train(other, second, range(3, 5))
+    assert same_bits(params_of(model), params_of(other))
+
+
+def test_state_is_complete_at_construction_and_the_same_on_every_rank():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, backend=backend)
+        fresh = {k: set(v) for k, v in optimizer.state_dict()["state"].items()}
+        train(model, optimizer, range(4), backend.rank, 3)
+        assert {k: set(v) for k, v in optimizer.state_dict()["state"].items()} == fresh
+        return fresh
+
+    fresh, *others = on_threads(3, run)
+    assert all(other == fresh for other in others)
+    assert fresh[0] == {"step", "variance_step", "exp_avg", "exp_avg_sq", "worker_error", "server_error"}
+    assert len(fresh) == len(list(Toy().parameters()))
+
+
+def test_state_of_one_rank_has_no_residuals():
+    assert set(OneBitAdam(Toy().parameters()).state_dict()["state"][0]) == {
+        "step",
+        "variance_step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+def test_the_residuals_take_one_and_a_wth_of_a_buffer():
+    def run(backend):
+        optimizer = OneBitAdam([nn.Parameter(torch.zeros(4096))], backend=backend)
+        state = optimizer.state_dict()["state"][0]
+        return state["worker_error"].numel(), state["server_error"].numel()
+
+    assert on_threads(4, run) == [(4096, 1024)] * 4
+
+
+@pytest.mark.parametrize("memory_format", ["transposed", "channels_last", "slice"])
+def test_parameters_and_gradients_of_any_stride(memory_format):
+    def make():
+        x = torch.randn(4, 6, 3, 5, generator=torch.Generator().manual_seed(0))
+        if memory_format == "channels_last":
+            x = x.to(memory_format=torch.channels_last)
+        elif memory_format == "transposed":
+            x = x.transpose(0, 3)
+        else:
+            x = x[:, ::2]
+        return nn.Parameter(x), nn.Parameter(torch.ones(3))
+
+    def run(backend, contiguous):
+        p, q = make()
+        if contiguous:
+            p = nn.Parameter(p.detach().contiguous())
+        optimizer = OneBitAdam([p, q], lr=1e-2, freeze_step=2, backend=backend)
+        for step in range(6):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(step + 100 * backend.rank))
+            p.grad, q.grad = torch.empty_like(p).copy_(g), torch.ones(3)
+            optimizer.step()
+        return p.detach().contiguous(), tensors_in(optimizer.state_dict())
+
+    strided, plain = on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))
+    torch.testing.assert_close(strided[0][0], plain[0][0], rtol=1e-6, atol=1e-7)
+    assert torch.equal(strided[0][0], strided[1][0])

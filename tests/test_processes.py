@@ -1,0 +1,269 @@
+"""Real processes over Gloo: the same bits as threads, DistributedDataParallel attached and not, meshes.
+
+Starting processes costs seconds, so each world is started once, runs all its scenes, and the tests look at what they
+gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
+
+from commopt import OneBitAdam, attach
+from commopt.comm import TorchBackend
+
+SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
+STEPS = 9
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    listener = Listener()
+    logger = logging.getLogger("commopt")
+    logger.addHandler(listener)
+    try:
+        yield listener.lines
+    finally:
+        logger.removeHandler(listener)
+
+
+def ddp(model: Toy) -> DistributedDataParallel:
+    return DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=3e-4)
+
+
+def step(model: nn.Module, optimizer: Any, t: int, rank: int, world: int, parts: int = 1) -> None:
+    """One step, accumulated over ``parts`` backward passes; DDP synchronises in the last one only."""
+    model.zero_grad()
+    batches = tokens(t, rank, world).chunk(parts)
+    for i, batch in enumerate(batches):
+        local = i < parts - 1 and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if local else contextlib.nullcontext():
+            (model(batch) / parts).backward()
+    optimizer.step()
+
+
+def run_bare(rank: int, world: int, parts: int = 1, **settings: Any) -> dict[str, Any]:
+    model = Toy()
+    optimizer = OneBitAdam(model.parameters(), **{**SETTINGS, **settings})
+    stats = []
+    for t in range(STEPS):
+        step(model, optimizer, t, rank, world, parts)
+        stats.append(optimizer.comm_stats()["step"])
+    return {"params": params_of(model), "stats": stats}
+
+
+def run_attached(rank: int, world: int, parts: int = 1, **settings: Any) -> dict[str, Any]:
+    model = ddp(Toy())
+    optimizer = OneBitAdam(model.parameters(), **{**SETTINGS, **settings})
+    attach(model, optimizer)
+    stats, grads = [], []
+    with listening() as lines:
+        for t in range(STEPS):
+            step(model, optimizer, t, rank, world, parts)
+            stats.append(optimizer.comm_stats()["step"])
+            grads.append(model.module.weight.grad.clone())
+    return {"params": params_of(model.module), "stats": stats, "grads": grads, "log": list(lines)}
+
+
+def run_unattached(rank: int, world: int) -> dict[str, Any]:
+    model = ddp(Toy())
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+    with listening() as lines:
+        for t in range(STEPS):
+            step(model, optimizer, t, rank, world)
+    return {"params": params_of(model.module), "log": list(lines)}
+
+
+def run_baseline(rank: int, world: int) -> dict[str, Any]:
+    model = ddp(Toy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["lr"], weight_decay=0.0)
+    for t in range(SETTINGS["freeze_step"]):
+        step(model, optimizer, t, rank, world)
+    return {"params": params_of(model.module)}
+
+
+def run_nan(rank: int, world: int) -> dict[str, Any]:
+    """DDP attached, NaN in the loss of one rank, once in each phase."""
+    model = ddp(Toy())
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+    attach(model, optimizer)
+    unchanged = []
+    for t in range(STEPS):
+        bad = t in (2, 6)
+        before = params_of(model.module)
+        model.zero_grad()
+        loss = model(tokens(t, rank, world))
+        (loss * float("nan") if bad and rank == 1 else loss).backward()
+        optimizer.step()
+        if bad:
+            unchanged.append(same_bits(before, params_of(model.module)))
+    return {"params": params_of(model.module), "unchanged": unchanged, "skipped": optimizer.skipped_steps}
+
+
+def run_groups(rank: int, world: int) -> dict[str, Any]:
+    """The same run on a mesh; refused: a 2-d mesh, a foreign rank, ranks that differ, a hook already there."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
+    out: dict[str, Any] = {"mesh": run_bare(rank, world, process_group=mesh)["params"], "errors": {}}
+
+    def refused(name: str, fn: Any) -> None:
+        try:
+            fn()
+        except (ValueError, RuntimeError) as error:
+            out["errors"][name] = f"{type(error).__name__}: {error}"
+
+    square = init_device_mesh("cpu", (1, world), mesh_dim_names=("shard", "replicate"))
+    refused("2-d mesh", lambda: OneBitAdam(Toy().parameters(), process_group=square))
+    out["slice"] = run_bare(rank, world, process_group=square["replicate"])["params"]
+    only_rank_0 = dist.new_group([0])
+    refused("foreign", lambda: OneBitAdam(Toy().parameters(), process_group=only_rank_0))
+    refused("no group", lambda: OneBitAdam(Toy().parameters(), process_group="world"))
+    model = Toy()
+    refused("differ", lambda: OneBitAdam(list(model.parameters())[rank:]))
+    refused("lr", lambda: OneBitAdam(model.parameters(), lr=-1.0 if rank else 1.0))
+    wrapped = ddp(Toy())
+    optimizer = OneBitAdam(wrapped.parameters())
+    attach(wrapped, optimizer)
+    refused("twice", lambda: attach(wrapped, optimizer))
+    other = OneBitAdam(model.parameters())
+    refused("not its parameters", lambda: attach(wrapped, other))
+    if rank == 0:
+        alone = OneBitAdam(wrapped.parameters(), process_group=only_rank_0)
+        refused("other ranks", lambda: attach(wrapped, alone))
+    copied = copy.deepcopy(optimizer)
+    out["copy shares the group"] = copied.backend.inner.group is TorchBackend().group
+    return out
+
+
+def scenes(rank: int, world: int) -> dict[str, Any]:
+    return {
+        "bare": run_bare(rank, world),
+        "bare, accumulated": run_bare(rank, world, parts=2),
+        "bare, clipped": run_bare(rank, world, max_grad_norm=0.1),
+        "attached": run_attached(rank, world),
+        "attached, accumulated": run_attached(rank, world, parts=2),
+        "attached, clipped": run_attached(rank, world, max_grad_norm=0.1),
+        "unattached": run_unattached(rank, world),
+        "baseline": run_baseline(rank, world),
+        "baseline, ours": run_bare(rank, world),
+        "nan": run_nan(rank, world),
+        "groups": run_groups(rank, world),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_processes(2, scenes)
+
+
+def on_thread_world(**settings: Any) -> list[Any]:
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend, **{**SETTINGS, **settings})
+        train(model, optimizer, range(STEPS), backend.rank, 2)
+        return params_of(model)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return on_threads(2, run)[0]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("scene", ["bare", "bare, clipped", "attached", "attached, accumulated", "unattached", "nan"])
+def test_replicas_are_bit_identical(ranks, scene):
+    assert same_bits(ranks[0][scene]["params"], ranks[1][scene]["params"])
+    assert not same_bits(ranks[0][scene]["params"], params_of(Toy()))
+
+
+def test_processes_give_the_bits_of_threads(ranks):
+    assert same_bits(ranks[0]["bare"]["params"], on_thread_world())
+
+
+@pytest.mark.parametrize("variant", ["", ", accumulated", ", clipped"])
+def test_an_attached_ddp_model_trains_as_the_bare_one(ranks, variant):
+    for a, b in zip(ranks[0]["attached" + variant]["params"], ranks[0]["bare" + variant]["params"]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_changes_the_run(ranks):
+    assert not same_bits(ranks[0]["bare"]["params"], ranks[0]["bare, clipped"]["params"])
+
+
+def test_attached_ddp_averages_in_warm_up_only_and_each_byte_is_counted(ranks):
+    a, b = (r["attached"] for r in ranks)
+    for t in range(STEPS):
+        assert torch.equal(a["grads"][t], b["grads"][t]) == (t < SETTINGS["freeze_step"])
+    bare = ranks[0]["bare"]["stats"]
+    for t in (1, STEPS - 1):
+        agreement = {"bytes": 2 * 20, "calls": 1}
+        ddp_calls = a["stats"][t]["by_verb"]["all_reduce"]["calls"]
+        assert (ddp_calls > 3) == (t < SETTINGS["freeze_step"])
+        if t >= SETTINGS["freeze_step"]:
+            assert a["stats"][t] == bare[t]
+            presence = len(list(Toy().parameters())) * 8
+            assert a["stats"][t]["by_verb"]["all_reduce"] == {"bytes": agreement["bytes"] + presence, "calls": 2}
+    assert not any("already equal" in line for line in a["log"])
+
+
+def test_a_ddp_model_that_is_not_attached_is_reported_once_on_rank_0(ranks):
+    assert sum("commopt.attach" in line for line in ranks[0]["unattached"]["log"]) == 1
+    assert not ranks[1]["unattached"]["log"]
+
+
+def test_warm_up_is_ddp_with_torch_adamw(ranks):
+    def run(rank):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=rank, **SETTINGS)
+        train(model, optimizer, range(SETTINGS["freeze_step"]), rank.rank, 2)
+        return params_of(model)
+
+    for a, b in zip(on_threads(2, run)[0], ranks[0]["baseline"]["params"]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_nan_on_one_rank_under_ddp_is_skipped_by_both(ranks):
+    for r in ranks:
+        assert r["nan"]["unchanged"] == [True, True]
+        assert r["nan"]["skipped"] == 2
+        assert all(p.isfinite().all() for p in r["nan"]["params"])
+
+
+def test_a_mesh_and_a_slice_of_one_are_its_group(ranks):
+    for r in ranks:
+        assert same_bits(r["groups"]["mesh"], ranks[0]["bare"]["params"])
+        assert same_bits(r["groups"]["slice"], ranks[0]["bare"]["params"])
+        assert r["groups"]["copy shares the group"]
+
+
+def test_groups_and_arguments_that_cannot_work_are_refused(ranks):
+    for rank in (0, 1):
+        errors = ranks[rank]["groups"]["errors"]
+        assert "must have 1 dimension, got 2" in errors["2-d mesh"]
+        assert "must be a ProcessGroup, a 1-d DeviceMesh or None, got 'world'" in errors["no group"]
+        assert "rank 1 has 8 parameters" in errors["differ"]
+        assert "lr must be a number >= 0, got -1.0" in errors["lr"]
+        assert "hook" in errors["twice"]
+        assert "none of the model's parameters" in errors["not its parameters"]
+    assert "rank 1 of the world is not a member" in ranks[1]["groups"]["errors"]["foreign"]
+    assert "the model averages over ranks [0, 1], the optimizer over [0]" in ranks[0]["groups"]["errors"]["other ranks"]
