@@ -47,8 +47,7 @@ def _files(path: Path) -> Iterator[Document]:
 
 
 def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:
-    """Files below ``root`` by relative name; hidden ones, binary ones, those with another suffix and folders in ``skips`` are left
-    out."""
+    """Files below ``root`` by relative name; hidden and binary ones and folders in ``skips`` are left out."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"corpus {error.filename}: {error.strerror}")

@@ -99,8 +99,8 @@ class SelfCommunicating:
     def traffic(self) -> Traffic:
         """From the optimizer's own counts."""
         stats = self.optimizer.comm_stats()
-        ratio = stats["residual_ratio"] if self.phase == "compressed" else None
-        return Traffic(stats["step"]["bytes"], stats["fp32_bytes"], ratio, self._skipped[0] < self._skipped[1])
+        residual = stats["residual_ratio"] or None  # 0 before the first compression
+        return Traffic(stats["step"]["bytes"], stats["fp32_bytes"], residual, self._skipped[0] < self._skipped[1])
 
 
 class DataParallel:

@@ -244,7 +244,8 @@ class Trainer:
             log.info("finished: held-out loss %.4f, %.0f tokens/s", heldout, summary["tokens_per_s"])
         else:
             log.info("stopped at step %d, checkpoint saved; go on with: --resume=auto", self.step)
-        saved = f"{show_ratio(summary['ratio'])} less over the run, {show_ratio(summary['compressed_ratio'])} when compressed"
+        whole, compressed = show_ratio(summary["ratio"]), show_ratio(summary["compressed_ratio"])
+        saved = f"{whole} less over the run, {compressed} in the compressed phase"
         sent, full = meter.bytes / MB, meter.fp32_bytes / MB
         log.info("each rank sent %.1f MB; an fp32 all-reduce would have sent %.1f MB: %s", sent, full, saved)
         if meter.skipped_steps:

@@ -1,0 +1,65 @@
+# Sourced by the other scripts: one virtual environment, .venv, with the pinned requirements and the package itself.
+#
+#   ensure_env EXTRAS     make or refresh .venv for pyproject.toml's extras, for example train or train,test
+#
+# It installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+
+fail() {
+    echo "$(basename "$0"): $*" >&2
+    exit 1
+}
+
+is_usable() { # PYTHON: 3.10 or newer
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        is_usable "$PYTHON" || fail "PYTHON=$PYTHON is not allowed: it must be Python 3.10 or newer"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.10 or newer found; install one, or name it: PYTHON=/path/to/python $0"
+}
+
+make_venv() {
+    local python
+    python="$(find_python)" || exit 1
+    echo "making $VENV with $("$python" --version)"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV" || fail "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv"
+}
+
+fingerprint() { # EXTRAS: of everything that decides what is installed
+    {
+        echo "$1" "$ROOT"
+        "$VENV/bin/python" --version
+        cd "$ROOT" && find constraints.txt pyproject.toml setup.py kernels -type f -print0 | sort -z | xargs -0 cksum
+    } | cksum
+}
+
+ensure_env() { # EXTRAS
+    local stamp="$VENV/.installed-$1"
+    if ! is_usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        make_venv
+    fi
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$1")" ]; then
+        echo "installing commopt[$1] and its pinned requirements (some minutes the first time)"
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 \
+            -c "$ROOT/constraints.txt" -e "$ROOT[$1]" ||
+            fail "the requirements could not be installed: the lines above say why (is there a network?)"
+        fingerprint "$1" >"$stamp"
+    fi
+    PATH="$VENV/bin:$PATH"
+    export PATH
+}

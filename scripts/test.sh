@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Check the project as CI does: ruff, mypy, pytest. Arguments go to pytest: scripts/test.sh tests/test_data.py -k mask
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+ensure_env train,test
+
+cd "$ROOT"
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"
