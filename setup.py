@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 # -ffp-contract=off: results must be those of the reference, bit for bit. The other two let square roots and
 # conditions be vectorised, and change no value. Never -march: one binary serves every machine and chooses at run time.
-FLAGS = "-std=c++17 -O3 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 NAME = "commopt.ops.libcommopt_cpu"
 
 log = logging.getLogger("commopt.setup")

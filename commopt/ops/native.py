@@ -34,11 +34,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sign_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32],
     "pack_nonzero": [_P, _P, _I64, _I32],
     "zero_dead": [_P, _P, _I64, _I32],
-    "square_sum": [_I64, _P, _P, _P, _P, _I32],
-    "momentum": [_I64, _P, _P, _P, _P, _F32, _F32, _I32],
-    "frozen_adam": [_I64, _P, _P, _P, _P, _P, _P, _P, _F32, _F32, _I32],
+    "square_sum": [_P, _I64, _P, _I32],
+    "momentum": [_P, _I64, _F32, _F32, _I32],
+    "frozen_adam": [_P, _I64, _P, _F32, _F32, _I32],
 }
-_KIND = {torch.float32: 0, torch.bfloat16: 1}
 _logger = logging.getLogger("commopt")
 _calls: dict[str, Callable[..., int]] = {}
 
@@ -121,42 +120,49 @@ def _zero_dead_(x: Tensor, bits: Tensor) -> None:
     _call("zero_dead", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
-def _pointers(tensors: Sequence[Tensor]) -> array[int]:
-    return array("Q", [t.data_ptr() for t in tensors])
-
-
-def _sizes_and_kinds(tensors: Sequence[Tensor]) -> tuple[array[int], array[int]]:
-    return array("q", [t.numel() for t in tensors]), array("B", [_KIND[t.dtype] for t in tensors])
+def _entries(rows: Sequence[tuple[Tensor, ...]]) -> array[int]:
+    """What ``struct Entry`` in lists.cpp says: size, whether the last tensor is bfloat16, pointers."""
+    numbers = []
+    for row in rows:
+        last = row[-1]
+        numbers += [last.numel(), last.dtype == torch.bfloat16, *[x.data_ptr() for x in row]]
+    return array("q", numbers)
 
 
 def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
 
 
+def _float32_or_bfloat16(x: Tensor) -> bool:
+    return (x.dtype == torch.float32 or x.dtype == torch.bfloat16) and x.is_contiguous()
+
+
+def _float32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_contiguous()
+
+
 def _square_sum(xs: list[Tensor]) -> Tensor:
-    # Tensors that the kernel cannot read are added after the others: an order that depends on nothing but the list.
-    mine = [x for x in xs if x.dtype in _KIND and x.is_contiguous()]
-    total = array("d", [0.0])
+    # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
+    mine = [(x,) for x in xs if _float32_or_bfloat16(x)]
+    total = torch.zeros((), dtype=torch.float64)
     if mine:
-        arrays = (_pointers(mine), *_sizes_and_kinds(mine), total)
-        _call("square_sum", len(mine), *map(_address, arrays))
-    result = torch.tensor(total[0], dtype=torch.float64)
-    if len(mine) == len(xs):
-        return result
-    return result + reference.square_sum([x for x in xs if not (x.dtype in _KIND and x.is_contiguous())])
+        entries = _entries(mine)
+        _call("square_sum", _address(entries), len(mine), total.data_ptr())
+    if len(mine) < len(xs):
+        total += reference.square_sum([x for x in xs if not _float32_or_bfloat16(x)])
+    return total
 
 
 def _momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
     mine = []
-    for m, g in zip(ms, gs):
-        if m.dtype == torch.float32 and g.dtype in _KIND and m.is_contiguous() and g.is_contiguous():
-            mine.append((m, g))
+    for pair in zip(ms, gs):
+        if _float32(pair[0]) and _float32_or_bfloat16(pair[1]):
+            mine.append(pair)
         else:
-            reference.momentum_([m], [g], beta, alpha)
+            reference.momentum_([pair[0]], [pair[1]], beta, alpha)
     if mine:
-        m_list, g_list = zip(*mine)
-        arrays = (_pointers(m_list), _pointers(g_list), *_sizes_and_kinds(g_list))
-        _call("momentum", len(mine), *map(_address, arrays), beta, alpha)
+        entries = _entries(mine)
+        _call("momentum", _address(entries), len(mine), beta, alpha)
 
 
 def _frozen_adam_apply_(
@@ -168,25 +174,21 @@ def _frozen_adam_apply_(
     eps: float,
     decay: float,
 ) -> None:
-    mine = []
-    for row in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
-        p, m, v = row[:3]
-        dense = p.is_contiguous() and m.is_contiguous() and v.is_contiguous()
-        if dense and p.dtype in _KIND and m.dtype == v.dtype == torch.float32:
-            mine.append(row)
+    mine, factors = [], array("f")
+    for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
+        if _float32(m) and _float32(v) and _float32_or_bfloat16(p):
+            mine.append((m, v, p))
+            factors.extend((step_size, correction))
         else:
-            reference.frozen_adam_apply_(*([value] for value in row), eps, decay)  # type: ignore[call-arg, arg-type]
-    if not mine:
-        return
-    p_list, m_list, v_list, steps, corrections = zip(*mine)
-    arrays = (*map(_pointers, (p_list, m_list, v_list)), *_sizes_and_kinds(p_list), array("f", steps))
-    corrections_ = array("f", corrections)
-    _call("frozen_adam", len(mine), *map(_address, arrays), _address(corrections_), eps, decay)
-    # Autograd keeps parameters for backward and finds out by this counter that one has changed since.
-    torch.autograd.graph.increment_version(p_list)
+            reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
+    if mine:
+        entries = _entries(mine)
+        _call("frozen_adam", _address(entries), len(mine), _address(factors), eps, decay)
+        # Autograd keeps parameters for backward and finds out by this counter that one has changed since.
+        torch.autograd.graph.increment_version([p for _, _, p in mine])
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "sign_compress": _sign_compress,
     "sign_compress_with_feedback": _sign_compress_with_feedback,
     "sign_decompress": _sign_decompress,

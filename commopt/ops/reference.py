@@ -43,9 +43,10 @@ def _scales(z: Tensor, mask: Tensor | None, block: int, norm: int) -> Tensor:
     out = []
     masks = [None] * 2 if mask is None else _per_block(mask, block)
     for part, live in zip(_per_block(z, block), masks):
-        total = torch.linalg.vector_norm(part, norm, dim=-1, dtype=torch.float64)
+        wide = part.double()
         count = part.shape[-1] if live is None else live.sum(-1).clamp(min=1)
-        out.append((total * total / count).sqrt() if norm == 2 else total / count)
+        mean = (wide.square() if norm == 2 else wide.abs()).sum(-1) / count
+        out.append(mean.sqrt() if norm == 2 else mean)
     return torch.cat(out, dim=1).float()
 
 
@@ -82,7 +83,7 @@ def sign_compress_with_feedback(
 
 
 def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
-    """(r, nbytes) -> (r, n) of ``dtype``: each element's +-scale / world, where the quotient is rounded in ``dtype``."""
+    """(r, nbytes) -> (r, n) of ``dtype``: +-scale / world for each element, the quotient rounded in ``dtype``."""
     head = 4 * (-(-n // block))
     scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
     share = _spread(scales if world == 1 else scales / world, n, block)

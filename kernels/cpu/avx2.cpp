@@ -82,6 +82,7 @@ inline void add_values(D16& sums, F16 x) {
 }  // namespace
 }  // namespace commopt
 
+#define COMMOPT_FUSED 1
 #include "segments.inc"
 
 namespace commopt {

@@ -17,6 +17,7 @@ struct Choice {
 
 bool has_avx512() {
 #if COMMOPT_X86
+    __builtin_cpu_init();  // this runs among the constructors, perhaps before the one that does it
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
@@ -26,6 +27,7 @@ bool has_avx512() {
 
 bool has_avx2() {
 #if COMMOPT_X86
+    __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
 #else
     return false;

@@ -8,24 +8,33 @@ namespace commopt {
 namespace {
 
 constexpr int64_t kTask = 1 << 16;
-enum Kind : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
 
-struct Task {
-    int64_t tensor, start, n;
+// One tensor, or tensors of one shape that go together, as the caller lays it out: 64-bit numbers in this order.
+template <int POINTERS>
+struct Entry {
+    int64_t n;
+    int64_t bfloat16;  // 1: the last of them is bfloat16; 0: all are float32
+    void* data[POINTERS];
 };
 
+struct Task {
+    int64_t entry, start, n;
+};
+
+template <int POINTERS>
 class TaskList {
    public:
-    TaskList(int64_t tensors, const int64_t* sizes) {
-        for (int64_t t = 0; t < tensors; ++t) count_ += (sizes[t] + kTask - 1) / kTask;
-        tasks_ = static_cast<Task*>(std::malloc(size_t(count_ ? count_ : 1) * sizeof(Task)));
+    TaskList(const Entry<POINTERS>* entries, int64_t count) : entries_(entries) {
+        for (int64_t e = 0; e < count; ++e) {
+            work_ += entries[e].n;
+            size_ += (entries[e].n + kTask - 1) / kTask;
+        }
+        tasks_ = static_cast<Task*>(std::malloc(size_t(size_ + 1) * sizeof(Task)));
         if (tasks_ == nullptr) return;
         Task* next = tasks_;
-        for (int64_t t = 0; t < tensors; ++t) {
-            for (int64_t i = 0; i < sizes[t]; i += kTask) {
-                *next++ = {t, i, sizes[t] - i < kTask ? sizes[t] - i : kTask};
-            }
-            work_ += sizes[t];
+        for (int64_t e = 0; e < count; ++e) {
+            const int64_t n = entries[e].n;
+            for (int64_t i = 0; i < n; i += kTask) *next++ = {e, i, n - i < kTask ? n - i : kTask};
         }
     }
     ~TaskList() { std::free(tasks_); }
@@ -33,21 +42,23 @@ class TaskList {
     TaskList& operator=(const TaskList&) = delete;
 
     bool failed() const { return tasks_ == nullptr; }
-    int64_t size() const { return count_; }
+    int64_t size() const { return size_; }
 
+    // Calls run(entry, task, index of the task).
     template <class Run>
-    void run(int threads, const Run& run) const {
-        parallel_for(count_, work_, threads, [&](int64_t i) { run(tasks_[i], i); });
+    void each(int threads, const Run& run) const {
+        parallel_for(size_, work_, threads, [&](int64_t i) { run(entries_[tasks_[i].entry], tasks_[i], i); });
     }
 
    private:
+    const Entry<POINTERS>* entries_;
     Task* tasks_ = nullptr;
-    int64_t count_ = 0, work_ = 0;
+    int64_t size_ = 0, work_ = 0;
 };
 
 template <class T>
-T* at(void* const* pointers, const Task& task) {
-    return static_cast<T*>(pointers[task.tensor]) + task.start;
+T* at(void* data, const Task& task) {
+    return static_cast<T*>(data) + task.start;
 }
 
 }  // namespace
@@ -58,18 +69,17 @@ using namespace commopt;
 extern "C" {
 
 // Each task's sum has its own place and the places are added in order: the same bits for any number of threads.
-int commopt_square_sum(int64_t tensors, void* const* xs, const int64_t* sizes, const uint8_t* kinds, double* total,
-                       int32_t threads) {
-    const TaskList tasks(tensors, sizes);
+int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, int32_t threads) {
+    const TaskList<1> tasks(entries, count);
     double* sums = static_cast<double*>(std::malloc(size_t(tasks.size() + 1) * sizeof(double)));
     if (tasks.failed() || sums == nullptr) {
         std::free(sums);
         return 1;
     }
     const Kernels& k = kernels();
-    tasks.run(threads, [&](const Task& task, int64_t i) {
-        sums[i] = kinds[task.tensor] == kBFloat16 ? k.square_sum_bf16(at<uint16_t>(xs, task), task.n)
-                                                  : k.square_sum(at<float>(xs, task), task.n);
+    tasks.each(threads, [&](const Entry<1>& x, const Task& task, int64_t i) {
+        sums[i] = x.bfloat16 ? k.square_sum_bf16(at<uint16_t>(x.data[0], task), task.n)
+                             : k.square_sum(at<float>(x.data[0], task), task.n);
     });
     *total = 0.0;
     for (int64_t i = 0; i < tasks.size(); ++i) *total += sums[i];
@@ -77,37 +87,36 @@ int commopt_square_sum(int64_t tensors, void* const* xs, const int64_t* sizes, c
     return 0;
 }
 
-// kinds: of gs.
-int commopt_momentum(int64_t tensors, void* const* ms, void* const* gs, const int64_t* sizes, const uint8_t* kinds,
-                     float beta, float alpha, int32_t threads) {
-    const TaskList tasks(tensors, sizes);
+// Entries: m, g.
+int commopt_momentum(const Entry<2>* entries, int64_t count, float beta, float alpha, int32_t threads) {
+    const TaskList<2> tasks(entries, count);
     if (tasks.failed()) return 1;
     const Kernels& k = kernels();
-    tasks.run(threads, [&](const Task& task, int64_t) {
-        if (kinds[task.tensor] == kBFloat16) {
-            k.momentum_bf16(at<float>(ms, task), at<uint16_t>(gs, task), task.n, beta, alpha);
+    tasks.each(threads, [&](const Entry<2>& x, const Task& task, int64_t) {
+        float* m = at<float>(x.data[0], task);
+        if (x.bfloat16) {
+            k.momentum_bf16(m, at<uint16_t>(x.data[1], task), task.n, beta, alpha);
         } else {
-            k.momentum(at<float>(ms, task), at<float>(gs, task), task.n, beta, alpha);
+            k.momentum(m, at<float>(x.data[1], task), task.n, beta, alpha);
         }
     });
     return 0;
 }
 
-// kinds: of ps.
-int commopt_frozen_adam(int64_t tensors, void* const* ps, void* const* ms, void* const* vs, const int64_t* sizes,
-                        const uint8_t* kinds, const float* steps, const float* corrections, float eps, float decay,
+// Entries: m, v, p. factors: for each entry its step size and its correction.
+int commopt_frozen_adam(const Entry<3>* entries, int64_t count, const float* factors, float eps, float decay,
                         int32_t threads) {
-    const TaskList tasks(tensors, sizes);
+    const TaskList<3> tasks(entries, count);
     if (tasks.failed()) return 1;
     const Kernels& k = kernels();
-    tasks.run(threads, [&](const Task& task, int64_t) {
-        const float* m = at<float>(ms, task);
-        const float* v = at<float>(vs, task);
-        const float step = steps[task.tensor], correction = corrections[task.tensor];
-        if (kinds[task.tensor] == kBFloat16) {
-            k.frozen_adam_bf16(at<uint16_t>(ps, task), m, v, task.n, step, correction, eps, decay);
+    tasks.each(threads, [&](const Entry<3>& x, const Task& task, int64_t) {
+        const float* m = at<float>(x.data[0], task);
+        const float* v = at<float>(x.data[1], task);
+        const float step = factors[2 * task.entry], correction = factors[2 * task.entry + 1];
+        if (x.bfloat16) {
+            k.frozen_adam_bf16(at<uint16_t>(x.data[2], task), m, v, task.n, step, correction, eps, decay);
         } else {
-            k.frozen_adam(at<float>(ps, task), m, v, task.n, step, correction, eps, decay);
+            k.frozen_adam(at<float>(x.data[2], task), m, v, task.n, step, correction, eps, decay);
         }
     });
     return 0;

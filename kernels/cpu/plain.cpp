@@ -64,6 +64,11 @@ inline void add_values(D16& sums, const F16& x) {
 }  // namespace
 }  // namespace commopt
 
+#if defined(__FP_FAST_FMAF)
+#define COMMOPT_FUSED 1
+#else
+#define COMMOPT_FUSED 0
+#endif
 #include "segments.inc"
 
 namespace commopt {

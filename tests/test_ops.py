@@ -1,0 +1,494 @@
+"""The operators against an oracle in numpy, and every native instruction set against the reference.
+
+The oracle is written from the text of ``commopt.ops`` alone, with sums by ``math.fsum``.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commopt import ops
+from commopt.ops import native, reference
+
+ISAS = ["avx512", "avx2", "plain"]
+BLOCKS = [0, 8, 16, 24, 64, 2048]
+FLAVOURS = ["normal", "zeros", "signed zeros", "denormal", "huge", "sparse"]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Runs the test on one instruction set, and restores the best one."""
+    if not native.use_isa(request.param):
+        pytest.skip(f"this machine or build has no native kernels for {request.param}")
+    yield request.param
+    native.use_isa("")
+
+
+@pytest.fixture
+def threads():
+    """Restores the number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def values(flavour: str, shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """Inputs that have gone wrong somewhere before."""
+    x = rng.standard_normal(shape)
+    if flavour == "zeros":
+        x = 0 * np.abs(x)
+    elif flavour == "signed zeros":
+        x = rng.choice([0.0, -0.0, 1.0, -1.0], shape)
+    elif flavour == "denormal":
+        x = x * 1e-43
+    elif flavour == "huge":
+        x = rng.uniform(-1.5e38, 1.5e38, shape)
+    elif flavour == "sparse":
+        x = x * (rng.random(shape) < 0.05)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def mask_bits(kind: str, rows: int, n: int, rng: np.random.Generator) -> Tensor | None:
+    """A live mask, or None. "blocks" has runs of dead elements longer than any vector."""
+    if kind == "none":
+        return None
+    if kind == "blocks":
+        alive = np.repeat(rng.random((rows, n // 64 + 1)) < 0.5, 64, axis=1)[:, :n]
+    else:
+        alive = rng.random((rows, n)) < {"some": 0.7, "all": 1.0, "dead": 0.0}[kind]
+    return torch.from_numpy(np.packbits(alive, axis=1, bitorder="little"))
+
+
+def oracle_row(z: list[float], alive: list[bool], block: int, norm: int) -> tuple[bytes, list[float]]:
+    """One wire row, and what is left of each element, from the definition."""
+    n = len(z)
+    block = block or n
+    scales, rest = [], []
+    for start in range(0, n, block):
+        part = [v for v, a in zip(z[start : start + block], alive[start : start + block]) if a]
+        mean = math.fsum(v * v if norm == 2 else abs(v) for v in part) / len(part) if part else 0.0
+        scales.append(np.float32(math.sqrt(mean) if norm == 2 else mean))
+    for i, (v, a) in enumerate(zip(z, alive)):
+        s = float(scales[i // block])
+        rest.append((v - s if v >= 0 else v + s) if a else 0.0)
+    signs = np.packbits([v >= 0 and a for v, a in zip(z, alive)], bitorder="little")
+    row = np.array(scales, dtype="<f4").tobytes() + signs.tobytes()
+    return row + bytes(-len(row) % 16), rest
+
+
+def unpacked(bits: Tensor, n: int) -> np.ndarray:
+    return np.unpackbits(bits.numpy(), axis=-1, bitorder="little", count=n).astype(bool)
+
+
+def new_wire(rows: int, n: int, block: int) -> Tensor:
+    """A wire full of rubbish, every byte of which has to be written."""
+    return torch.full((rows, ops.sign_nbytes(n, block)), 0xA5, dtype=torch.uint8)
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit: tells -0.0 from 0.0."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+sign_cases = given(
+    rows=st.integers(1, 4),
+    n=st.one_of(st.integers(1, 40), st.integers(41, 400), st.sampled_from([2049, 4096, 16385, 40007])),
+    block=st.sampled_from(BLOCKS),
+    norm=st.sampled_from([1, 2]),
+    flavour=st.sampled_from(FLAVOURS),
+    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@sign_cases
+def test_sign_reference_matches_the_definition(rows, n, block, norm, flavour, mask, seed):
+    n = min(n, 500)
+    rng = np.random.default_rng(seed)
+    x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
+    live, wire, z = mask_bits(mask, rows, n, rng), new_wire(rows, n, block), x + error
+    alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
+    before = x.clone()
+    reference.sign_compress_with_feedback(x, error, wire, block, norm, live)
+    assert bits_equal(x, before)
+    out = torch.empty(rows, n)
+    reference.sign_decompress(wire, out, block)
+    for r in range(rows):
+        row, rest = oracle_row(z[r].tolist(), alive[r].tolist(), block, norm)
+        assert wire[r].numpy().tobytes() == row
+        np.testing.assert_array_equal(error[r].numpy(), np.array(rest, dtype=np.float32))
+        nblocks = -(-n // (block or n))
+        scale = np.repeat(np.frombuffer(row[: 4 * nblocks], "<f4"), block or n)[:n]
+        plus = np.unpackbits(np.frombuffer(row, np.uint8, offset=4 * nblocks), bitorder="little")[:n]
+        np.testing.assert_array_equal(out[r].numpy(), np.where(plus, scale, -scale))
+    mean, expected = torch.empty(n), torch.zeros(n)
+    reference.sign_decompress_mean(wire, mean, block)
+    for r in range(rows):  # a division of the scale is a division of the decoded element
+        expected = out[r] / rows if r == 0 else expected + out[r] / rows
+    assert torch.equal(mean, expected)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@sign_cases
+def check_native_sign(rows, n, block, norm, flavour, mask, seed):
+    rng = np.random.default_rng(seed)
+    x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
+    live = mask_bits(mask, rows, n, rng)
+    errors, wires, plain = [error, error.clone()], [new_wire(rows, n, block), new_wire(rows, n, block)], []
+    outs, means = [torch.empty(rows, n), torch.empty(rows, n)], [torch.empty(n), torch.empty(n)]
+    for i, provider in enumerate((torch.ops.commopt, reference)):
+        plain.append(new_wire(rows, n, block))
+        provider.sign_compress(x, plain[i], block, norm, live)
+        provider.sign_compress_with_feedback(x, errors[i], wires[i], block, norm, live)
+        provider.sign_decompress(wires[0], outs[i], block)
+        provider.sign_decompress_mean(wires[0], means[i], block)
+    for a, b in (plain, wires, errors, outs, means):
+        assert bits_equal(a, b)
+
+
+def test_sign_native_equals_reference_bitwise(isa):
+    check_native_sign()
+
+
+def test_no_scale_is_lost_when_ranks_outnumber_one_call(isa):
+    n, ranks = 1000, 150  # the kernel adds up 64 ranks at a time
+    wire = new_wire(ranks, n, 64)
+    ops.sign_compress(torch.randn(ranks, n), wire, 64, 2)
+    out, expected = torch.empty(n), torch.empty(n)
+    ops.sign_decompress_mean(wire, out, 64)
+    reference.sign_decompress_mean(wire, expected, 64)
+    assert bits_equal(out, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_large_outputs_are_streamed_right(isa, offset):
+    n = 2**23 + 37  # past the size from which stores bypass the caches; offset 1: not on a cache line
+    wire = torch.randint(0, 256, (2, ops.sign_nbytes(n, 4096)), dtype=torch.uint8)
+    wire[:, : 4 * -(-n // 4096)].view(torch.float32).uniform_(0.5, 1)
+    out = torch.empty(n + offset)[offset:]
+    ops.sign_decompress_mean(wire, out, 4096)
+    expected = torch.empty(n)
+    reference.sign_decompress_mean(wire, expected, 4096)
+    assert bits_equal(out, expected)
+    ops.sign_decompress(wire[:1], out.view(1, n), 4096)
+    reference.sign_decompress(wire[:1], expected.view(1, n), 4096)
+    assert bits_equal(out, expected)
+
+
+@pytest.mark.parametrize("block", [0, 2048, 2**17])
+@pytest.mark.parametrize("norm", [1, 2])
+def test_results_do_not_depend_on_threads(isa, threads, block, norm):
+    n = 300_001
+    x, error, wire = torch.randn(2, n), torch.randn(2, n), new_wire(2, n, block)
+    seen = []
+    for count in (1, 2, 3):
+        threads(count)
+        e = error.clone()
+        ops.sign_compress_with_feedback(x, e, wire, block, norm)
+        mean = torch.empty(n)
+        ops.sign_decompress_mean(wire, mean, block)
+        seen.append((wire.clone(), e, mean, ops.square_sum([x, error])))
+    for other in seen[1:]:
+        assert all(bits_equal(a, b) for a, b in zip(seen[0], other))
+    e = error.clone()
+    reference.sign_compress_with_feedback(x, e, wire, block, norm)
+    assert bits_equal(wire, seen[0][0])
+    assert bits_equal(e, seen[0][1])
+
+
+def test_kernels_can_run_in_several_python_threads(isa):
+    x = torch.randn(1, 200_000)
+
+    def run(_):
+        wire = new_wire(1, x.shape[1], 0)
+        ops.sign_compress(x, wire, 0, 2)
+        return wire
+
+    with ThreadPoolExecutor(4) as pool:
+        wires = list(pool.map(run, range(16)))
+    assert all(torch.equal(wires[0], w) for w in wires)
+
+
+@pytest.mark.parametrize("block", [0, 8, 64])
+@pytest.mark.parametrize("norm", [1, 2])
+def test_nothing_is_lost_in_float64(block, norm):
+    x, error = torch.randn(3, 201, dtype=torch.float64), torch.randn(3, 201, dtype=torch.float64)
+    before, wire, sent = x + error, new_wire(3, 201, block), torch.empty_like(x)
+    ops.sign_compress_with_feedback(x, error, wire, block, norm)
+    ops.sign_decompress(wire, sent, block)
+    torch.testing.assert_close(sent + error, before, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_without_anything_to_send_decodes_to_zeros(isa):
+    x, wire, out = torch.zeros(1, 24), new_wire(1, 24, 8), torch.ones(1, 24)
+    x[0, :8] = 1
+    ops.sign_compress(x, wire, 8, 2, torch.tensor([[255, 255, 0]], dtype=torch.uint8))
+    ops.sign_decompress(wire, out, 8)
+    assert out.tolist() == [[1.0] * 8 + [0.0] * 16]
+
+
+@pytest.mark.parametrize(
+    ("n", "block", "nbytes"), [(0, 0, 0), (0, 8, 0), (1, 0, 16), (96, 0, 16), (97, 0, 32), (17, 8, 16)]
+)
+def test_sign_nbytes(n, block, nbytes):
+    assert ops.sign_nbytes(n, block) == nbytes
+    for tensor in (torch.empty(2, n), torch.empty(2, n, dtype=torch.float64)):  # an empty row is no error
+        wire = new_wire(2, n, block)
+        ops.sign_compress(tensor, wire, block, 2)
+        ops.sign_compress_with_feedback(tensor, tensor.clone(), wire, block, 2)
+        ops.sign_decompress(wire, tensor, block)
+        ops.sign_decompress_mean(wire, tensor[0], block)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 64, 65, 1000, 70_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks(isa, n, dtype):
+    x = torch.randn(n, dtype=dtype)
+    x[torch.rand(n) < 0.3] = 0.0
+    x[::5] = -0.0
+    x[3::11] = math.nan
+    x[64:256] = 1.0
+    bits = torch.full(((n + 7) // 8,), 0xA5, dtype=torch.uint8)
+    ops.pack_nonzero(x, bits)
+    assert bits.tolist() == np.packbits(x.numpy() != 0, bitorder="little").tolist()
+    y = torch.randn(n, dtype=dtype)
+    expected = np.where(unpacked(bits, n), y.numpy(), 0)
+    ops.zero_dead_(y, bits)
+    np.testing.assert_array_equal(y.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_square_sum(isa, dtype):
+    xs = [torch.randn(s).to(dtype) for s in ((), (0,), (3, 5), (70_001,))] + [torch.randn(8, 6).to(dtype).t()]
+    expected = math.fsum(v * v for x in xs for v in x.flatten().tolist())
+    result = ops.square_sum(xs)
+    assert (result.shape, result.dtype) == ((), torch.float64)
+    assert float(result) == pytest.approx(expected, rel=1e-13)
+    for bad in (math.inf, -math.inf, math.nan):
+        for where in (0, 15, 16, 70_000):
+            xs[3][where] = bad
+            assert not math.isfinite(ops.square_sum(xs))
+            xs[3][where] = 1.0
+    assert float(ops.square_sum([])) == 0.0
+
+
+def test_square_sum_of_the_largest_floats_is_finite(isa):
+    assert math.isfinite(ops.square_sum([torch.full((1000,), torch.finfo(torch.float32).max)]))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_momentum(isa, grad_dtype):
+    shapes = [(), (0,), (3, 5), (1001,), (70_001,)]
+    ms = [torch.randn(s) for s in shapes] + [torch.randn(6, 8).t(), torch.randn(9, dtype=torch.float64)]
+    gs = [torch.randn(m.shape).to(grad_dtype) for m in ms]
+    beta, alpha = 0.9, 0.1
+    exact = [m.double() * beta + g.double() * alpha for m, g in zip(ms, gs)]
+    scale = [m.double().abs() * beta + g.double().abs() * alpha for m, g in zip(ms, gs)]
+    same = [m.clone() for m in ms]
+    ops.momentum_(ms, gs, beta, alpha)
+    reference.momentum_(same, gs, beta, alpha)
+    for m, e, s, r in zip(ms, exact, scale, same):
+        assert bool(((m.double() - e).abs() <= 2 * torch.finfo(torch.float32).eps * s).all())
+        if isa != "plain":  # which has no fused multiply-add, unlike PyTorch on this machine
+            assert torch.equal(m, r)
+
+
+def adam_oracle(p, m, v, step, correction, eps, decay):
+    p, m, v = p.double(), m.double(), v.double()
+    update = torch.where(v == 0, 0, step * m / (v.sqrt() / correction + eps))
+    return p * decay - update
+
+
+@pytest.mark.parametrize("provider", [ops, reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_frozen_adam(isa, provider, dtype):
+    shapes = [(), (0,), (3, 5), (1001,), (70_001,)]
+    ps = [torch.randn(s).to(dtype) for s in shapes] + [torch.randn(6, 8).to(dtype).t()]
+    ms, vs = [torch.randn(p.shape) for p in ps], [torch.rand(p.shape) for p in ps]
+    for v in vs[2:]:
+        v[::3] = 0.0
+    steps, corrections = [0.1 * (i + 1) for i in range(len(ps))], [0.3 + 0.1 * i for i in range(len(ps))]
+    expected = [adam_oracle(*row, 1e-8, 0.99) for row in zip(ps, ms, vs, steps, corrections)]
+    provider.frozen_adam_apply_(ps, ms, vs, steps, corrections, 1e-8, 0.99)
+    for p, e, m in zip(ps, expected, ms):
+        # Rounding of the state's arithmetic (six operations), and once to the dtype of p.
+        room = 6 * torch.finfo(torch.float32).eps * (e.abs() + 100 * m.double().abs()) if m.numel() else 0
+        assert bool(((p.double() - e).abs() <= room + torch.finfo(dtype).eps / 2 * e.abs() * 1.01 + 1e-8).all())
+
+
+def test_frozen_adam_rounds_to_even_once(isa):
+    # 1 + 2^-8 lies between the bfloat16 numbers 1 and 1 + 2^-7, 1 + 3 * 2^-8 between 1 + 2^-7 and 1 + 2^-6.
+    p = torch.zeros(48, dtype=torch.bfloat16)
+    m = -torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20] * 16)
+    ops.frozen_adam_apply_([p], [m], [torch.ones(48)], [1.0], [1.0], 0.0, 1.0)
+    assert p.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7] * 16
+
+
+def test_where_the_variance_is_zero_a_parameter_only_decays(isa):
+    p, m = torch.full((100,), 2.0, requires_grad=True), torch.full((100,), math.inf)
+    version = p._version
+    with torch.no_grad():
+        ops.frozen_adam_apply_([p], [m], [torch.zeros(100)], [0.1], [0.5], 0.0, 0.5)
+    assert p.tolist() == [1.0] * 100
+    assert p._version > version  # or autograd would not notice a change between forward and backward
+
+
+def test_frozen_adam_reference_keeps_temporaries_small():
+    n = 8 * reference.PIECE
+    p, m, v = torch.zeros(n), torch.ones(n), torch.ones(n)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        reference.frozen_adam_apply_([p], [m], [v], [1.0], [1.0], 0.0, 1.0)
+    assert bool((p == -1).all())
+    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sizes
+    assert max(sizes) <= 4 * reference.PIECE
+
+
+def op_arguments() -> dict[str, tuple]:
+    x, bits, row = torch.randn(2, 37), torch.full((5,), 0x5A, dtype=torch.uint8), new_wire(2, 37, 16)
+    flat, other = torch.randn(37), torch.rand(37)
+    live = torch.full((2, 5), 0x5A, dtype=torch.uint8)
+    ops.sign_compress(x, wire := row.clone(), 16, 2)
+    return {
+        "sign_compress": (x, row, 16, 2, live),
+        "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None),
+        "sign_decompress": (wire, x, 16),
+        "sign_decompress_mean": (wire, flat, 16),
+        "pack_nonzero": (flat, bits),
+        "zero_dead_": (flat, bits),
+        "square_sum": ([flat, x],),
+        "momentum_": ([flat, x], [other, x.clone()], 0.9, 0.1),
+        "frozen_adam_apply_": ([flat], [other.clone()], [other], [0.1], [0.5], 1e-8, 0.9),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ops.report()))
+def test_opcheck(name):
+    torch.library.opcheck(getattr(torch.ops.commopt, name).default, op_arguments()[name])
+
+
+def test_fakes():
+    with FakeTensorMode() as mode:
+        fakes = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, op_arguments())
+        for name, arguments in fakes.items():
+            result = getattr(ops, name)(*arguments)
+            assert result is None or (name == "square_sum" and result.dtype == torch.float64 and result.dim() == 0)
+
+
+F32, F64, U8 = torch.float32, torch.float64, torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ops.sign_nbytes(-1, 0), "-1"),
+        (lambda: ops.sign_nbytes(8, 12), "multiple of 8, got 12"),
+        (lambda: ops.sign_nbytes(8, -8), "-8"),
+        (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8), 0, 3), "norm must be 1 or 2, got 3"),
+        (
+            lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 32, dtype=U8), 0, 2),
+            r"wire .*\(2, 16\).*\(2, 32\)",
+        ),
+        (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16), 0, 2), "wire"),
+        (lambda: ops.sign_compress(torch.ones(8, 2).t(), torch.empty(2, 16, dtype=U8), 0, 2), "x .*strided"),
+        (lambda: ops.sign_compress(torch.ones(2, 8).half(), torch.empty(2, 16, dtype=U8), 0, 2), "x .*float16"),
+        (lambda: ops.sign_compress(torch.ones(8), torch.empty(1, 16, dtype=U8), 0, 2), "2 dimensions"),
+        (
+            lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8), 0, 2, torch.ones(2, 8, dtype=U8)),
+            r"live .*\(2, 1\)",
+        ),
+        (
+            lambda: ops.sign_compress_with_feedback(
+                torch.ones(2, 8), torch.ones(2, 8, dtype=F64), new_wire(2, 8, 0), 0, 2
+            ),
+            "error .*float64",
+        ),
+        (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8, device="meta"), 0, 2), "meta"),
+        (lambda: ops.sign_decompress(new_wire(2, 8, 0), torch.empty(3, 8), 0), "wire"),
+        (lambda: ops.sign_decompress_mean(torch.empty(0, 16, dtype=U8), torch.empty(8), 0), "at least one rank"),
+        (lambda: ops.sign_decompress_mean(new_wire(2, 8, 0), torch.empty(1, 8), 0), "1 dimensions"),
+        (lambda: ops.pack_nonzero(torch.ones(9), torch.empty(1, dtype=U8)), "bits"),
+        (lambda: ops.zero_dead_(torch.ones(9)[::2], torch.empty(1, dtype=U8)), "x .*strided"),
+        (lambda: ops.square_sum([torch.ones(2), torch.ones(2, dtype=torch.int64)]), "int64"),
+        (lambda: ops.momentum_([torch.ones(2)], [], 0.9, 0.1), "length, got 1 and 0"),
+        (lambda: ops.momentum_([torch.ones(2)], [torch.ones(3)], 0.9, 0.1), r"\(3,\)"),
+        (lambda: ops.momentum_([torch.ones(2).half()], [torch.ones(2)], 0.9, 0.1), "float16"),
+        (lambda: ops.frozen_adam_apply_([torch.ones(2)], [], [], [], [], 0.0, 1.0), "same length"),
+        (
+            lambda: ops.frozen_adam_apply_(
+                [torch.ones(2)], [torch.ones(2)], [torch.ones(2).double()], [1.0], [1.0], 0, 1
+            ),
+            "float64",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_report_names_the_provider(isa):
+    assert set(ops.report()) == set(op_arguments())
+    for by_device in ops.report().values():
+        assert by_device == {"default": "reference", "cpu": f"native ({isa})"}
+
+
+def test_foreign_or_stale_libraries_are_refused(monkeypatch):
+    with pytest.raises(OSError, match="ABI version None"):
+        native.load(Path(ctypes.util.find_library("m") or "libm.so.6"))
+    if native.library is not None:
+        monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+        with pytest.raises(OSError, match="needed is"):
+            native.load(native.LIBRARY)
+
+
+PROBE = """
+import torch
+from commopt import ops
+wire, out = torch.empty(1, 16, dtype=torch.uint8), torch.empty(1, 3)
+ops.sign_compress(torch.tensor([[3.0, -3.0, 3.0]]), wire, 0, 2)
+ops.sign_decompress(wire, out, 0)
+print(out.tolist(), ops.report()["sign_decompress"])
+"""
+
+
+def test_without_the_library_the_reference_serves_and_says_so_once(tmp_path):
+    # The operators alone, without the library, as where there was no compiler. Both runs at once: torch imports slowly.
+    package = tmp_path / "commopt"
+    shutil.copytree(Path(ops.__file__).parent, package / "ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / "__init__.py").touch()
+    runs = []
+    for switch in ("1", "0"):
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "COMMOPT_NATIVE": switch}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        runs.append(subprocess.Popen([sys.executable, "-c", PROBE], cwd=tmp_path, env=env, **pipes))
+    (out, warned), (asked_out, asked_warned) = (run.communicate(timeout=120) for run in runs)
+    assert out.strip() == asked_out.strip() == "[[3.0, -3.0, 3.0]] {'default': 'reference'}"
+    assert warned.count("No native CPU kernels") == 1
+    assert "Install a C++ compiler and reinstall" in warned
+    assert asked_warned == ""
+
+
+def test_the_warning_goes_through_the_package_logger(monkeypatch, caplog):
+    monkeypatch.setattr(native, "LIBRARY", Path("nowhere.so"))
+    monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
+    with caplog.at_level(logging.WARNING, logger="commopt"):
+        assert native._start() is None
+    assert [(r.name, r.levelno) for r in caplog.records] == [("commopt", logging.WARNING)]
