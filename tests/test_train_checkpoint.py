@@ -1,0 +1,200 @@
+"""A checkpoint is whole or absent, and what is wrong with one is said by name, on every rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from trainer_pair import Pair
+
+from commopt.train import checkpoint
+from commopt.train.errors import CheckpointError
+from commopt.train.world import World, open_world
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def save(folder: Path, step: int, keep: int = 5) -> Path:
+    return checkpoint.save(folder, step, {"step": step, "w": torch.full((50,), step)}, {"rng": step}, ALONE, keep)
+
+
+def find(folder: Path, resume: str = "auto") -> Path | None:
+    return checkpoint.find(folder, resume, ALONE)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = save(tmp_path, 500)
+    assert path.name == "step-00000500"
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-00000.pt", "shared.pt"]
+    shared, parts = checkpoint.load(path, ALONE)
+    assert torch.equal(shared["w"], torch.full((50,), 500))
+    assert parts == [{"rng": 500}]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        save(tmp_path, step, keep=2)
+    assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [2, 10]
+    assert find(tmp_path) == tmp_path / "step-00000010"
+
+
+def truncate(path: Path) -> None:
+    file = path / "shared.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    file = path / "rank-00000.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def edit_manifest(path: Path, **changes: Any) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
+    ("truncated", truncate, r"shared.pt has \d+ bytes, expected \d+: it is truncated"),
+    ("flipped bit", flip, "the content of rank-00000.pt has changed"),
+    ("file missing", lambda path: (path / "rank-00000.pt").unlink(), "rank-00000.pt is missing"),
+    ("no manifest", lambda path: (path / "manifest.json").unlink(), "no manifest.json in it: this is no commopt"),
+    ("manifest cut", lambda path: (path / "manifest.json").write_text('{"format": "comm'), "manifest.json is damaged"),
+    ("foreign format", lambda path: edit_manifest(path, format="other"), r"format is \('other', 1\), expected"),
+    ("later version", lambda path: edit_manifest(path, version=2), r"\('commopt-checkpoint', 2\), expected"),
+    ("more ranks than files", lambda path: edit_manifest(path, world_size=2), "rank-00001.pt is not in its manifest"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES])
+def test_damage_is_named_and_auto_takes_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], message: str
+) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    damage(bad)
+    with pytest.raises(CheckpointError, match=message):
+        find(tmp_path, str(bad))
+    with caplog.at_level(logging.ERROR):
+        assert find(tmp_path) == good
+    assert "step-00000002" in caplog.text
+    damage(good)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is good"):
+        find(tmp_path)
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    assert find(tmp_path / "nowhere") is None
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find(tmp_path, str(tmp_path / "nowhere"))
+
+
+def test_a_kill_while_writing_leaves_the_last_good_one(tmp_path: Path) -> None:
+    """A kill is a BaseException here: nothing that handles errors may see it. The next save clears what it left."""
+    good = save(tmp_path, 1)
+
+    def write_half(path: Path, content: Any) -> Any:
+        path.write_bytes(b"half")
+        if path.name == "shared.pt":
+            raise SystemExit
+        return {"size": 4, "sha256": ""}
+
+    with mock.patch.object(checkpoint, "_write", write_half), pytest.raises(SystemExit):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp-")] == [".tmp-step-00000002"]
+    assert find(tmp_path) == good
+    save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    with (
+        mock.patch.object(torch, "save", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: .*No space left on device"),
+    ):
+        save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [good]
+
+
+def save_with_a_fault(folder: Path, rank: int) -> None:
+    """Both ranks save; the disk of one is full."""
+    with open_world() as world:
+        checkpoint.save(folder, 1, {"a": 1}, {"b": world.rank}, world, 3)
+        full = OSError(28, "No space left on device")
+        with mock.patch.object(torch, "save", side_effect=full if world.rank == rank else None, wraps=torch.save):
+            checkpoint.save(folder, 2, {"a": 1}, {"b": world.rank}, world, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_if_one_rank_cannot_write_nobody_renames(pair: Pair, tmp_path: Path, rank: int) -> None:
+    for kind, message in pair.errors(save_with_a_fault, tmp_path, rank):
+        assert kind == "CheckpointError"
+        assert "No space left on device" in message
+        assert f"(rank {rank})" in message
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert sorted(p.name for p in (tmp_path / "step-00000001").glob("rank-*")) == ["rank-00000.pt", "rank-00001.pt"]
+
+
+def find_on_both(folder: Path) -> None:
+    with open_world() as world:
+        checkpoint.find(folder, "auto", world)
+
+
+def test_damage_is_raised_on_every_rank(pair: Pair, tmp_path: Path) -> None:
+    truncate(save(tmp_path, 1))
+    errors = pair.errors(find_on_both, tmp_path)
+    assert [kind for kind, _ in errors] == ["CheckpointError"] * 2
+    assert all("no checkpoint in" in message for _, message in errors)
+
+
+class Code:
+    """Runs when it is unpickled by the ordinary loader."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/tmp/commopt-was-here"),))
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    file = path / "rank-00000.pt"
+    for content in (pickle.dumps(Code(), protocol=2), None):
+        if content is None:
+            torch.save({"a": Code()}, file)
+        else:
+            file.write_bytes(content)
+        entry = {"size": file.stat().st_size, "sha256": checkpoint._sha256(file)}
+        manifest = json.loads((path / "manifest.json").read_text())
+        edit_manifest(path, files=manifest["files"] | {file.name: entry})
+        checkpoint.verify(path)
+        with pytest.raises(CheckpointError, match=r"cannot read rank-00000.pt"):
+            checkpoint.load(path, ALONE)
+    assert not Path("/tmp/commopt-was-here").exists()
+
+
+def test_of_another_model() -> None:
+    saved = {"optimizer": "A", "corpus": "c", "model": [["x", [2]], ["y", [3]]]}
+    checkpoint.check_fits(saved, saved, Path("p"))
+    for model, message in (
+        ([["x", [2]], ["y", [4]]], r"it has y \(3,\) where this one has y \(4,\)"),
+        ([["x", [2]]], r"2 parameters against 1 here, the first that only one of them has is y \(3,\)"),
+        ([["x", [2]], ["y", [3]], ["z", [5]]], r"the first that only one of them has is z \(5,\)"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.check_fits(saved, saved | {"model": model}, Path("p"))
+
+
+def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpoint.set_aside_newer(tmp_path, 1)
+    assert checkpoint.list_steps(tmp_path) == [tmp_path / "step-00000001"]
+    assert (tmp_path / "discarded-step-00000003" / "manifest.json").exists()

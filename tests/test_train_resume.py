@@ -1,0 +1,167 @@
+"""A run that was stopped and resumed equals one that never was, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_pair import Pair, run, run_and_stop
+
+from commopt.train.config import Config
+from commopt.train.metrics import read_metrics
+
+Make = Callable[..., Config]
+CLOCK = ("tokens_per_s", "seconds")
+BASELINE = {"name": "AdamW", "args": {}}
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in CLOCK} for record in read_metrics(run_dir)]
+
+
+def content(run_dir: Path, step: int, ranks: int) -> list[Any]:
+    """Everything a checkpoint holds, without the clock and the config."""
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    shared = torch.load(folder / "shared.pt", weights_only=True)
+    del shared["config"], shared["meter"]["seconds"]
+    return [shared, *(torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True) for rank in range(ranks))]
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert a == b, where
+
+
+@pytest.fixture(scope="module")
+def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("unstopped")
+    pair.run(run, tiny(run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize(("step", "phase"), [(3, "warmup"), (5, "switch"), (9, "compressed")])
+def test_stopped_and_resumed_is_never_stopped(
+    pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path, step: int, phase: str
+) -> None:
+    stopped = pair.run(run_and_stop, tiny(tmp_path), step, 1)
+    assert [s["finished"] for s in stopped] == [False, False]
+    assert [s["step"] for s in stopped] == [step, step]
+    assert (tmp_path / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+    finished = pair.run(run, tiny(tmp_path, resume="auto"))
+    assert all(s["finished"] for s in finished)
+    assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))
+    assert records(tmp_path) == records(unstopped)
+
+
+def test_residuals_differ_between_ranks_so_the_comparison_means_something(unstopped: Path) -> None:
+    _, first, second = content(unstopped, 12, 2)
+    a, b = (part["optimizer_state"]["state"] for part in (first, second))
+    assert any(not torch.equal(a[key]["worker_error"], b[key]["worker_error"]) for key in a)
+    assert not torch.equal(first["rng"]["cpu"], second["rng"]["cpu"])
+
+
+def test_the_run_passes_through_both_phases_and_steps_appear_once(unstopped: Path) -> None:
+    lines = read_metrics(unstopped)
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
+    assert [line["phase"] for line in lines] == ["warmup"] * 2 + ["compressed"] * 4
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [6, 12]
+    assert lines[-1]["compressed_steps"] == 7
+    assert lines[-1]["bytes"] < lines[-1]["fp32_bytes"] / 4 < lines[0]["bytes"]
+    assert lines[0]["fp32_bytes"] <= lines[0]["bytes"]
+
+
+def test_lines_after_the_checkpoint_are_dropped(pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path) -> None:
+    """Killed after step 10: the newest checkpoint is that of step 8."""
+    pair.run(run_and_stop, tiny(tmp_path, train={"checkpoint_every": 100}), 8, 0)
+    lines = (unstopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    pair.run(run, tiny(tmp_path, resume="auto"))
+    assert records(tmp_path) == records(unstopped)
+
+
+def test_baseline_under_ddp_resumes_bit_for_bit(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    def config(name: str, **more: Any) -> Config:
+        return tiny(tmp_path / name, optim=BASELINE, train={"accumulate": 2}, **more)
+
+    whole, stopped = config("whole"), config("stopped")
+    whole.train.run_dir, stopped.train.run_dir = str(tmp_path / "whole"), str(tmp_path / "stopped")
+    for each in (whole, stopped):
+        each.train.steps, each.train.log_every = 6, 2
+    pair.run(run, whole)
+    pair.run(run_and_stop, stopped, 3, 0)
+    stopped.resume = "auto"
+    pair.run(run, stopped)
+    assert_same(content(tmp_path / "stopped", 6, 2), content(tmp_path / "whole", 6, 2))
+    lines = records(tmp_path / "whole")
+    assert lines == records(tmp_path / "stopped")
+    assert {line["phase"] for line in lines} == {"ddp"}
+    assert all(line["bytes"] == line["fp32_bytes"] > 0 for line in lines)
+
+
+def test_from_two_ranks_to_one_and_back(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    """The data position is exact at any world size; what compression owes is merged and dealt out anew."""
+    pair.run(run_and_stop, tiny(tmp_path), 7, 0)
+    alone = run_and_stop(tiny(tmp_path, resume="auto"), 9, 0)
+    assert (alone["step"], alone["finished"]) == (9, False)
+    assert content(tmp_path, 9, 1)[0]["consumed"] == 9 * 8
+    finished = pair.run(run, tiny(tmp_path, resume="auto"))
+    assert all(s["finished"] for s in finished)
+    assert finished[0]["heldout_loss"] == finished[1]["heldout_loss"] < 6
+    assert content(tmp_path, 12, 2)[0]["consumed"] == 12 * 8
+
+
+def test_a_finished_run_resumes_into_its_summary(pair: Pair, tiny: Make, unstopped: Path) -> None:
+    before = read_metrics(unstopped)
+    again = pair.run(run, tiny(unstopped, resume="auto"))
+    assert [s["heldout_loss"] for s in again] == [before[-1]["heldout_loss"]] * 2
+    assert read_metrics(unstopped) == before
+
+
+def test_a_setting_that_would_be_ignored_is_refused(tiny: Make, unstopped: Path) -> None:
+    from commopt.train.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match=r"made with optim.args=.*freeze_step.*5.*this run has .*7"):
+        run(tiny(unstopped, resume="auto", optim={"args": {"freeze_step": 7}}))
+    with pytest.raises(CheckpointError, match="another optimizer class: OneBitAdam, this run has AdamW"):
+        run(tiny(unstopped, resume="auto", optim=BASELINE))
+    with pytest.raises(
+        CheckpointError, match=r"another model: it has net.transformer.wte.weight \(300, 16\) where .*24"
+    ):
+        run(tiny(unstopped, resume="auto", model={"width": 24}))
+    with pytest.raises(
+        CheckpointError, match=r"another model: it has net.transformer.ln_f.weight \(16,\) where .*h.1.ln_1"
+    ):
+        run(tiny(unstopped, resume="auto", model={"layers": 2}))
+    with pytest.raises(CheckpointError, match="another corpus or tokenizer"):
+        run(tiny(unstopped, resume="auto", data={"heldout": 0.3}))
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(tiny: Make, unstopped: Path) -> None:
+    from commopt.train.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match=r"already holds a run \(at step 12\): .*--resume=auto"):
+        run(tiny(unstopped))
+
+
+def test_resume_from_a_path_into_another_folder(pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path) -> None:
+    source = unstopped / "checkpoints" / "step-00000008"
+    pair.run(run, tiny(tmp_path, resume=str(source)))
+    assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [10, 12]

@@ -1,0 +1,126 @@
+"""Two Gloo processes that live as long as the test session and run one task after another: starting them costs seconds.
+
+A task is an importable function. Each gets a process group of its own, from the environment as under torchrun.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+from commopt.train.config import Config
+
+PATIENCE = 120.0
+"""Seconds after which a task counts as hung."""
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    while True:
+        try:
+            port, task, args = pipe.recv()
+        except EOFError:
+            return
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            outcome = (True, task(*args))
+        except Exception as error:
+            outcome = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        pipe.send(outcome)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Pair:
+    """``run(task, *args)`` calls the task on both ranks."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def outcomes(self, task: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
+        """(True, result) or (False, (error type, message, traceback)) of each rank; fails if one hangs."""
+        port = _free_port()
+        for pipe in self.pipes:
+            pipe.send((port, task, args))
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(PATIENCE), f"rank {rank} hangs"
+        return [pipe.recv() for pipe in self.pipes]
+
+    def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results by rank; fails with the traceback of a rank that raised."""
+        outcomes = self.outcomes(task, *args)
+        for good, result in outcomes:
+            assert good, result[2]
+        return [result for _, result in outcomes]
+
+    def errors(self, task: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+        """(type, message) of the error that every rank raised; fails if one did not raise."""
+        outcomes = self.outcomes(task, *args)
+        assert not any(good for good, _ in outcomes), outcomes
+        return [(result[0], result[1]) for _, result in outcomes]
+
+    def close(self) -> None:
+        """End both processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()
+
+
+def run(config: Config) -> Any:
+    """Train on one thread: more would spin for each other on a machine that is busy with tests."""
+    import torch
+
+    from commopt.train.loop import train
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train(config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_and_stop(config: Config, step: int, rank: int) -> Any:
+    """Train; after ``step`` one rank alone gets a SIGTERM."""
+    from commopt.train.loop import Trainer
+
+    whole = Trainer.train_step
+
+    def step_and_signal(trainer: Trainer) -> Any:
+        happened = whole(trainer)
+        if trainer.step == step and trainer.world.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return happened
+
+    with mock.patch.object(Trainer, "train_step", step_and_signal):
+        return run(config)
