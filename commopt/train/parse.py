@@ -70,8 +70,8 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
             _check_tree(value, where, f"{key}.")
 
 
-def _read_yaml(path: Path) -> None:
-    """Raise ConfigError unless ``path`` is a YAML mapping of known keys."""
+def _has_content(path: Path) -> bool:
+    """Whether the file says anything. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,6 +81,7 @@ def _read_yaml(path: Path) -> None:
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")
     _check_tree(data or {}, f"in {path}")
+    return bool(data)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -140,13 +141,12 @@ def parse(argv: Sequence[str]) -> Config:
     files, overrides = _split(argv)
     named = [word.split("=", 1)[1] for word in overrides if word.startswith("--config=")]
     overrides = [word for word in overrides if not word.startswith("--config=")]
-    for path in (*files, *named):
-        _read_yaml(Path(path))
+    files = [path for path in (*files, *named) if _has_content(Path(path))]
     for word in overrides:
         _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
     parser = make_parser()
     try:
-        parsed = parser.parse_args([*(f"--config={path}" for path in (*files, *named)), *overrides])
+        parsed = parser.parse_args([*(f"--config={path}" for path in files), *overrides])
     except (ArgumentError, ValueError) as error:
         raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
     values = parsed.as_dict()

@@ -1,0 +1,77 @@
+"""The command line: a mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commopt.cli import main
+from commopt.train.config import Config
+from commopt.train.parse import to_yaml
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown command 'trian'; valid: train"),
+        (["train", "--optim.lrr=1"], "unknown key 'optim.lrr' on the command line; did you mean optim.lr?"),
+        (["train", "nowhere.yaml"], "config file nowhere.yaml: No such file or directory"),
+        (["train", "--optim.lr=-1"], "optim.lr=-1.0 is not allowed: it must be > 0"),
+        (["train", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"], "corpus /nowhere: no such file or folder"),
+        (["train", "--resume=/nowhere"], "checkpoint /nowhere: no such folder"),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"commopt: error: {message}\n"
+
+
+def test_other_ranks_do_not_repeat_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["train", "--optim.lrr=1"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "commopt COMMAND" in capsys.readouterr().out
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("--optim.lr LR", "Peak learning rate, > 0.", "--train.accumulate", "--resume"):
+        assert words in text
+
+
+def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--train.steps=3", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
+
+
+def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:
+    """Without torchrun, from another folder, on no terminal: plain log lines and a finished run."""
+    config = tmp_path / "c.yaml"
+    config.write_text(to_yaml(tiny(tmp_path / "run")))
+    done = subprocess.run(
+        [sys.executable, "-m", "commopt", "train", str(config), "--train.steps=4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step 4 | loss" in done.stdout
+    assert "finished: held-out loss" in done.stdout
+    assert "\x1b[" not in done.stdout

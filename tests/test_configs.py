@@ -1,0 +1,151 @@
+"""Configs: values are checked, unknown keys are answered, and every shipped file is complete, commented and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trainer_pair import Pair, run
+
+from commopt.train.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from commopt.train.errors import ConfigError
+from commopt.train.parse import from_dict, keys, parse, to_yaml
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+Make = Callable[..., Config]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+class TestShipped:
+    def test_every_key_is_there_and_commented(self, path: Path) -> None:
+        def walk(tree: dict[str, Any], prefix: str = "") -> set[str]:
+            found = set()
+            for name, value in tree.items():
+                found.add(prefix + name)
+                if isinstance(value, dict) and f"{prefix}{name}" in keys():
+                    found |= walk(value, f"{prefix}{name}.")
+            return found
+
+        text = path.read_text()
+        missing = set(keys()) - walk(yaml.safe_load(text))
+        assert not missing
+        bare = [
+            line for line in text.splitlines() if line.strip() and "#" not in line and not line.rstrip().endswith(":")
+        ]
+        assert not bare
+
+    def test_reaches_both_phases(self, path: Path) -> None:
+        config = parse([str(path)])
+        assert config.optim.warmup_steps < config.optim.args["freeze_step"] < config.train.steps / 2
+
+    def test_runs_two_steps(self, path: Path, pair: Pair, corpus: Path, tmp_path: Path) -> None:
+        config = parse([
+            str(path), f"--train.run_dir={tmp_path}/run", "--train.steps=2", "--train.batch_size=4",
+            "--optim.args.freeze_step=1", "--optim.warmup_steps=0", "--model.layers=1", "--model.width=16",
+            "--data.seq_len=16", "--data.vocab_size=300", f"--data.corpus={corpus}", f"--data.cache_dir={tmp_path}",
+            "--data.heldout=0.2", "--train.eval_samples=4",
+        ])  # fmt: skip
+        for summary in pair.run(run, config):
+            assert summary["finished"]
+            assert 0 < summary["heldout_loss"] < 30  # a variance frozen after one step is no good one
+            assert summary["compressed_ratio"] > 4
+
+
+def test_defaults_are_valid_and_documented() -> None:
+    assert from_dict(asdict(Config())) == Config()
+    import ast
+
+    tree = ast.parse((ROOT / "commopt/train/config.py").read_text())
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for node, after in zip(cls.body, [*cls.body[1:], None]):
+            if isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).endswith("Config"):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{cls.name}.{ast.unparse(node.target)} has no docstring"
+
+
+BAD = [
+    (ModelConfig, {"kind": "cnn"}, "model.kind='cnn' .* gpt or bert"),
+    (ModelConfig, {"layers": 0}, "model.layers=0 .* >= 1"),
+    (ModelConfig, {"width": 10, "heads": 3}, "model.width=10 .* multiple of model.heads=3"),
+    (ModelConfig, {"dropout": 1.0}, r"model.dropout=1.0 .* in \[0, 1\)"),
+    (DataConfig, {"corpus": []}, "data.corpus"),
+    (DataConfig, {"vocab_size": 260}, r"data.vocab_size=260 .* in \[261"),
+    (DataConfig, {"seq_len": 7}, "data.seq_len=7 .* >= 8"),
+    (DataConfig, {"heldout": 0.0}, r"data.heldout=0.0 .* in \(0, 0.5\]"),
+    (OptimConfig, {"lr": 0.0}, "optim.lr=0.0 .* > 0"),
+    (OptimConfig, {"lr": float("nan")}, "optim.lr=nan"),
+    (OptimConfig, {"weight_decay": -1.0}, "optim.weight_decay=-1.0 .* >= 0"),
+    (OptimConfig, {"max_grad_norm": 0.0}, "optim.max_grad_norm=0.0 .* > 0 or null"),
+    (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 .* >= 0"),
+    (OptimConfig, {"min_lr_ratio": 1.5}, r"optim.min_lr_ratio=1.5 .* in \[0, 1\]"),
+    (TrainConfig, {"steps": 0}, "train.steps=0 .* >= 1"),
+    (TrainConfig, {"keep": 0}, "train.keep=0 .* >= 1"),
+    (TrainConfig, {"precision": "fp8"}, "train.precision='fp8' .* fp32 or bf16"),
+    (TrainConfig, {"seed": -1}, "train.seed=-1"),
+    (TrainConfig, {"run_dir": ""}, "train.run_dir"),
+    (Config, {"resume": ""}, "resume"),
+]
+
+
+@pytest.mark.parametrize(("cls", "values", "message"), BAD, ids=[message.split(" ")[0] for *_, message in BAD])
+def test_a_value_out_of_range_is_named_with_the_range(cls: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**values)
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "optim: {lr: 3e-4, args: {eps: 1e-6}, compressor: {name: Sign, args: {block: 64}}}\ntrain: {steps: 7}\n"
+    )
+    config = parse(["--optim.args.betas=[0.8, 0.9]", str(path), "--train.steps", "9", "--data.corpus=[a, b]"])
+    assert config.optim.lr == 3e-4
+    assert config.optim.args == {"eps": 1e-6, "betas": [0.8, 0.9]}
+    assert config.optim.compressor is not None
+    assert config.optim.compressor.args == {"block": 64}
+    assert (config.train.steps, config.data.corpus) == (9, ["a", "b"])
+    assert parse([str(path), "--optim.compressor=null", "--optim.max_grad_norm=null"]).optim.compressor is None
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+WRONG = [
+    (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),
+    (["--steps=1"], "", "unknown key 'steps' .*; did you mean train.steps"),
+    (["--optm.lr", "1"], "", "unknown key 'optm.lr' .*; did you mean optim.lr"),
+    (["--qqqq=1"], "", "unknown key 'qqqq' on the command line; valid: data, model"),
+    ([], "trian: {steps: 3}", r"unknown key 'trian' in .*c.yaml; did you mean train"),
+    ([], "train: {stesp: 3}", r"unknown key 'train.stesp' in .*c.yaml; did you mean train.steps"),
+    (
+        [],
+        "optim: {compressor: {nam: Sign}}",
+        "unknown key 'optim.compressor.nam' in .*; did you mean optim.compressor.name",
+    ),
+    ([], "optim: {lr: fast}", "optim.lr.*float.*fast"),
+    ([], "train: {steps: 1.5}", "train.steps.*int.*1.5"),
+    (["--train.precision=fp8"], "", "train.precision.*fp8"),
+    ([], "optim: [1", "c.yaml: not valid YAML"),
+    ([], "[1, 2]", "must hold keys and values, not list"),
+    ([], "model: !!python/object/apply:os.getcwd []", "not valid YAML.*python/object"),
+    (["--resume"], "", "--resume needs a value"),
+    (["nowhere.yaml"], "", "config file nowhere.yaml: No such file"),
+    (["--train.steps=0"], "", "train.steps=0 is not allowed"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text", "message"), WRONG, ids=[" ".join(argv) or text for argv, text, _ in WRONG])
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, argv: list[str], text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse([str(path), *argv])
+    assert "\n" not in str(caught.value)
+
+
+def test_from_dict_names_the_nearest_key() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'stps' in TrainConfig; did you mean steps"):
+        from_dict({"train": {"stps": 1}})

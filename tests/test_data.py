@@ -1,0 +1,253 @@
+"""Corpora, tokens, order and masks: all functions of the config, the text and a counter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_pair import Pair
+
+from commopt.train import data
+from commopt.train.config import Config, DataConfig
+from commopt.train.corpus import documents
+from commopt.train.data import CLS, EOT, MASK, SEP, SPECIALS, Corpus, Windows, is_heldout, load_corpus
+from commopt.train.errors import DataError
+from commopt.train.tasks import IGNORE, MaskedToken, NextToken, make_samples
+from commopt.train.world import World, open_world
+
+ALONE = World(0, 1, torch.device("cpu"))
+Make = Callable[..., Config]
+
+
+# --- documents ---
+
+
+def test_stdlib_is_sorted_source_without_tests() -> None:
+    names = [name for name, _ in documents(DataConfig())]
+    assert names == sorted(names)
+    assert {"json/decoder.py", "typing.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    parts = {part for name in names for part in name.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "c.bin").write_bytes(b"\x00\x01")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    expected = [("a.txt", "one"), ("b/two.txt", "two"), ("latin.txt", "caf�")]
+    assert list(documents(DataConfig(corpus=str(tmp_path)))) == expected
+    paths = [str(tmp_path / "latin.txt"), str(tmp_path / "b")]
+    assert list(documents(DataConfig(corpus=paths))) == [("latin.txt", "caf�"), ("two.txt", "two")]
+
+
+def test_heldout_is_decided_by_name_alone() -> None:
+    names = [f"pkg/module{n}.py" for n in range(4000)]
+    held = {name for name in names if is_heldout(name, 0.05)}
+    assert 0.03 < len(held) / len(names) < 0.07
+    assert held <= {name for name in names if is_heldout(name, 0.1)}
+
+
+@pytest.fixture(scope="module")
+def hf_folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "small"
+    folder.mkdir()
+    with (folder / "train.jsonl").open("w") as file:
+        for path in sorted(corpus.iterdir()):
+            file.write(json.dumps({"body": path.read_text(), "name": path.name}) + "\n")
+    return folder
+
+
+def test_hugging_face_data_set(hf_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's real loading code on a local data set."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    config = DataConfig(corpus=f"hf:{hf_folder}", hf_text_field="body")
+    texts = [text for _, text in documents(config)]
+    assert texts == [path.read_text() for path in sorted(corpus.iterdir())]
+    with pytest.raises(DataError, match="hf_text_field='text' is not one of its columns: body, name"):
+        list(documents(DataConfig(corpus=f"hf:{hf_folder}")))
+    with pytest.raises(DataError, match=r"split 'validation'.*Unknown split"):
+        list(documents(DataConfig(corpus=f"hf:{hf_folder}", hf_split="validation", hf_text_field="body")))
+    prepared = load_corpus(
+        DataConfig(**vars(config) | {"vocab_size": 300, "heldout": 0.2, "cache_dir": str(tmp_path)}), ALONE
+    )
+    assert len(prepared.train) > len(prepared.heldout) > 0
+
+
+# --- preparing ---
+
+
+def small(corpus: Path, cache: Path, **more: Any) -> DataConfig:
+    return DataConfig(corpus=str(corpus), vocab_size=300, seq_len=16, heldout=0.2, cache_dir=str(cache), **more)
+
+
+def test_preparing_is_deterministic_and_cached(corpus: Path, tmp_path: Path) -> None:
+    first = load_corpus(small(corpus, tmp_path / "a"), ALONE)
+    second = load_corpus(small(corpus, tmp_path / "b"), ALONE)
+    assert first.key == second.key
+    for name in ("tokenizer.json", "train.npy", "heldout.npy"):
+        assert (tmp_path / "a" / first.key / name).read_bytes() == (tmp_path / "b" / first.key / name).read_bytes()
+    assert first.train.dtype == np.uint16
+    with mock.patch.object(data, "_fill", side_effect=AssertionError("prepared twice")):
+        load_corpus(small(corpus, tmp_path / "a"), ALONE)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [first.key]
+
+
+def test_tokens_decode_to_the_text(corpus: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    prepared = load_corpus(small(corpus, tmp_path), ALONE)
+    tokenizer = Tokenizer.from_file(str(tmp_path / prepared.key / "tokenizer.json"))
+    ids = np.asarray(prepared.heldout)
+    texts = [tokenizer.decode(part.tolist()[: -1 if part[-1] == EOT else None])
+             for part in np.split(ids, np.flatnonzero(ids == EOT)[:-1] + 1)]  # fmt: skip
+    held = [path for path in sorted(corpus.iterdir()) if is_heldout(path.name, 0.2)]
+    assert texts == [path.read_text() for path in held]
+    assert prepared.vocab_size == tokenizer.get_vocab_size() == 300
+
+
+def test_the_key_follows_text_and_settings(corpus: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in corpus.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    key = load_corpus(small(corpus, tmp_path / "cache"), ALONE).key
+    assert load_corpus(small(copy, tmp_path / "cache"), ALONE).key == key
+    (copy / "doc00.txt").write_text("changed")
+    assert load_corpus(small(copy, tmp_path / "cache"), ALONE).key != key
+
+
+def test_a_failed_preparation_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+    with (
+        mock.patch.object(data, "_write_tokens", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(Exception, match="No space left on device"),
+    ):
+        load_corpus(small(corpus, tmp_path), ALONE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_cache_is_named(corpus: Path, tmp_path: Path) -> None:
+    key = load_corpus(small(corpus, tmp_path), ALONE).key
+    (tmp_path / key / "train.npy").write_bytes(b"short")
+    with pytest.raises(DataError, match=rf"prepared corpus .*{key}: .*delete that folder"):
+        load_corpus(small(corpus, tmp_path), ALONE)
+
+
+def load_on_both(config: DataConfig) -> str:
+    with open_world() as world:
+        return load_corpus(config, world).key
+
+
+def test_both_ranks_open_what_rank_0_prepared(pair: Pair, corpus: Path, tmp_path: Path) -> None:
+    first, second = pair.run(load_on_both, small(corpus, tmp_path))
+    assert first == second
+
+
+def test_corpus_errors_are_the_same_on_every_rank(pair: Pair, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = {str(tmp_path / "nowhere"): "no such file or folder", str(empty): "no text for the training split"}
+    for path, message in cases.items():
+        errors = pair.errors(load_on_both, small(Path(path), tmp_path / "cache"))
+        assert errors[0] == errors[1]
+        assert errors[0][0] == "DataError"
+        assert message in errors[0][1]
+        assert path in errors[0][1]
+
+
+def test_an_unreadable_corpus(corpus: Path, tmp_path: Path) -> None:
+    denied = PermissionError(13, "Permission denied")
+    with mock.patch.object(Path, "read_text", side_effect=denied), pytest.raises(DataError, match="Permission denied"):
+        load_corpus(small(corpus, tmp_path), ALONE)
+
+
+def test_too_small_for_a_batch(tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    few, many = np.zeros(100, np.uint16), np.zeros(1000, np.uint16)
+    with pytest.raises(
+        DataError, match=r"100 training tokens make 5 samples of 17 tokens, fewer than train.batch_size=8"
+    ):
+        make_samples(config, Corpus("key", 300, few, many))
+    with pytest.raises(DataError, match=r"10 held-out tokens are fewer than one sample of 17 tokens"):
+        make_samples(config, Corpus("key", 300, many, few[:10]))
+
+
+# --- order ---
+
+
+@given(count=st.integers(1, 60), length=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_an_epoch_sees_every_window_once(count: int, length: int, seed: int, epoch: int) -> None:
+    windows = Windows(np.arange(count * length + length - 1, dtype=np.uint32), length)
+    assert len(windows) == count
+    seen = [windows.shuffled(epoch * count + n, seed) for n in range(count)]
+    assert sorted(np.concatenate(seen)) == list(range(count * length))
+    assert all(np.array_equal(w, np.arange(w[0], w[0] + length)) for w in seen)
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    windows = Windows(np.arange(1000), 1)
+
+    def order(seed: int, start: int) -> list[int]:
+        return [int(windows.shuffled(start + n, seed)[0]) for n in range(1000)]
+
+    assert order(1, 0) == order(1, 0)
+    assert order(1, 0) != order(2, 0)
+    assert order(1, 0) != order(1, 1000)
+    torch.manual_seed(3)
+    assert int(windows.shuffled(1500, 1)[0]) == order(1, 1000)[500]
+
+
+# --- tasks ---
+
+
+def test_next_token() -> None:
+    task = NextToken(4)
+    inputs, labels = task.sample(np.arange(task.length), 7)
+    assert inputs.tolist() == [0, 1, 2, 3]
+    assert labels.tolist() == [1, 2, 3, 4]
+
+
+def test_masks_follow_the_paper() -> None:
+    """15 % chosen; of those 80 % masked, 10 % random, 10 % kept; special tokens never."""
+    task = MaskedToken(seq_len=100_002, vocab_size=1000, seed=5)
+    window = np.random.default_rng(0).integers(len(SPECIALS), 1000, task.length)
+    window[::10] = EOT
+    inputs, labels = task.sample(window, 0)
+    original = np.concatenate(([CLS], window, [SEP]))
+    chosen = labels != IGNORE
+    assert np.array_equal(labels[chosen], original[chosen])
+    assert np.array_equal(inputs[~chosen], original[~chosen])
+    assert not chosen[original < len(SPECIALS)].any()
+    ordinary = original >= len(SPECIALS)
+    assert chosen[ordinary].mean() == pytest.approx(0.15, abs=0.005)
+    masked, kept = inputs[chosen] == MASK, inputs[chosen] == original[chosen]
+    assert masked.mean() == pytest.approx(0.8, abs=0.015)
+    assert kept.mean() == pytest.approx(0.1, abs=0.015)
+    assert (inputs[chosen][~masked] >= len(SPECIALS)).all()
+
+
+def test_masks_are_a_function_of_seed_and_sample() -> None:
+    window = np.arange(10, 72)
+    first = MaskedToken(64, 100, 1).sample(window, 3)
+    for task, number, same in ((MaskedToken(64, 100, 1), 3, True), (MaskedToken(64, 100, 1), 4, False), (MaskedToken(64, 100, 2), 3, False)):  # fmt: skip  # noqa: E501
+        again = task.sample(window, number)
+        assert np.array_equal(first[1], again[1]) == same
+
+
+@given(st.integers(0, 2**40))
+@settings(max_examples=50, deadline=None)
+def test_something_is_always_predicted(number: int) -> None:
+    _, labels = MaskedToken(8, 100, 0).sample(np.full(6, 50), number)
+    assert (labels != IGNORE).any()

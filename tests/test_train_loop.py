@@ -1,0 +1,315 @@
+"""The loop, its engines, its models and what it records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from trainer_pair import Pair, run
+
+import commopt
+from commopt.comm import all_reduce_bytes
+from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
+from commopt.train.engine import make_optimizer
+from commopt.train.errors import ConfigError
+from commopt.train.loop import Trainer, learning_rate
+from commopt.train.metrics import read_metrics
+from commopt.train.models import count_parameters, make_model, parameter_groups
+from commopt.train.parse import from_dict, to_yaml
+from commopt.train.stop import StopSignal
+from commopt.train.tasks import IGNORE
+from commopt.train.world import World, open_world
+
+ALONE = World(0, 1, torch.device("cpu"))
+Make = Callable[..., Config]
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_models_are_built_from_numbers(kind: Any) -> None:
+    config = Config(model=ModelConfig(kind=kind, layers=2, heads=2, width=32))
+    config.data.seq_len = 24
+    torch.manual_seed(0)
+    model = make_model(config, 300)
+    width, positions = 32, 24
+    layer = 12 * width**2 + 13 * width
+    head = {"gpt": 2 * width, "bert": 300 + width**2 + width + 2 * width + 2 * width + width}[kind]
+    assert count_parameters(model) == 300 * width + positions * width + 2 * layer + head
+    inputs = torch.randint(5, 300, (3, 24))
+    labels = torch.where(torch.rand(3, 24) < 0.2, inputs, IGNORE) if kind == "bert" else inputs
+    assert float(model(inputs, labels).detach()) == pytest.approx(math.log(300), rel=0.1)
+
+
+def test_bert_without_a_prediction_has_no_nan() -> None:
+    config = Config(model=ModelConfig(kind="bert", layers=1, heads=2, width=16))
+    model = make_model(config, 300)
+    assert model(torch.full((1, 8), 9), torch.full((1, 8), IGNORE)).item() == 0.0
+
+
+def test_biases_and_norms_are_not_decayed() -> None:
+    model = make_model(Config(model=ModelConfig(layers=1, heads=2, width=16)), 300)
+    decay, rest = parameter_groups(model, 0.1)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim >= 2 for _, p in decay["params"])
+    assert all(name.endswith("bias") or "ln_" in name for name, _ in rest["params"])
+    assert sum(p.numel() for group in (decay, rest) for _, p in group["params"]) == count_parameters(model)
+
+
+# --- optimizers ---
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+def test_optimizers_by_name() -> None:
+    sign = CompressorConfig("Sign", {"block": 64})
+    config = OptimConfig(
+        args={"freeze_step": 9, "betas": [0.8, 0.9]}, compressor=sign, weight_decay=0.1, max_grad_norm=2.0
+    )
+    mine: Any = make_optimizer(config, model())
+    assert isinstance(mine, commopt.OneBitAdam)
+    assert mine.compressor == commopt.compress.Sign(block=64)
+    assert mine.max_grad_norm == 2.0
+    assert [group["weight_decay"] for group in mine.param_groups] == [0.1, 0.0]
+    assert mine.param_groups[0]["betas"] == (0.8, 0.9)
+    assert mine.param_groups[0]["param_names"] == ["weight"]
+    assert isinstance(make_optimizer(OptimConfig(name="AdamW"), model()), torch.optim.AdamW)
+    assert isinstance(make_optimizer(OptimConfig(name="torch.optim.SGD"), model()), torch.optim.SGD)
+
+
+NAMES = [
+    ({"name": "OneBitAdm"}, "optim.name='OneBitAdm' .*; did you mean OneBitAdam"),
+    ({"name": "AdamV"}, "did you mean Adam"),
+    ({"name": "no.such.Thing"}, "cannot import no.such"),
+    ({"name": "torch.nn.Linear"}, "is no Optimizer"),
+    ({"args": {"freez_step": 3}}, "optim.args.freez_step: OneBitAdam has no such argument; did you mean freeze_step"),
+    ({"args": {"lr": 3}}, "optim.args.lr: set optim.lr instead"),
+    ({"args": {"freeze_step": 0}}, "optim: OneBitAdam: .*freeze_step.*0"),
+    ({"args": {"betas": [2, 3]}}, "optim: OneBitAdam: .*betas"),
+    ({"name": "AdamW", "compressor": {"name": "Sign"}}, "optim.compressor: AdamW has no such argument"),
+    ({"name": "AdamW", "args": {"freeze_step": 3}}, "optim.args.freeze_step: AdamW has no such argument"),
+    ({"name": "Rprop", "weight_decay": 0.1}, "optim.weight_decay: Rprop has no such argument"),
+    ({"compressor": {"name": "Sing"}}, "optim.compressor.name='Sing' .*; did you mean Sign"),
+    ({"compressor": {"name": "Sign", "args": {"blok": 3}}}, "Sign has no such argument; did you mean block"),
+    ({"compressor": {"name": "Sign", "args": {"block": -3}}}, "optim.compressor: Sign: .*-3"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), NAMES, ids=[message[:40] for _, message in NAMES])
+def test_a_wrong_name_or_argument_is_answered(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer(from_dict(values, OptimConfig), model())
+
+
+# --- the loop ---
+
+
+def test_learning_rate() -> None:
+    config = from_dict({"optim": {"lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}, "train": {"steps": 14}})
+    rates = [learning_rate(config, step) for step in range(15)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[9] == pytest.approx(1.1)
+    assert rates[14] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_a_batch_that_cannot_be_shared_out(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.batch_size=8 is not allowed: it must be a multiple of .* 1 \* 3"):
+        Trainer(tiny(tmp_path, train={"accumulate": 3}), ALONE)
+
+
+def batches(config: Config, step: int) -> list[Any]:
+    with open_world() as world:
+        trainer = Trainer(config, world)
+        trainer.consumed = step * config.train.batch_size
+        return [trainer._batch(number)[0] for number in range(config.train.accumulate)]
+
+
+def test_the_batch_is_the_same_at_any_world_size_and_accumulation(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    shares = pair.run(batches, tiny(tmp_path / "a", train={"batch_size": 8, "accumulate": 2}), 5)
+    (alone,) = batches(tiny(tmp_path / "b"), 5)
+    assert torch.equal(torch.cat([piece for share in shares for piece in share]), alone)
+
+
+def evaluate(config: Config) -> float:
+    with open_world() as world:
+        return Trainer(config, world).evaluate()
+
+
+def test_evaluation_is_shared_and_exact(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    """13 samples: the ranks have different numbers of them, and BERT's samples different numbers of labels."""
+    config = tiny(tmp_path, model={"kind": "bert"}, train={"eval_samples": 13})
+    first, second = pair.run(evaluate, config)
+    assert first == second == pytest.approx(evaluate(config), rel=1e-6)
+
+
+def test_bert_in_bf16_with_accumulation_learns(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, model={"kind": "bert", "dropout": 0.0}, optim={"lr": 0.02, "args": {"freeze_step": 15}},
+                  train={"precision": "bf16", "accumulate": 2, "steps": 60, "batch_size": 16})  # fmt: skip
+    summary = pair.run(run, config)[0]
+    lines = read_metrics(tmp_path)
+    assert lines[0]["loss"] > 5
+    assert summary["heldout_loss"] < lines[0]["loss"] - 1.5
+    assert summary["compressed_ratio"] > 4
+    folder = tmp_path / "checkpoints" / "step-00000060"
+    weights = torch.load(folder / "shared.pt", weights_only=True)["weights"]
+    assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
+
+
+def test_the_run_folder(tiny: Make, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(tmp_path)
+    summary = run(config)
+    assert from_dict(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["heldout_loss"] == summary["heldout_loss"]
+    assert lines[-1]["tokens_total"] == 12 * 8 * 16
+    assert {line["phase"] for line in lines} == {"plain"}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def test_bytes_of_the_baseline(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim={"name": "AdamW", "args": {}}, train={"steps": 2})
+    summary = pair.run(run, config)[0]
+    each = all_reduce_bytes(4 * count_parameters(make_model(config, 300)), 2)
+    assert summary["bytes"] == summary["fp32_bytes"] == 2 * each
+    assert summary["compressed_ratio"] is None
+
+
+def run_with_nan(config: Config, step: int, rank: int) -> tuple[Any, bool]:
+    """Train; one rank's loss is NaN in one step. Also says whether that step changed any parameter."""
+    changed = []
+    whole = Trainer.train_step
+
+    def step_with_nan(trainer: Trainer) -> Any:
+        if trainer.step != step:
+            return whole(trainer)
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        forward = trainer.model.forward
+        bad = torch.tensor(float("nan") if trainer.world.rank == rank else 1.0)
+        with mock.patch.object(trainer.model, "forward", lambda *batch: forward(*batch) * bad):
+            happened = whole(trainer)
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters())))
+        return happened
+
+    with mock.patch.object(Trainer, "train_step", step_with_nan):
+        return run(config), changed[0]
+
+
+@pytest.mark.parametrize("optim", [{}, {"name": "AdamW", "args": {}}], ids=["OneBitAdam", "AdamW"])
+def test_a_step_with_nan_is_skipped_and_reported(pair: Pair, tiny: Make, tmp_path: Path, optim: dict[str, Any]) -> None:
+    results = pair.run(run_with_nan, tiny(tmp_path, optim=optim), 7, 1)
+    assert [changed for _, changed in results] == [False, False]
+    assert [summary["skipped_steps"] for summary, _ in results] == [1, 1]
+    assert results[0][0]["heldout_loss"] == results[1][0]["heldout_loss"]
+    assert [line["skipped_steps"] for line in read_metrics(tmp_path)] == [0, 0, 0, 1, 1, 1]
+
+
+def run_quietly(config: Config) -> list[str]:
+    """Train; return the warnings that this rank logged."""
+    from _pytest.logging import LogCaptureHandler
+
+    handler = LogCaptureHandler()
+    logging.getLogger("commopt.train").addHandler(handler)
+    run(config)
+    logging.getLogger("commopt.train").removeHandler(handler)
+    return [record.getMessage() for record in handler.records if record.levelno >= logging.WARNING]
+
+
+def test_a_run_that_never_compresses_says_so(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    messages = pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}))[0]
+    assert messages == ["freeze_step=5 is not before train.steps=4: this run never compresses"]
+
+
+# --- agreement ---
+
+
+def fail_on(rank: int, kind: type[Exception]) -> None:
+    def work() -> int:
+        if world.rank == rank:
+            raise kind("it broke")
+        return world.rank
+
+    with open_world() as world:
+        assert world.gather(world.together(lambda: world.rank * 2)) == [0, 2]
+        assert world.once(lambda: "from 0") == "from 0"
+        assert world.any(world.rank == 1)
+        assert not world.any(False)
+        world.together(work)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(pair: Pair) -> None:
+    assert pair.errors(fail_on, 1, ConfigError) == [("ConfigError", "it broke (rank 1)")] * 2
+    assert pair.errors(fail_on, 0, OSError) == [("RankError", "OSError: it broke (rank 0)")] * 2
+    first, second = pair.errors(fail_on, 1, KeyError)
+    assert first == ("RankError", "KeyError: 'it broke' (rank 1)")
+    assert second == ("KeyError", "'it broke'")
+
+
+# --- signals ---
+
+
+def test_the_first_signal_is_a_wish_and_its_echo_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        assert not stop.requested
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    code = "from commopt.train.stop import *\nwith StopSignal():\n print('on', flush=True)\n time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == -signal.SIGINT
+
+
+def test_sigterm_under_torchrun_saves_and_exits_with_0(tiny: Make, tmp_path: Path) -> None:
+    """What scripts/pretrain.sh does: torchrun's workers get the signal, end in good order, and so does torchrun."""
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(tiny(tmp_path / "run", train={"steps": 100_000, "checkpoint_every": 10**6})))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
+    with subprocess.Popen(
+        [*command, "train", str(config)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step 10 " in line:
+                break
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(workers) == 2
+        os.kill(int(workers[1]), signal.SIGTERM)
+        output = process.stdout.read()
+        assert process.wait(60) == 0, output
+    assert "checkpoint saved; go on with: --resume=auto" in output
+    assert "Traceback" not in output
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
