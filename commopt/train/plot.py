@@ -42,13 +42,21 @@ def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]
     heldout = [(record["step"], record["heldout_loss"]) for record in records if "heldout_loss" in record]
     if train:
-        axes.plot(*zip(*train), color=BLUE, linewidth=1.0, alpha=0.7, label="training")
+        axes.plot(*zip(*train), color=BLUE, linewidth=0.8, alpha=0.35, label="training, single batches")
+        axes.plot(*_smooth(train), color=BLUE, linewidth=1.6, label="training, smoothed")
     if heldout:
         axes.plot(*zip(*heldout), color=ORANGE, linewidth=1.6, marker="o", markersize=4, label="held-out")
         step, loss = heldout[-1]
         axes.annotate(f"{loss:.3f}", (step, loss), (0, 9), textcoords="offset points", ha="right", color=ORANGE)
     axes.set_title("Loss")
     axes.set_ylabel("nats per token")
+
+
+def _smooth(points: list[tuple[int, float]], window: int = 7) -> tuple[list[int], list[float]]:
+    """Mean of each point and its neighbours, fewer at the ends: one batch is noisy."""
+    half, values = window // 2, [loss for _, loss in points]
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [step for step, _ in points], [sum(part) / len(part) for part in parts]
 
 
 def _draw_bytes(axes: Any, records: list[dict[str, Any]]) -> None:
