@@ -67,23 +67,13 @@ class Bucket:
         """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
         return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
 
-    def gradients(self, scale: float) -> list[Tensor]:
-        """``scale`` times the gradient of each parameter, in the buffers' dtype; zeros for one that has none.
-
-        Where nothing is to be changed, that is the gradient itself: read only.
-        """
-        out = []
-        for p in self.params:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grad = grad.to(self.dtype)
-            out.append(grad if scale == 1 else grad * scale)
-        return out
-
-    def pack(self, tensors: list[Tensor]) -> Tensor:
-        """A new flat buffer, shape (padded,), with one of ``tensors`` in the place of each parameter."""
+    def pack_gradients(self, scale: float) -> Tensor:
+        """A new flat buffer, shape (padded,), with ``scale`` times each gradient; zeros where there is none."""
         flat = self.zeros()
-        torch._foreach_copy_(self.views(flat), tensors)
-        return flat
+        for place, p in zip(self.views(flat), self.params):
+            if p.grad is not None:
+                place.copy_(p.grad)
+        return flat if scale == 1 else flat.mul_(scale)
 
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
         """What of each parameter lies in ``rank``'s chunk, as 1-d views of ``chunk`` (shape (padded / W,)); many are

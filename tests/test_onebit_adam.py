@@ -24,6 +24,10 @@ def averaged_backward(model: Toy, step: int, world_size: int) -> None:
     sum(model(tokens(step, r, world_size)) / world_size for r in range(world_size)).backward()
 
 
+def state_of(optimizer: OneBitAdam, name: str) -> list[Tensor]:
+    return [entry[name] for entry in optimizer.state.values()]
+
+
 # warm-up -------------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +188,7 @@ def test_replicas_are_bit_identical_after_every_step(world_size, dtype, compress
         )
         for step in range(12):
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
-            history.append(params_of(model) + [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()])
+            history.append(params_of(model) + [t.clone() for t in state_of(optimizer, "exp_avg")])
         assert optimizer.phase == "compressed"
         assert all(t.isfinite().all() for t in history[-1])
         return history
@@ -218,8 +222,8 @@ def test_the_change_of_phase_is_logged_once_and_the_variance_stays_frozen(caplog
             phases.append(optimizer.phase)
             train(model, optimizer, range(step, step + 1), backend.rank, 2)
             if step == 2:
-                frozen = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
-        assert same_bits(frozen, [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()])
+                frozen = [t.clone() for t in state_of(optimizer, "exp_avg_sq")]
+        assert same_bits(frozen, state_of(optimizer, "exp_avg_sq"))
         return phases
 
     for phases in on_threads(2, run):
@@ -445,7 +449,7 @@ def test_bytes_counted_are_those_of_the_closed_form(world_size, compressor: Comp
 
     w = world_size
     buckets = [514, 1000]  # 1000 floats do not fit beside the others in 0.002 MB
-    agreement = 2 * (w - 1) * math.ceil(5 * 8 / w) if w > 1 else 0
+    agreement = 2 * (w - 1) * math.ceil(7 * 8 / w) if w > 1 else 0
     rows = [math.ceil(n / (w * ROW_MULTIPLE)) * ROW_MULTIPLE for n in buckets]
     for warmup, compressed in on_threads(world_size, run):
         if w == 1:
@@ -482,8 +486,8 @@ def test_stats_tell_how_much_compression_owes():
         assert before["residual_norm"] == 0
         train(model, optimizer, range(2, 6), backend.rank, 2)
         stats = optimizer.comm_stats()
-        errors = torch.cat([optimizer.state[p]["worker_error"].flatten() for p in model.parameters()])
-        momenta = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
+        errors = torch.cat([t.flatten() for t in state_of(optimizer, "worker_error")])
+        momenta = torch.cat([t.flatten() for t in state_of(optimizer, "exp_avg")])
         assert stats["residual_norm"] == pytest.approx(errors.norm().item(), rel=1e-5)
         assert stats["residual_norm"] > 0
         assert stats["residual_ratio"] == pytest.approx(errors.norm().item() / momenta.norm().item(), rel=1e-5)
@@ -508,3 +512,98 @@ def test_learning_with_one_bit_is_about_as_good_as_with_32():
     compressed = on_threads(2, lambda b: run(b, 60))[0]
     logging.getLogger("commopt").setLevel(logging.NOTSET)
     assert first - compressed > 0.95 * (first - plain), (first, plain, compressed)
+
+
+# parameters that come and go ------------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_take_no_state_and_no_bandwidth():
+    def run(backend):
+        base, adapter = nn.Parameter(torch.ones(10_000), requires_grad=False), nn.Parameter(torch.ones(100))
+        optimizer = OneBitAdam([base, adapter], freeze_step=1, backend=backend)
+        adapter.grad = torch.ones(100) * (1 + backend.rank)
+        optimizer.step()
+        assert base not in optimizer.state
+        return optimizer.comm_stats()["fp32_bytes"]
+
+    assert on_threads(2, run) == [400, 400]
+
+
+@pytest.mark.parametrize("freeze_step", [3, 100])
+def test_a_parameter_that_is_unfrozen_later(freeze_step, caplog):
+    """In warm-up it starts to train; in the compressed phase it cannot, and that is said once, with what to do."""
+
+    def run(backend):
+        model = Toy()
+        model.weight.requires_grad_(False)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=freeze_step, backend=backend)
+        train(model, optimizer, range(5), backend.rank, 2)
+        assert torch.equal(model.weight, Toy().weight)
+        model.weight.requires_grad_(True)
+        train(model, optimizer, range(5, 9), backend.rank, 2)
+        return params_of(model), torch.equal(model.weight, Toy().weight)
+
+    (a, stays), (b, _) = on_threads(2, run)
+    assert same_bits(a, b)
+    assert stays == (freeze_step == 3)
+    assert caplog.text.count("first gradient after the variance was frozen") == (freeze_step == 3)
+
+
+def test_ranks_that_unfreeze_different_parameters_get_an_error_instead_of_a_hang():
+    def run(backend):
+        model = Toy()
+        model.weight.requires_grad_(False)
+        optimizer = OneBitAdam(model.parameters(), backend=backend)
+        model.weight.requires_grad_(backend.rank == 1)
+        backward(model, 0, backend.rank, 3)
+        with pytest.raises(RuntimeError, match=r"ranks hold different numbers of trainable parameters: [78] here"):
+            optimizer.step()
+
+    on_threads(3, run)
+
+
+# mixed precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freeze_step", [3, 100])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_changes_nothing_and_cannot_make_one_rank_skip_alone(freeze_step, unscale):
+    """Scales are powers of two, so scaled and plain runs agree; the overflow on rank 1 is skipped by both ranks."""
+
+    def run(backend, scaled):
+        model = Toy()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=freeze_step, max_grad_norm=0.5, backend=backend)
+        for step in range(8):
+            model.zero_grad()
+            loss = model(tokens(step, backend.rank, 2))
+            scaler.scale(loss * (math.inf if step == 5 and backend.rank == 1 else 1)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.skipped_steps == 1
+        return params_of(model)
+
+    scaled, plain = (on_threads(2, lambda backend, s=s: run(backend, s)) for s in (True, False))
+    assert same_bits(scaled[0], scaled[1])
+    for a, b in zip(scaled[0], plain[0]):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_maximize_goes_the_other_way_in_both_phases():
+    def run(backend, maximize):
+        model = Toy(torch.float64)
+        for p in model.parameters():
+            p.data.zero_()
+        optimizer = OneBitAdam([model.weight, model.bias], maximize=maximize, freeze_step=3, backend=backend)
+        for step in range(8):
+            for i, p in enumerate((model.weight, model.bias)):
+                g = torch.Generator().manual_seed(step + 10 * i + 100 * backend.rank)
+                p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64)
+            optimizer.step()
+        return params_of(model)
+
+    up, down = on_threads(2, lambda b: run(b, True)), on_threads(2, lambda b: run(b, False))
+    assert all(torch.equal(a, -b) for a, b in zip(up[0], down[0]))
+    assert up[0][2].abs().sum() > 0

@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from commopt.comm.backend import Backend, LocalBackend, Work
 
+# torch 2.13 renames the function, and warns of the old name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class TorchBackend:
     """The ranks of a ``torch.distributed`` process group.
@@ -38,7 +41,7 @@ class TorchBackend:
         return dist.all_to_all_single(out, inp, group=self.group, async_op=True)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Any:
-        return dist.all_gather_into_tensor(out.view(-1), inp, group=self.group, async_op=True)
+        return _all_gather(out.view(-1), inp, group=self.group, async_op=True)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return dist.broadcast(x, dist.get_global_rank(self.group, src), group=self.group, async_op=True)

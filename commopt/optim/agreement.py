@@ -112,10 +112,11 @@ class Verdict:
 
 
 def agree_on_step(backend: Backend, device: torch.device, view: LocalView) -> Verdict:
-    """One all-reduce of 5 float64, and a second of one per parameter if any rank lacks a gradient.
+    """One all-reduce of 7 float64, and a second of one per parameter if any rank lacks a gradient.
 
     Raises:
         view.error: on the rank that has one; the others raise RuntimeError.
+        RuntimeError: if ranks hold different numbers of trainable parameters.
     """
     finite = math.isfinite(view.square_norm)
     if backend.world_size == 1:
@@ -129,12 +130,19 @@ def agree_on_step(backend: Backend, device: torch.device, view: LocalView) -> Ve
         float(not all(view.present)),
         float(view.unaveraged),
         float(view.error is not None),
+        float(len(view.present)),
+        float(len(view.present)) ** 2,
     ]
-    non_finite, square, missing, unaveraged, failed = _mean(backend, device, message)
+    non_finite, square, missing, unaveraged, failed, count, count_square = _mean(backend, device, message)
     if view.error is not None:
         raise view.error
     if failed > 0:
         raise RuntimeError("another rank cannot take this step; its own error says why")
+    if not math.isclose(count_square, count**2, rel_tol=1e-12):
+        raise RuntimeError(
+            f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on average; "
+            "freeze and unfreeze the same ones on every rank"
+        )
     present: Sequence[bool] = view.present
     if missing > 0:
         present = [share > 0 for share in _mean(backend, device, [float(p) for p in view.present])]

@@ -37,7 +37,8 @@ class Step:
     """What the ranks agreed on for one step.
 
     Attributes:
-        scale: factor of every gradient: the clip coefficient, negative to maximize.
+        scale: factor of this rank's gradients: the clip coefficient over the scale of its GradScaler, negative to
+            maximize.
         present: ids of the parameters that have a gradient on some rank. The others do not move.
         average: whether gradients still have to be averaged; False on one rank, and where DDP has done so.
     """
@@ -66,6 +67,9 @@ class CommOptimizer(PackedOptimizer):
     """
 
     schedule = staticmethod(run_interleaved)
+    _step_supports_amp_scaling = (
+        True  # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
+    )
 
     def __init__(
         self,
@@ -179,21 +183,22 @@ class CommOptimizer(PackedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.follow_moved_parameters()
+        self.follow_parameters()
         params = [p for bucket in self.buckets for p in bucket.params]
         device = params[0].device if params else torch.device("cpu")
-        verdict = agree_on_step(self.backend, device, self._local_view(params))
+        unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
+        verdict = agree_on_step(self.backend, device, self._local_view(params, unscale))
         self._report_equal_gradients(verdict)
         if verdict.non_finite:
             self._skip(verdict.non_finite)
         else:
-            self._run_buckets(params, verdict)
+            self._run_buckets(params, verdict, unscale)
         if self._attachment is not None:
             self._attachment.clear()
         self.backend.end_step()
         return loss
 
-    def _local_view(self, params: list[Tensor]) -> LocalView:
+    def _local_view(self, params: list[Tensor], unscale: float) -> LocalView:
         present = [p.grad is not None for p in params]
         try:
             checks.check_gradients(params)
@@ -204,17 +209,20 @@ class CommOptimizer(PackedOptimizer):
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
         square = square_norm([p.grad for p in fresh if p.grad is not None])
         square += sum(float(s) for s in averaged.values())
-        return LocalView(square, present, any(id(p) in wanting for p in fresh))
+        return LocalView(square * unscale**2, present, any(id(p) in wanting for p in fresh))
 
-    def _run_buckets(self, params: list[Tensor], verdict: Verdict) -> None:
+    def _run_buckets(self, params: list[Tensor], verdict: Verdict, unscale: float) -> None:
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (verdict.norm + 1e-6))
+        scale = clip * unscale
         present = frozenset(id(p) for p, here in zip(params, verdict.present) if here)
         phases = [self.phase_of(group) for group in self.param_groups]
         groups = self.group_of()
 
         def task(bucket: StateBucket) -> Iterator[Work]:
             group = groups[id(bucket.params[0])]
-            return self.bucket_step(bucket, group, Step(-clip if group["maximize"] else clip, present, verdict.average))
+            return self.bucket_step(
+                bucket, group, Step(-scale if group["maximize"] else scale, present, verdict.average)
+            )
 
         self.schedule(task(bucket) for bucket in self.buckets)
         for group in self.param_groups:

@@ -23,6 +23,7 @@ Where this differs from the paper and its usual implementation:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -35,7 +36,9 @@ from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer, Step
 from commopt.optim.packed import StateBucket
-from commopt.optim.rules import adam_, frozen_adam_
+from commopt.optim.rules import adam_, frozen_adam_, scaled_gradient
+
+logger = logging.getLogger("commopt")
 
 STABLE = 0.96
 """How near ||v_t||_1 and ||v_{t-D}||_1 must be, as their ratio, for v to count as settled."""
@@ -78,6 +81,8 @@ class OneBitAdam(CommOptimizer):
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
             settings.
     """
+
+    _reported_late = False
 
     def __init__(
         self,
@@ -140,15 +145,16 @@ class OneBitAdam(CommOptimizer):
             yield from self._share_momentum(bucket, group, now)
             frozen_adam_(*self._operands(bucket, moving, variance_moves=False), group)
             return
-        grads = bucket.gradients(now.scale)
         if now.average:
-            flat = bucket.pack(grads)
+            flat = bucket.pack_gradients(now.scale)
             yield self.backend.all_reduce(flat)
-            grads = bucket.views(flat)
+            grads = [bucket.views(flat)[i] for i in moving]
+        else:
+            grads = [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
         if bucket.feedback is not None:
             bucket.feedback.live = None
         params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, moving, variance_moves=True)
-        adam_(params, [grads[i] for i in moving], exp_avgs, exp_avg_sqs, clocks, group)
+        adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
     def _share_momentum(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
         """m_i = b1 m + (1-b1) g_i, then m = their mean, compressed."""
@@ -175,8 +181,19 @@ class OneBitAdam(CommOptimizer):
             s["step"] += 1
             if variance_moves:
                 s["variance_step"] += 1
+            elif s["variance_step"] == 0:
+                self._report_too_late()
         clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
         return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
+
+    def _report_too_late(self) -> None:
+        if not self._reported_late and self.backend.rank == 0:
+            logger.warning(
+                "%s: a parameter has its first gradient after the variance was frozen; it will not move. Give it to "
+                "add_param_group() when it becomes trainable, and its group warms up by itself.",
+                type(self).__name__,
+            )
+        self._reported_late = True
 
     def after_step(self) -> None:
         """Freezes the variance where it has settled (``freeze_step="auto"``)."""

@@ -8,6 +8,7 @@ tools that save and restore optimizers look at fresh ones. Loading copies into t
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
@@ -27,10 +28,11 @@ logger = logging.getLogger("commopt")
 CLOCKS = ("step", "variance_step")
 """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
 
-ORIGIN = ("residual_rank", "residual_world_size", "residual_bucket_mb")
-"""Keys in the groups of a state dict that say whose residuals it holds; a rank of -1 stands for all ranks together."""
+ORIGIN = ("residual_rank", "residual_world_size", "residual_layout")
+"""Keys in the groups of a state dict that say whose residuals it holds (a rank of -1 stands for all ranks together),
+and by which layout of buckets they were cut."""
 
-Origin = tuple[int, int, float]
+Origin = tuple[int, int, int]
 
 
 @dataclass
@@ -64,9 +66,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     # buckets ----------------------------------------------------------------------------------------------------------
 
     def make_buckets(self, group: dict[str, Any]) -> None:
-        """Packs the parameters of a group and makes their state, all zeros."""
+        """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         world = self.backend.world_size
-        for run in partition(group["params"], int(self.bucket_mb * 2**20)):
+        packed = {id(p) for bucket in self.buckets for p in bucket.params}
+        new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
+        for run in partition(new, int(self.bucket_mb * 2**20)):
             bucket = StateBucket(run, world)
             self.init_bucket(bucket)
             if world > 1:
@@ -83,10 +87,13 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
 
-    def follow_moved_parameters(self) -> None:
-        """Moves the state after parameters that were moved or cast since (``model.to(...)`` after construction)."""
+    def follow_parameters(self) -> None:
+        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
+        that have become trainable."""
         if any(bucket.stale() for bucket in self.buckets):
             self._rebuild(self.state, self._origin())
+        for group in self.param_groups:
+            self.make_buckets(group)
 
     def _rebuild(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         self.state = defaultdict(dict)
@@ -101,7 +108,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``worker_error`` and ``server_error`` are this rank's own; ``residual_rank``, ``residual_world_size`` and
-        ``residual_bucket_mb`` in the groups say whose, and how they were laid out. :mod:`commopt.optim.state` has how
+        ``residual_layout`` in the groups say whose, and of which buckets. :mod:`commopt.optim.state` has how
         to save those of all ranks, and the rest once.
         """
         out = super().state_dict()
@@ -146,7 +153,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if len(ids) != len(params):
             return  # torch raises, and says why
         for i, p in zip(ids, params):
-            for name, mine in self.state[p].items():
+            for name, mine in self.state.get(p, {}).items():
                 value = given["state"].get(i, {}).get(name)
                 if name in RANK_LOCAL or not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                     continue
@@ -167,7 +174,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._fill({p: self._incoming["state"].get(i, {}) for i, p in zip(ids, params)}, self._pop_origin())
 
     def _origin(self) -> Origin:
-        return (self.backend.rank, self.backend.world_size, self.bucket_mb)
+        order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        layout = str([[order[id(p)] for p in bucket.params] for bucket in self.buckets])
+        return (self.backend.rank, self.backend.world_size, zlib.crc32(layout.encode()))
 
     def _pop_origin(self) -> Origin | None:
         origin = None
@@ -178,7 +187,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return origin
 
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
-        """Copies ``state`` into the buffers; what it lacks starts from zero."""
+        """Copies ``state`` into the buffers; what it lacks starts from zero, what is not trainable here is left out."""
         for bucket in self.buckets:
             if bucket.feedback is not None:
                 bucket.feedback.live = None
@@ -188,7 +197,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
             if not group["step"]:  # the state of a plain Adam counts by parameter only
-                group["step"] = int(max((self.state[p]["step"] for p in group["params"]), default=0))
+                group["step"] = int(max((self.state[p]["step"] for p in group["params"] if p in self.state), default=0))
         self._fill_residuals(state, origin)
 
     @staticmethod
@@ -221,7 +230,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                     self.state[p]["server_error"].copy_(server)
         if dropped:
             logger.warning(
-                "%s: the loaded residuals belong to (rank, world size, bucket_mb) %s, not to %s; they start again "
+                "%s: the loaded residuals belong to (rank, world size, layout) %s, not to %s; they start again "
                 "from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
                 type(self).__name__, origin, here,
             )  # fmt: skip

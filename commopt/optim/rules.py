@@ -66,6 +66,13 @@ def frozen_adam_(
     ops.frozen_adam_apply_(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_corrections, group["eps"], decay)
 
 
+def scaled_gradient(p: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """``scale`` times the gradient of ``p`` in ``dtype``, zeros if it has none; itself where that is the same."""
+    grad = torch.zeros_like(p) if p.grad is None else p.grad
+    grad = grad.to(dtype)
+    return grad if scale == 1 else grad * scale
+
+
 def bias_corrections(clocks: list[tuple[float, float]], group: dict[str, Any]) -> tuple[list[float], list[float]]:
     """lr / (1 - b1^t) and sqrt(1 - b2^t') for each (t, t')."""
     (beta1, beta2), lr = group["betas"], group["lr"]

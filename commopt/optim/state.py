@@ -37,7 +37,7 @@ def split_state_dict(state_dict: StateDict) -> tuple[StateDict, StateDict]:
         shared["param_groups"].append({k: v for k, v in group.items() if not k.startswith("residual_")})
         if "residual_rank" in group:
             local = {"rank": group["residual_rank"], "world_size": group["residual_world_size"], "state": {}}
-            local["bucket_mb"] = group["residual_bucket_mb"]
+            local["layout"] = group["residual_layout"]
     for key, entry in state_dict["state"].items():
         shared["state"][key] = {k: v for k, v in entry.items() if k not in RANK_LOCAL}
         if local:
@@ -69,7 +69,7 @@ def join_state_dict(replicated: StateDict, rank_locals: Sequence[StateDict], ran
         residuals, owner = _merge([part["state"] for part in rank_locals]), MERGED
     joined: StateDict = {**replicated, "state": {}, "param_groups": []}
     for group in replicated["param_groups"]:
-        origin = {"residual_world_size": len(saved), "residual_bucket_mb": rank_locals[0]["bucket_mb"]}
+        origin = {"residual_world_size": len(saved), "residual_layout": rank_locals[0]["layout"]}
         joined["param_groups"].append({**group, "residual_rank": owner, **origin})
     for key in {**replicated["state"], **residuals}:
         joined["state"][key] = {**replicated["state"].get(key, {}), **residuals.get(key, {})}
