@@ -25,9 +25,10 @@ processes="${COMMOPT_PROCESSES:-$(python -c 'import torch; print(torch.cuda.devi
 cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
 
-# torchrun answers a signal by giving its workers 30 seconds and failing. So it runs in a session of its own, out of reach
-# of the terminal's Ctrl-C, and signals go to the trainers, which end in good order; then torchrun ends so, too.
-setsid python -m torch.distributed.run --standalone --nproc-per-node="$processes" -m commopt train "$@" &
+# The launcher is torchrun with quieter errors. It answers a signal by giving its workers 30 seconds and failing. So it
+# runs in a session of its own, out of reach of the terminal's Ctrl-C, and signals go to the trainers: they end in good
+# order, and then so does the launcher.
+setsid python -m commopt.train.launch --standalone --nproc-per-node="$processes" -m commopt train "$@" &
 launcher=$!
 
 forward() { # SIGNAL: to the trainers, or to torchrun where it has not started them yet

@@ -244,10 +244,12 @@ class Trainer:
             log.info("finished: held-out loss %.4f, %.0f tokens/s", heldout, summary["tokens_per_s"])
         else:
             log.info("stopped at step %d, checkpoint saved; go on with: --resume=auto", self.step)
-        whole, compressed = show_ratio(summary["ratio"]), show_ratio(summary["compressed_ratio"])
-        saved = f"{whole} less over the run, {compressed} in the compressed phase"
-        sent, full = meter.bytes / MB, meter.fp32_bytes / MB
-        log.info("each rank sent %.1f MB; an fp32 all-reduce would have sent %.1f MB: %s", sent, full, saved)
+        if meter.bytes:
+            sent, full = f"{meter.bytes / MB:.1f} MB", f"{meter.fp32_bytes / MB:.1f} MB"
+            saved = f"{show_ratio(summary['ratio'])} less"
+            if meter.compressed_steps:
+                saved += f", {show_ratio(summary['compressed_ratio'])} less in the compressed phase"
+            log.info("each rank sent %s; an fp32 all-reduce would have sent %s: %s", sent, full, saved)
         if meter.skipped_steps:
             log.warning("%d steps were skipped for inf or NaN in the gradients", meter.skipped_steps)
         log.info("records, curves and checkpoints are in %s", self.config.train.run_dir)

@@ -58,8 +58,11 @@ class World:
         """Whether the flag is set on any rank."""
         return self.reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank and return its own result; if it fails anywhere, all raise, and none hangs."""
+    def together(self, work: Callable[[], T], name_rank: bool = True) -> T:
+        """Run ``work`` on every rank and return its own result; if it fails anywhere, all raise, and none hangs.
+
+        Where it fails on some ranks only, the error names the first, unless ``name_rank`` is off.
+        """
         result, error = None, None
         try:
             result = work()
@@ -71,12 +74,13 @@ class World:
         failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if failed:
             rank, (kind, text) = failed[0]
-            raise kind(text + (f" (rank {rank})" if len(failed) < self.size else "")) from error
+            raise kind(text + (f" (rank {rank})" if name_rank and len(failed) < self.size else "")) from error
         return result  # type: ignore[return-value]
 
     def once(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 alone; every rank gets its (picklable) result or raises its error."""
-        return self.gather(self.together(lambda: work() if self.is_main else None))[0]  # type: ignore[return-value]
+        mine = self.together(lambda: work() if self.is_main else None, name_rank=False)
+        return self.gather(mine)[0]  # type: ignore[return-value]
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
