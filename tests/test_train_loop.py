@@ -219,11 +219,14 @@ def run_with_nan(config: Config, step: int, rank: int) -> tuple[Any, bool]:
 
 @pytest.mark.parametrize("optim", [{}, {"name": "AdamW", "args": {}}], ids=["OneBitAdam", "AdamW"])
 def test_a_step_with_nan_is_skipped_and_reported(pair: Pair, tiny: Make, tmp_path: Path, optim: dict[str, Any]) -> None:
-    results = pair.run(run_with_nan, tiny(tmp_path, optim=optim), 7, 1)
+    results = pair.run(run_with_nan, tiny(tmp_path, optim=optim), 7, 1)  # 7 steps done: the 8th, which is recorded
     assert [changed for _, changed in results] == [False, False]
     assert [summary["skipped_steps"] for summary, _ in results] == [1, 1]
     assert results[0][0]["heldout_loss"] == results[1][0]["heldout_loss"]
-    assert [line["skipped_steps"] for line in read_metrics(tmp_path)] == [0, 0, 0, 1, 1, 1]
+    lines = read_metrics(tmp_path)
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert [line["loss"] is None for line in lines] == [False, False, False, True, False, False]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def run_quietly(config: Config) -> list[str]:

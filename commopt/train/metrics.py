@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ class RunRecorder(Recorder):
 
     def write(self, record: Record) -> None:
         """One line of JSON, TensorBoard scalars, and the bar or a log line."""
-        self.file.write(json.dumps(record) + "\n")
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN: a lost loss is null
         self.file.flush()
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "step":

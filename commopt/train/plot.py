@@ -39,8 +39,7 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
-    train = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    heldout = [(record["step"], record["heldout_loss"]) for record in records if "heldout_loss" in record]
+    train, heldout = _points(records, "loss"), _points(records, "heldout_loss")
     if train:
         axes.plot(*zip(*train), color=BLUE, linewidth=0.8, alpha=0.35, label="training, single batches")
         axes.plot(*_smooth(train), color=BLUE, linewidth=1.6, label="training, smoothed")
@@ -50,6 +49,11 @@ def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
         axes.annotate(f"{loss:.3f}", (step, loss), (0, 9), textcoords="offset points", ha="right", color=ORANGE)
     axes.set_title("Loss")
     axes.set_ylabel("nats per token")
+
+
+def _points(records: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value) where there is one; a loss that was not finite is null."""
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
 
 
 def _smooth(points: list[tuple[int, float]], window: int = 7) -> tuple[list[int], list[float]]:
