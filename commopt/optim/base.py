@@ -146,7 +146,9 @@ class CommOptimizer(PackedOptimizer):
     def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, ops.report()]
+        # providers may differ in the last bit of an update; instruction sets of one provider do not
+        providers = {op: {d: p.split()[0] for d, p in by.items()} for op, by in ops.report().items()}
+        settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, providers]
         params = [p for group in groups for p in group["params"]]
         facts = {
             "parameter lists": str([[(tuple(p.shape), p.dtype) for p in group["params"]] for group in groups]),

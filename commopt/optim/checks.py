@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from commopt.compress import Compressor
 
@@ -70,10 +70,15 @@ def check_params(params: Sequence[Tensor]) -> None:
         if p.dtype not in _DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
             raise ValueError(f"parameter {i} is {str(p.dtype).removeprefix('torch.')}; allowed are {allowed}")
-        if isinstance(p, DTensor) or p.layout != torch.strided:
+        if _is_sharded(p) or p.layout != torch.strided:
             raise ValueError(
                 f"parameter {i} is a {type(p).__name__} of layout {p.layout}; allowed are plain strided tensors"
             )
+
+
+def _is_sharded(p: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
+    return module is not None and isinstance(p, module.DTensor)
 
 
 def check_gradients(params: Sequence[Tensor]) -> None:
