@@ -36,12 +36,14 @@ def set_up_logging() -> None:
 
 def train_command(argv: Sequence[str]) -> None:
     """``commopt train``."""
+    from commopt.train.engine import plan_optimizer
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:
         make_parser().print_help()
         return
     config = parse([word for word in argv if word != "--print_config"])
+    plan_optimizer(config.optim)  # a wrong name ends here, and not after the corpus has been read
     if "--print_config" in argv:
         sys.stdout.write(to_yaml(config))
         return

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,6 +188,19 @@ def test_the_run_folder(tiny: Make, tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def test_the_progress_bar_tells_what_is_sent(tiny: Make, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    with (tmp_path / "terminal").open("w+") as terminal:
+        console = Console(file=terminal, force_terminal=True, width=140)
+        with mock.patch("rich.get_console", return_value=console):
+            run(tiny(tmp_path / "run", train={"steps": 4}))
+        terminal.seek(0)
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.read())
+    for words in ("plain", "4/4", "loss ", "tok/s", "MB/step"):
+        assert words in shown
 
 
 def test_bytes_of_the_baseline(pair: Pair, tiny: Make, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class DataParallel:
         self.optimizer, self.alone = optimizer, world.size == 1
         self.limit = float("inf") if max_grad_norm is None else max_grad_norm
         self.skipped, self.bytes = False, all_reduce_bytes(4 * count_parameters(model), world.size)
-        self.module = model if self.alone else nn.parallel.DistributedDataParallel(model)
+        self.module = model if self.alone else nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
 
     @property
     def phase(self) -> str:
@@ -188,8 +188,8 @@ def make_compressor(config: CompressorConfig) -> Any:
     return _build(cls, key, **config.args)
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a config names, over two named parameter groups. Raises ConfigError for what does not fit."""
+def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
+    """The class that a config names and its arguments. Raises ConfigError for what does not fit; needs no model."""
     cls = find_class(config.name, "optim.name", (commopt.optim, torch.optim), torch.optim.Optimizer)
     check_arguments(cls, config.args, "optim.args", OWN_KEYS)
     extra: dict[str, Any] = {"lr": config.lr}
@@ -200,7 +200,13 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimiz
         extra["compressor"] = make_compressor(config.compressor)
     if config.weight_decay:
         check_arguments(cls, {"weight_decay": None}, "optim")
-    return _build(cls, "optim", parameter_groups(model, config.weight_decay), **extra, **config.args)
+    return cls, extra | config.args
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that a config names, over two named parameter groups."""
+    cls, args = plan_optimizer(config)
+    return _build(cls, "optim", parameter_groups(model, config.weight_decay), **args)
 
 
 def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:

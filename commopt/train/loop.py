@@ -97,21 +97,20 @@ class Trainer:
 
     def run(self) -> Record:
         """Train until the last step or a signal; return the end summary."""
-        every, steps = self.config.train, self.config.train.steps
-        heldout = None
+        train, heldout = self.config.train, None
         with self._recording() as recorder, StopSignal() as stop:
-            while self.step < steps:
+            while self.step < train.steps:
                 record = self.train_step()
                 recorder.advance(record["phase"])
-                last = self.step == steps
-                due = last or self.step % every.log_every == 0
+                last = self.step == train.steps
+                due = last or self.step % train.log_every == 0
                 record = self._training_record(record) if due else {"step": self.step}
-                if last or self.step % every.eval_every == 0:
+                if last or self.step % train.eval_every == 0:
                     record["heldout_loss"] = heldout = self.evaluate()
                 if len(record) > 1:
                     recorder.write({**record, **self.meter.totals()})
                 stopping = self.world.any(stop.requested) and not last
-                if stopping or last or self.step % every.checkpoint_every == 0:
+                if stopping or last or self.step % train.checkpoint_every == 0:
                     resume.save(self)
                 if stopping:
                     break
