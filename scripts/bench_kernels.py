@@ -4,7 +4,7 @@
 
 The routes of each row take turns, so that other load on the machine meets all of them; medians are given. The copy is
 ``dst.copy_(src)``, 8 bytes an element; the bytes of each operator are what it must read and write at least, and are
-printed. "of copy" compares the two rates of bytes.
+printed. "of copy" compares the two rates of bytes. Operators on lists get the elements as a list of 16 tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from commopt import ops
+from commopt.ops import native
 
-BLOCK, RANKS = 2048, 4
+BLOCK, RANKS, TENSORS = 2048, 4, 16
 Route = Callable[[], object]
 
 
@@ -78,35 +79,47 @@ def usual_decompress(bits: np.ndarray, scale: Tensor, out: Tensor) -> None:
     torch.where(plus, scale, -scale, out=out)
 
 
-def usual_frozen_adam(p: Tensor, m: Tensor, v: Tensor) -> None:
-    """The update of Adam with a frozen variance, operation by operation."""
-    denominator = v.sqrt().div_(0.5).add_(1e-8)
-    p.mul_(0.999).addcdiv_(m, denominator, value=-1e-3)
+def usual_frozen_adam(ps: list[Tensor], ms: list[Tensor], vs: list[Tensor]) -> None:
+    """The update of Adam with a frozen variance, as torch.optim does it on a list."""
+    denominators = torch._foreach_sqrt(vs)
+    torch._foreach_div_(denominators, 0.5)
+    torch._foreach_add_(denominators, 1e-8)
+    torch._foreach_mul_(ps, 0.999)
+    torch._foreach_addcdiv_(ps, ms, denominators, value=-1e-3)
 
 
-def cases(n: int) -> list[Case]:
-    """All operators on ``n`` elements."""
+def usual_momentum(ms: list[Tensor], gs: list[Tensor]) -> None:
+    """The momentum of a list."""
+    torch._foreach_mul_(ms, 0.9)
+    torch._foreach_add_(ms, gs, alpha=0.1)
+
+
+def usual_square_sum(xs: list[Tensor]) -> Tensor:
+    """As torch.nn.utils.get_total_norm does it, in float32."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs))).square()
+
+
+def sign_cases(n: int) -> list[Case]:
+    """The scaled sign on ``n`` elements."""
     x, error, out = torch.randn(1, n), torch.zeros(1, n), torch.empty(n)
     wire = torch.empty(RANKS, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8)
-    for rank in range(RANKS):
-        ops.sign_compress(torch.randn(1, n), wire[rank : rank + 1], BLOCK, 2)
+    ops.sign_compress(torch.randn(RANKS, n), wire, BLOCK, 2)
+    own, whole = wire[:1].clone(), torch.empty(1, ops.sign_nbytes(n, 0), dtype=torch.uint8)
     bits, scales = np.random.default_rng(0).integers(0, 256, (RANKS, (n + 7) // 8), dtype=np.uint8), torch.rand(RANKS)
-    row, flat, v = out.view(1, n), x.view(n), torch.rand(n) + 0.1
-    live = torch.full(((n + 7) // 8,), 255, dtype=torch.uint8)
-    sign, usual_error = 4 / BLOCK + 1 / 8, torch.zeros(n)
-    own = wire[:1].clone()
+    usual_error, usual_x = torch.zeros(n), x.view(n)
+    sign = 4 / BLOCK + 1 / 8
     return [
         Case(
             "compress_with_feedback",
             lambda: ops.sign_compress_with_feedback(x, error, own, BLOCK, 2),
-            lambda: usual_compress(flat, usual_error),
+            lambda: usual_compress(usual_x, usual_error),
             12 + sign,
         ),
         Case(
             "  one scale for all",
-            lambda: ops.sign_compress_with_feedback(x, error, own[:, : ops.sign_nbytes(n, 0)], 0, 2),
-            lambda: usual_compress(flat, usual_error),
-            12 + sign,
+            lambda: ops.sign_compress_with_feedback(x, error, whole, 0, 2),
+            lambda: usual_compress(usual_x, usual_error),
+            12 + 1 / 8,
         ),
         Case(
             f"decompress_mean ({RANKS} ranks)",
@@ -116,24 +129,28 @@ def cases(n: int) -> list[Case]:
         ),
         Case(
             "decompress",
-            lambda: ops.sign_decompress(own, row, BLOCK),
+            lambda: ops.sign_decompress(own, out.view(1, n), BLOCK),
             lambda: usual_decompress(bits[0], scales[0], out),
             4 + sign,
         ),
-        Case(
-            "zero_dead_ (all live)",
-            lambda: ops.zero_dead_(flat, live),
-            lambda: flat.mul_(torch.from_numpy(np.unpackbits(live.numpy(), bitorder="little", count=n))),
-            1 / 8,
-        ),
-        Case("square_sum", lambda: ops.square_sum([flat]), lambda: flat.double().square().sum(), 4),
-        Case(
-            "momentum_", lambda: ops.momentum_([out], [flat], 0.9, 0.1), lambda: out.mul_(0.9).add_(flat, alpha=0.1), 12
-        ),
+    ]
+
+
+def other_cases(n: int) -> list[Case]:
+    """Masks, norms and updates on ``n`` elements."""
+    x, y, v = torch.randn(n), torch.randn(n), torch.rand(n) + 0.1
+    live = torch.full(((n + 7) // 8,), 255, dtype=torch.uint8)
+    keep = torch.ones(n, dtype=torch.bool)
+    xs, ys, vs = ([part.clone() for part in t.chunk(TENSORS)] for t in (x, y, v))
+    steps, corrections = [1e-3] * len(xs), [0.5] * len(xs)
+    return [
+        Case("zero_dead_ (all live)", lambda: ops.zero_dead_(x, live), lambda: x.mul_(keep), 1 / 8),
+        Case("square_sum", lambda: ops.square_sum(xs), lambda: usual_square_sum(xs), 4),
+        Case("momentum_", lambda: ops.momentum_(ys, xs, 0.9, 0.1), lambda: usual_momentum(ys, xs), 12),
         Case(
             "frozen_adam_apply_",
-            lambda: ops.frozen_adam_apply_([out], [flat], [v], [1e-3], [0.5], 1e-8, 0.999),
-            lambda: usual_frozen_adam(out, flat, v),
+            lambda: ops.frozen_adam_apply_(ys, xs, vs, steps, corrections, 1e-8, 0.999),
+            lambda: usual_frozen_adam(ys, xs, vs),
             16,
         ),
     ]
@@ -176,20 +193,22 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2**26, help="elements of the large table (default: 64 Mi)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: PyTorch's)")
     parser.add_argument("--repetitions", type=int, default=7, help="rounds of which the median is taken (default: 7)")
+    parser.add_argument("--isa", default="", help="instruction set: avx512, avx2 or plain (default: the best)")
     parser.add_argument("--small", action="store_true", help="only the table of small sizes")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.isa and not native.use_isa(arguments.isa):
+        parser.error(f"this machine or build has no native kernels for {arguments.isa}")
 
     print(f"provider: {ops.report()['sign_compress'].get('cpu', 'reference')}; threads: {arguments.threads}")
     print(f"torch {torch.__version__}; blocks of {BLOCK}; times in microseconds, rates in GB/s")
-    print(
-        f"{'operator':<26}{'elements':>10}{'commopt':>12}{'torch+numpy':>13}{'speed':>9}{'B/elem':>8}{'GB/s':>8}{'of copy':>10}"
-    )
+    titles = ["operator", "elements", "commopt", "torch+numpy", "speed", "B/elem", "GB/s", "of copy"]
+    print("{:<26}{:>10}{:>12}{:>13}{:>9}{:>8}{:>8}{:>10}".format(*titles))
     sizes = [16, 1024, 16384, 65536] if arguments.small else [16, 1024, 16384, 65536, arguments.size]
     rows = []
     for n in sizes:
-        for case in cases(n):
+        for case in sign_cases(n) + other_cases(n):
             rows.append(measure(case, n, arguments.repetitions if n > 2**20 else 3 * arguments.repetitions))
             show(rows[-1])
     if arguments.json:

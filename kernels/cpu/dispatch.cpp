@@ -15,29 +15,22 @@ struct Choice {
     bool supported;
 };
 
-bool has_avx512() {
 #if COMMOPT_X86
+bool has_avx2() {
     __builtin_cpu_init();  // this runs among the constructors, perhaps before the one that does it
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return false;
-#endif
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
 }
 
-bool has_avx2() {
-#if COMMOPT_X86
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
-#else
-    return false;
-#endif
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+#endif
 
 // Best first.
 const Choice choices[] = {
 #if COMMOPT_X86
-    {"avx512", &kernels_avx512, has_avx512() && has_avx2()},
+    {"avx512", &kernels_avx512, has_avx512()},
     {"avx2", &kernels_avx2, has_avx2()},
 #endif
     {"plain", &kernels_plain, true},

@@ -165,7 +165,8 @@ int commopt_sign_decompress_mean(const uint8_t* wire, float* out, int64_t ranks,
     const Layout at(ranks, n, block);
     const Kernels& k = kernels();
     const bool stream = n >= kStream && ranks <= kMaxRanks;
-    parallel_for((n + kChunk - 1) / kChunk, n * ranks, threads, [&](int64_t task) {
+    const int64_t work = n + n * ranks / 4;  // adding a rank costs less than writing the result
+    parallel_for((n + kChunk - 1) / kChunk, work, threads, [&](int64_t task) {
         runs_of_chunk(at, task, [&](int64_t b, int64_t i, int64_t count) {
             float shares[kMaxRanks];
             for (int64_t first = 0; first < ranks; first += kMaxRanks) {
