@@ -79,6 +79,7 @@ def _draw_bytes(axes: Any, records: list[dict[str, Any]]) -> None:
             ha="right",
             color=color,
         )
-    axes.set_ylim(bottom=0)
+    top = max(records[-1]["fp32_bytes_total"], records[-1]["bytes_total"]) / 1e6
+    axes.set_ylim(0, 1.1 * top or 1.0)  # room for the last number
     axes.set_title("Bytes sent by one rank, cumulative")
     axes.set_ylabel("MB")
