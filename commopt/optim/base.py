@@ -254,7 +254,7 @@ class CommOptimizer(PackedOptimizer):
             skipped_steps: steps skipped because of inf or NaN.
         """
         step = self.backend.step.summary()
-        fp32 = all_reduce_bytes(4 * sum(bucket.numel for bucket in self.buckets), self.backend.world_size)
+        fp32 = self.fp32_bytes()
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
         momentum = square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
         return {
@@ -268,6 +268,10 @@ class CommOptimizer(PackedOptimizer):
             "residual_ratio": residual / momentum if momentum else None,
             "skipped_steps": self.skipped_steps,
         }
+
+    def fp32_bytes(self) -> int:
+        """Bytes that a float32 all-reduce of all trainable parameters would send on this rank."""
+        return all_reduce_bytes(4 * sum(bucket.numel for bucket in self.buckets), self.backend.world_size)
 
     def _skip(self, ranks: int) -> None:
         self.skipped_steps += 1

@@ -40,8 +40,6 @@ class Traffic:
     bytes: int
     fp32_bytes: int
     """What an fp32 all-reduce of all parameters sends."""
-    residual_ratio: float | None
-    """Norm of the compression residual over the norm of the momentum; None where nothing is compressed."""
     skipped: bool
     """Whether the step was skipped for inf or NaN."""
 
@@ -74,6 +72,10 @@ class Engine(Protocol):
         """What the last step sent."""
         ...
 
+    def residual_ratio(self) -> float | None:
+        """Norm of the compression residual over that of the momentum; None where nothing is compressed. Reads both."""
+        ...
+
 
 class SelfCommunicating:
     """A commopt optimizer on a bare module: gradients stay local, it does the rest, clipping included."""
@@ -98,9 +100,12 @@ class SelfCommunicating:
 
     def traffic(self) -> Traffic:
         """From the optimizer's own counts."""
-        stats = self.optimizer.comm_stats()
-        residual = stats["residual_ratio"] or None  # 0 before the first compression
-        return Traffic(stats["step"]["bytes"], stats["fp32_bytes"], residual, self._skipped[0] < self._skipped[1])
+        sent, full = self.optimizer.backend.step.summary()["bytes"], self.optimizer.fp32_bytes()
+        return Traffic(sent, full, self._skipped[0] < self._skipped[1])
+
+    def residual_ratio(self) -> float | None:
+        """From the optimizer's own statistics."""
+        return self.optimizer.comm_stats()["residual_ratio"] or None  # 0 before the first compression
 
 
 class DataParallel:
@@ -137,7 +142,11 @@ class DataParallel:
 
     def traffic(self) -> Traffic:
         """DDP sends the same in every step, whether it is then skipped or not."""
-        return Traffic(self.bytes, self.bytes, None, self.skipped)
+        return Traffic(self.bytes, self.bytes, self.skipped)
+
+    def residual_ratio(self) -> float | None:
+        """Nothing is compressed."""
+        return None
 
 
 def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type) -> type:

@@ -186,7 +186,7 @@ class Trainer:
             "bytes": traffic.bytes,
             "fp32_bytes": traffic.fp32_bytes,
             "ratio": ratio(traffic.fp32_bytes, traffic.bytes),
-            "residual_ratio": traffic.residual_ratio,
+            "residual_ratio": self.engine.residual_ratio(),
         }
 
     @contextlib.contextmanager
