@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 OWN_KEYS = ("lr", "weight_decay", "max_grad_norm", "compressor")
 """Arguments that have their own key in the config and so may not be in ``optim.args``."""
 
+# torch 2.13 renames the argument, and warns of the old name. The models' buffers are constants: nothing to send.
+_DDP_ARGUMENTS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_CONSTANT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False
+}
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -117,7 +123,7 @@ class DataParallel:
         self.optimizer, self.alone = optimizer, world.size == 1
         self.limit = float("inf") if max_grad_norm is None else max_grad_norm
         self.skipped, self.bytes = False, all_reduce_bytes(4 * count_parameters(model), world.size)
-        self.module = model if self.alone else nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        self.module = model if self.alone else nn.parallel.DistributedDataParallel(model, **_CONSTANT_BUFFERS)
 
     @property
     def phase(self) -> str:
