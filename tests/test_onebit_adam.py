@@ -608,3 +608,59 @@ def test_maximize_goes_the_other_way_in_both_phases():
     up, down = on_threads(2, lambda b: run(b, True)), on_threads(2, lambda b: run(b, False))
     assert all(torch.equal(a, -b) for a, b in zip(up[0], down[0]))
     assert up[0][2].abs().sum() > 0
+
+
+@pytest.mark.parametrize("freeze_step", [2, 100])
+def test_a_gradient_that_one_rank_lacks_is_a_gradient_of_zeros(freeze_step):
+    def run(backend, lacks):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=freeze_step, backend=backend)
+        for step in range(7):
+            backward(model, step, backend.rank, 2)
+            if backend.rank == 1 and step > 3:
+                model.weight.grad = None if lacks else torch.zeros_like(model.weight)
+            optimizer.step()
+        return params_of(model)
+
+    lacking, zeros = on_threads(2, lambda b: run(b, True)), on_threads(2, lambda b: run(b, False))
+    assert same_bits(lacking[0], zeros[0])
+
+
+def half_then_whole(backend, prepare) -> Tensor:
+    """4 steps with gradients on the first half of a parameter (frozen after 2), ``prepare``, then steps on all of it."""
+    p = nn.Parameter(torch.zeros(32))
+    optimizer = OneBitAdam([p], lr=1e-2, freeze_step=2, backend=backend)
+
+    def step(active: int) -> None:
+        p.grad = torch.ones(32) * (1 + backend.rank)
+        p.grad[active:] = 0
+        optimizer.step()
+
+    for _ in range(4):
+        step(16)
+    assert not p[16:].any()
+    prepare(p, optimizer, lambda: step(32))
+    assert optimizer.phase == "compressed"
+    before = p.detach().clone()
+    step(32)
+    return p.detach() - before
+
+
+def test_a_second_warm_up_wakes_what_was_masked():
+    def warm_up_again(p, optimizer, step):
+        optimizer.param_groups[0]["freeze_step"] = 6
+        step()
+        step()
+
+    for moved in on_threads(2, lambda backend: half_then_whole(backend, warm_up_again)):
+        assert moved.all()
+
+
+def test_the_mask_follows_a_state_that_is_loaded():
+    def load_another(p, optimizer, step):
+        state = optimizer.state_dict()
+        state["state"][0]["exp_avg_sq"].fill_(1.0)
+        optimizer.load_state_dict(state)
+
+    for moved in on_threads(2, lambda backend: half_then_whole(backend, load_another)):
+        assert moved.all()

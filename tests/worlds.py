@@ -107,7 +107,7 @@ def _process_main(rank: int, world_size: int, port: int, fn: Callable[..., Any],
         result = RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")
     torch.save(result, os.path.join(folder, str(rank)))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # destroy_process_group() of torch 2.6 sometimes never returns when another rank has gone
 
 
 def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
