@@ -627,7 +627,7 @@ def test_a_gradient_that_one_rank_lacks_is_a_gradient_of_zeros(freeze_step):
 
 
 def half_then_whole(backend, prepare) -> Tensor:
-    """4 steps with gradients on the first half of a parameter (frozen after 2), ``prepare``, then steps on all of it."""
+    """Steps with gradients on the first half of a parameter, ``prepare``, then what a step on all of it moves."""
     p = nn.Parameter(torch.zeros(32))
     optimizer = OneBitAdam([p], lr=1e-2, freeze_step=2, backend=backend)
 
