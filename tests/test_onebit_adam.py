@@ -272,6 +272,22 @@ def test_auto_freezes_when_the_variance_has_settled_and_the_learning_rate_has_ri
         )
 
 
+def test_auto_is_decided_together_even_if_the_variances_differ():
+    """Rank 1's variance is made to grow by 20 % in each window, rank 0's has settled: neither freezes alone."""
+
+    def run(backend):
+        p = nn.Parameter(torch.zeros(50))
+        optimizer = OneBitAdam([p], betas=(0.9, 0.9), backend=backend)
+        for step in range(100):
+            p.grad = torch.ones(50)
+            if backend.rank == 1:
+                optimizer.state[p]["exp_avg_sq"].fill_(1.2 ** (step // 10))
+            optimizer.step()
+        return optimizer.param_groups[0]["freeze_step"]
+
+    assert on_threads(2, run) == ["auto", "auto"]
+
+
 @pytest.mark.parametrize("growth", [1.2, 0.8])
 def test_auto_does_not_freeze_while_the_variance_grows_or_shrinks(growth):
     def run(backend):
