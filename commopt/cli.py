@@ -71,6 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks raise it: once per machine is enough
             sys.stderr.write(f"commopt: error: {error}\n")
         return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "commopt").split(".")[0] == "commopt":
+            raise
+        needed = f"{error.name} is not installed, and training needs it: pip install 'commopt[train]'"
+        sys.stderr.write(f"commopt: error: {needed}\n")
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0

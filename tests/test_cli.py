@@ -80,3 +80,14 @@ def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:
     assert "step 4 | loss" in done.stdout
     assert "finished: held-out loss" in done.stdout
     assert "\x1b[" not in done.stdout
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "commopt.train.parse", raising=False)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "commopt: error: yaml is not installed, and training needs it: pip install 'commopt[train]'\n"
+    )
