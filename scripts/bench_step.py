@@ -93,7 +93,8 @@ def two_ranks_main(rank: int, port: int, folder: str, repeats: int) -> None:
     for _ in range(repeats):
         dist.barrier()
         times.append(seconds(optimizer.step))
-    state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values())
+    entries = [*optimizer.state.values(), *optimizer.residuals.values()]
+    state = sum(t.nbytes for entry in entries for t in entry.values())
     masks = sum(
         b.feedback.live.nbytes for b in optimizer.buckets if b.feedback is not None and b.feedback.live is not None
     )

@@ -9,19 +9,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import OneBitAdam, attach
+from commopt import OneBitAdam, attach, comm
 from commopt.comm import TorchBackend
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
@@ -157,6 +165,55 @@ def run_groups(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
+def run_dcp(rank: int, world: int) -> dict[str, Any]:
+    """Save and load by torch.distributed.checkpoint in the compressed phase, then go on."""
+    out: dict[str, Any] = {}
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+        train(model, optimizer, range(6), rank, world)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        folder = [tempfile.mkdtemp() if rank == 0 else ""]
+        dist.broadcast_object_list(folder)
+        dcp.save({"optimizer": state}, checkpoint_id=folder[0])
+        other = copy.deepcopy(model)
+        second = OneBitAdam(other.parameters(), **SETTINGS)
+        fresh = get_optimizer_state_dict(other, second, options=options)
+        dcp.load({"optimizer": fresh}, checkpoint_id=folder[0])
+        with listening() as lines:
+            set_optimizer_state_dict(other, second, fresh, options=options)
+        moments = [second.state[p]["exp_avg"] - optimizer.state[q]["exp_avg"] for p, q in zip(*trainable(other, model))]
+        train(other, second, range(6, 9), rank, world)
+        out[flatten] = {
+            "params": params_of(other),
+            "phase": second.phase,
+            "step": second.param_groups[0]["step"],
+            "moments kept": not any(m.any() for m in moments),
+            "warnings": sum("start again from 0" in line for line in lines),
+        }
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder[0])
+    return out
+
+
+def trainable(*models: nn.Module) -> list[list[nn.Parameter]]:
+    return [[p for p in model.parameters() if p.requires_grad] for model in models]
+
+
+def run_schedules(rank: int, world: int) -> list[Any]:
+    """Buckets one after another, and in turn."""
+    results = []
+    for schedule in (comm.run, comm.run_interleaved):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+        optimizer.schedule = schedule
+        train(model, optimizer, range(STEPS), rank, world)
+        results.append(params_of(model))
+    return results
+
+
 def scenes(rank: int, world: int) -> dict[str, Any]:
     return {
         "bare": run_bare(rank, world),
@@ -170,6 +227,8 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "baseline, ours": run_bare(rank, world),
         "nan": run_nan(rank, world),
         "groups": run_groups(rank, world),
+        "dcp": run_dcp(rank, world),
+        "schedules": run_schedules(rank, world),
     }
 
 
@@ -275,3 +334,17 @@ def test_groups_and_arguments_that_cannot_work_are_refused(ranks):
 def test_a_sharded_parameter_is_refused_with_its_type(ranks):
     for r in ranks:
         assert "parameter 0 is a DTensor" in r["groups"]["errors"]["sharded"]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_distributed_checkpoints_keep_replicas_equal_and_say_that_residuals_are_gone(ranks, flatten):
+    a, b = (r["dcp"][flatten] for r in ranks)
+    assert same_bits(a["params"], b["params"])
+    assert (a["phase"], a["step"], a["moments kept"]) == ("compressed", 9, True)
+    assert (a["warnings"], b["warnings"]) == (1, 0)
+
+
+def test_one_bucket_after_another_and_all_in_turn_give_the_same_bits(ranks):
+    one, turn = ranks[0]["schedules"]
+    assert same_bits(one, turn)
+    assert same_bits(turn, ranks[0]["bare"]["params"])

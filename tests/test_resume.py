@@ -129,7 +129,7 @@ def test_at_another_world_size_what_compression_owes_is_kept(old, new):
         model.load_state_dict(saved[0][0])
         optimizer = make(model, backend, freeze_step=3, bucket_mb=25.0 if old == new else 3e-4)
         optimizer.load_state_dict(join_state_dict(replicated, rank_locals, backend.rank, new))
-        state = {i: optimizer.state[p] for i, p in enumerate(model.parameters())}
+        state = {i: {**optimizer.state[p], **optimizer.residuals.get(p, {})} for i, p in enumerate(model.parameters())}
         copied = {i: {k: v.clone() for k, v in s.items()} for i, s in state.items()}
         train(model, optimizer, range(8, 12), backend.rank, new)
         return copied, params_of(model)

@@ -90,7 +90,9 @@ def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def tensors_in(state_dict: dict[str, Any]) -> list[Tensor]:
-    return [v for entry in state_dict["state"].values() for v in entry.values() if isinstance(v, Tensor)]
+    """All tensors of an optimizer's state dict, residuals included."""
+    parts = [state_dict["state"], state_dict.get("residuals", {}).get("state", {})]
+    return [v for part in parts for entry in part.values() for v in entry.values() if isinstance(v, Tensor)]
 
 
 def clone(value: Any) -> Any:

@@ -87,6 +87,7 @@ class CommOptimizer(PackedOptimizer):
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
         self.buckets = []
+        self.residuals = {}
         self.skipped_steps = 0
         self._attachment: Any = None
         self._reported_equal = False

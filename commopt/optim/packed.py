@@ -28,11 +28,8 @@ logger = logging.getLogger("commopt")
 CLOCKS = ("step", "variance_step")
 """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
 
-ORIGIN = ("residual_rank", "residual_world_size", "residual_layout")
-"""Keys in the groups of a state dict that say whose residuals it holds (a rank of -1 stands for all ranks together),
-and by which layout of buckets they were cut."""
-
 Origin = tuple[int, int, int]
+"""Whose residuals: rank (MERGED for all ranks together), world size, and checksum of the layout of the buckets."""
 
 
 @dataclass
@@ -51,6 +48,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     bucket_mb: float
     skipped_steps: int
     buckets: list[StateBucket]
+    residuals: dict[Tensor, dict[str, Tensor]]
+    """What this rank's compression owes of each parameter, as views of its bucket's; empty with one rank."""
 
     residual_of = "exp_avg"
     """Name of the flat buffer whose compression leaves the residuals."""
@@ -80,23 +79,27 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _alias_state(self, bucket: StateBucket) -> None:
         views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
-        if bucket.feedback is not None:
-            views["worker_error"] = bucket.views(bucket.feedback.worker)
-            views["server_error"] = bucket.shares(bucket.feedback.server, self.backend.rank)
         for i, p in enumerate(bucket.params):
             self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
+        if bucket.feedback is not None:
+            workers = bucket.views(bucket.feedback.worker)
+            servers = bucket.shares(bucket.feedback.server, self.backend.rank)
+            for p, worker, server in zip(bucket.params, workers, servers):
+                self.residuals[p] = {"worker_error": worker, "server_error": server}
 
     def follow_parameters(self) -> None:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
         that have become trainable."""
         if any(bucket.stale() for bucket in self.buckets):
-            self._rebuild(self.state, self._origin())
+            state = {p: {**entry, **self.residuals.get(p, {})} for p, entry in self.state.items()}
+            self._rebuild(state, self._origin())
         for group in self.param_groups:
             self.make_buckets(group)
 
     def _rebuild(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         self.state = defaultdict(dict)
+        self.residuals = {}
         self.buckets = []
         for group in self.param_groups:
             self.make_buckets(group)
@@ -107,17 +110,20 @@ class PackedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
 
-        ``worker_error`` and ``server_error`` are this rank's own; ``residual_rank``, ``residual_world_size`` and
-        ``residual_layout`` in the groups say whose, and of which buckets. :mod:`commopt.optim.state` has how
-        to save those of all ranks, and the rest once.
+        ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
+        this one, with its rank, the world size, and a checksum of the layout of the buckets. They are apart because
+        tools for distributed checkpoints take what is in ``state`` for equal on all ranks.
+        :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
         out = super().state_dict()
         for key, entry in out["state"].items():
             # a view would be saved with the whole flat buffer behind it
             out["state"][key] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
         if self.backend.world_size > 1:
-            for group in out["param_groups"]:
-                group.update(zip(ORIGIN, self._origin()))
+            rank, world_size, layout = self._origin()
+            params = [p for group in self.param_groups for p in group["params"]]
+            owed = {i: _cloned(self.residuals[p]) for i, p in enumerate(params) if p in self.residuals}
+            out["residuals"] = {"rank": rank, "world_size": world_size, "layout": layout, "state": owed}
         return out
 
     # loading ----------------------------------------------------------------------------------------------------------
@@ -155,7 +161,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for i, p in zip(ids, params):
             for name, mine in self.state.get(p, {}).items():
                 value = given["state"].get(i, {}).get(name)
-                if name in RANK_LOCAL or not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
+                if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                     continue
                 if value.shape != mine.shape:
                     raise ValueError(
@@ -169,22 +175,19 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._unpickle(dict(state))
             return
         self.__dict__["param_groups"] = state["param_groups"]
+        residuals = self._incoming.get("residuals")
+        entries = {i: dict(entry) for i, entry in self._incoming["state"].items()}
+        for i, entry in residuals["state"].items() if residuals else ():
+            entries.setdefault(i, {}).update(entry)
         ids = [i for group in self._incoming["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        self._fill({p: self._incoming["state"].get(i, {}) for i, p in zip(ids, params)}, self._pop_origin())
+        origin = (residuals["rank"], residuals["world_size"], residuals["layout"]) if residuals else None
+        self._fill({p: entries.get(i, {}) for i, p in zip(ids, params)}, origin)
 
     def _origin(self) -> Origin:
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         layout = str([[order[id(p)] for p in bucket.params] for bucket in self.buckets])
         return (self.backend.rank, self.backend.world_size, zlib.crc32(layout.encode()))
-
-    def _pop_origin(self) -> Origin | None:
-        origin = None
-        for group in self.param_groups:
-            found = [group.pop(key, None) for key in ORIGIN]
-            if None not in found:
-                origin = tuple(found)
-        return origin
 
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """Copies ``state`` into the buffers; what it lacks starts from zero, what is not trainable here is left out."""
@@ -203,8 +206,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _fill_one(mine: dict[str, Tensor], entry: dict[str, Any]) -> None:
         for name, tensor in mine.items():
-            if name in RANK_LOCAL:
-                continue
             if name in entry:
                 tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
             else:
@@ -214,24 +215,26 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         here = self._origin()
-        dropped = False
+        dropped: Any = False
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
                 worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
                 if worker is None or server is None:
+                    dropped = dropped or self.state[p]["variance_step"] < self.state[p]["step"]
                     worker = server = torch.zeros(())
                 elif origin is not None and origin[0] == MERGED:
                     worker, server = self._take_share(bucket, i, worker, server)
-                elif origin != here or server.numel() != self.state[p]["server_error"].numel():
-                    dropped = dropped or bool(worker.any()) or bool(server.any())
+                elif origin != here or server.numel() != self.residuals[p]["server_error"].numel():
+                    dropped = dropped or worker.any() or server.any()
                     worker = server = torch.zeros(())
                 if bucket.feedback is not None:
-                    self.state[p]["worker_error"].copy_(worker)
-                    self.state[p]["server_error"].copy_(server)
-        if dropped:
+                    self.residuals[p]["worker_error"].copy_(worker)
+                    self.residuals[p]["server_error"].copy_(server)
+        keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
+        if dropped and self.backend.world_size > 1 and self.backend.rank == int(keeps):  # one rank speaks for all
             logger.warning(
-                "%s: the loaded residuals belong to (rank, world size, layout) %s, not to %s; they start again "
-                "from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
+                "%s: the residuals in the loaded state are of (rank, world size, layout) %s, not of %s; they start "
+                "again from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
                 type(self).__name__, origin, here,
             )  # fmt: skip
 
@@ -244,7 +247,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             return worker, server
         chunk = bucket.feedback.server.numel()
         start = min(max(self.backend.rank * chunk - bucket.offsets[i], 0), p.numel())
-        return worker, server[start : start + self.state[p]["server_error"].numel()]
+        return worker, server[start : start + self.residuals[p]["server_error"].numel()]
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""
-        state = {p: {k: v.clone() for k, v in entry.items()} for p, entry in self.state.items()}
+        state = {p: _cloned({**entry, **self.residuals.get(p, {})}) for p, entry in self.state.items()}
         return {**{k: getattr(self, k) for k in self._SETTINGS}, "state": state, "origin": self._origin()}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
@@ -269,3 +272,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = new
         new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.backend.inner})
         return new
+
+
+def _cloned(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in entry.items()}
