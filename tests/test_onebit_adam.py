@@ -301,7 +301,7 @@ def test_auto_does_not_freeze_while_the_variance_grows_or_shrinks(growth):
     assert on_threads(2, run) == ["warmup", "warmup"]
 
 
-def test_groups_have_phases_of_their_own_and_a_late_group_warms_up_by_itself():
+def test_groups_have_phases_of_their_own_and_a_late_group_warms_up_by_itself(caplog):
     def run(backend):
         model = Toy()
         optimizer = OneBitAdam([model.weight, model.bias], freeze_step=2, backend=backend)
@@ -318,6 +318,18 @@ def test_groups_have_phases_of_their_own_and_a_late_group_warms_up_by_itself():
     a, b = on_threads(2, run)
     assert same_bits(a, b)
     assert not same_bits(a, params_of(Toy()))
+    assert caplog.text.count("ended after step 2, compressed from now on") == 1
+    assert caplog.text.count("ended after step 4 for parameter groups [1], compressed from now on") == 1
+
+
+def test_groups_that_change_together_are_reported_in_one_line(caplog):
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam([{"params": [model.weight]}, {"params": [model.bias]}], freeze_step=2, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+
+    on_threads(2, run)
+    assert caplog.text.count("from now on") == 1
 
 
 # masks and presence --------------------------------------------------------------------------------------------------

@@ -302,14 +302,17 @@ class CommOptimizer(PackedOptimizer):
             )
 
     def _report_new_phases(self, before: list[str]) -> None:
+        changed: dict[tuple[str, str], list[int]] = {}
         for i, (old, group) in enumerate(zip(before, self.param_groups)):
-            new = self.phase_of(group)
-            if new != old and self.backend.rank == 0:
-                # WARNING, because that is what a user sees who has set up no logging
-                logger.warning(
-                    "%s: parameter group %d: %s ended after step %d, %s from now on with %s",
-                    type(self).__name__, i, old, group["step"], new, self.compressor,
-                )  # fmt: skip
+            if self.phase_of(group) != old:
+                changed.setdefault((old, self.phase_of(group)), []).append(i)
+        for (old, new), groups in changed.items() if self.backend.rank == 0 else ():
+            which = "" if len(groups) == len(self.param_groups) else f" for parameter groups {groups}"
+            # WARNING, because that is what a user sees who has set up no logging
+            logger.warning(
+                "%s: %s ended after step %d%s, %s from now on with %s",
+                type(self).__name__, old, self.param_groups[groups[0]]["step"], which, new, self.compressor,
+            )  # fmt: skip
 
 
 def square_norm(tensors: list[Tensor]) -> float:
