@@ -272,6 +272,25 @@ def test_auto_freezes_when_the_variance_has_settled_and_the_learning_rate_has_ri
         )
 
 
+def test_auto_groups_of_one_age_and_beta2_freeze_together():
+    """One group's variance shrinks for ever, but the sum has settled; a group with another window is on its own."""
+
+    def run(backend):
+        large, small, other = (nn.Parameter(torch.zeros(50)) for _ in range(3))
+        groups = [{"params": [large]}, {"params": [small]}, {"params": [other], "betas": (0.9, 0.95)}]
+        optimizer = OneBitAdam(groups, betas=(0.9, 0.9), backend=backend)
+        for step in range(60):
+            large.grad, small.grad = torch.ones(50), torch.full((50,), 0.1 * 0.9**step)
+            other.grad = torch.full((50,), 1.1**step)
+            optimizer.step()
+        return [group["freeze_step"] for group in optimizer.param_groups]
+
+    for first, second, third in on_threads(2, run):
+        assert first == second
+        assert first % 10 == 0
+        assert third == "auto"
+
+
 def test_auto_is_decided_together_even_if_the_variances_differ():
     """Rank 1's variance is made to grow by 20 % in each window, rank 0's has settled: neither freezes alone."""
 

@@ -16,8 +16,8 @@ Where this differs from the paper and its usual implementation:
   masks: coordinates with v = 0 at the switch never had a gradient. Signs would move them by lr * scale / eps; here they
   are found, and their momentum, residual and update stay 0.
 * ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
-  risen in between. The paper has the ratio rule; that it must not fire while v still grows from 0, nor in the warm-up
-  of lr, is ours.
+  risen in between; groups of the same age and beta2 decide together. The paper has the ratio rule; that it must not
+  fire while v still grows from 0, nor in the warm-up of lr, is ours.
 * One rank alone is plain Adam for the whole run.
 """
 
@@ -107,7 +107,7 @@ class OneBitAdam(CommOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "freeze_step": freeze_step,
-            "variance_norm": 0.0,  # of the auto rule: ||v||_1 and lr when it last looked
+            "variance_norm": 0.0,  # of the auto rule: ||v||_1 of the cohort and lr when it last looked
             "variance_lr": 0.0,
         }
         super().__init__(
@@ -197,25 +197,36 @@ class OneBitAdam(CommOptimizer):
 
     def after_step(self) -> None:
         """Freezes the variance where it has settled (``freeze_step="auto"``)."""
-        due = [
-            group
-            for group in self.param_groups
-            if self.phase_of(group) == "warmup"
-            and group["freeze_step"] == "auto"
-            and group["step"] % round(1 / (1 - group["betas"][1])) == 0
-        ]
-        if not due or not self.buckets:
+        cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
+        for group in self.param_groups:
+            beta2 = group["betas"][1]
+            undecided = self.phase_of(group) == "warmup" and group["freeze_step"] == "auto"
+            if undecided and group["step"] % round(1 / (1 - beta2)) == 0:
+                cohorts.setdefault((group["step"], beta2), []).append(group)
+        if not cohorts or not self.buckets:
             return
-        groups = self.group_of()
-        norms = torch.zeros(len(due), dtype=torch.float64, device=self.buckets[0].device)
-        for bucket in self.buckets:
-            for i, group in enumerate(due):
-                if groups[id(bucket.params[0])] is group:
-                    norms[i] += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64)
+        norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
         self.backend.all_reduce(norms).wait()  # equal already, but for the order of summation; the decision must be
-        for group, norm in zip(due, norms.tolist()):
+        for groups, norm in zip(cohorts.values(), norms.tolist()):
+            self._decide(groups, norm)
+
+    def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
+        """||v||_1 over the parameters of ``groups``, 0-d float64."""
+        owner, chosen = self.group_of(), {id(group) for group in groups}
+        norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
+        for bucket in self.buckets:
+            if id(owner[id(bucket.params[0])]) in chosen:
+                norm += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
+        return norm
+
+    def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:
+        """Freezes ``groups`` if ||v||_1 is near what it was a window ago and no lr has risen; else remembers both."""
+        settled = True
+        for group in groups:
             before, lr_before = group["variance_norm"], group["variance_lr"]
             group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
-            settled = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
-            if settled and group["variance_lr"] <= lr_before:
+            steady = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
+            settled = settled and steady and group["variance_lr"] <= lr_before
+        if settled:
+            for group in groups:
                 group["freeze_step"] = group["step"]
