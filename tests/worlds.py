@@ -3,7 +3,6 @@ use."""
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import tempfile
@@ -93,10 +92,6 @@ def tensors_in(state_dict: dict[str, Any]) -> list[Tensor]:
     """All tensors of an optimizer's state dict, residuals included."""
     parts = [state_dict["state"], state_dict.get("residuals", {}).get("state", {})]
     return [v for part in parts for entry in part.values() for v in entry.values() if isinstance(v, Tensor)]
-
-
-def clone(value: Any) -> Any:
-    return copy.deepcopy(value)
 
 
 def _process_main(rank: int, world_size: int, port: int, fn: Callable[..., Any], folder: str) -> None:
