@@ -28,6 +28,7 @@ from commopt.ops import native, reference
 
 ISAS = ["avx512", "avx2", "plain"]
 BLOCKS = [0, 8, 16, 24, 64, 2048]
+F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 FLAVOURS = ["normal", "zeros", "signed zeros", "denormal", "huge", "sparse"]
 
 
@@ -125,15 +126,18 @@ def test_sign_reference_matches_the_definition(rows, n, block, norm, flavour, ma
     x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
     live, wire, z = mask_bits(mask, rows, n, rng), new_wire(rows, n, block), x + error
     alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
-    before = x.clone()
-    reference.sign_compress_with_feedback(x, error, wire, block, norm, live)
+    before, error_before, new_error = x.clone(), error.clone(), torch.empty(rows, n)
+    reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
     assert bits_equal(x, before)
-    out = torch.empty(rows, n)
+    assert bits_equal(error, error_before)
+    out, masked = torch.empty(rows, n), torch.empty(rows, n)
     reference.sign_decompress(wire, out, block)
+    reference.sign_decompress(wire, masked, block, live)
+    assert bits_equal(masked, out.where(torch.from_numpy(alive), 0))
     for r in range(rows):
         row, rest = oracle_row(z[r].tolist(), alive[r].tolist(), block, norm)
         assert wire[r].numpy().tobytes() == row
-        np.testing.assert_array_equal(error[r].numpy(), np.array(rest, dtype=np.float32))
+        np.testing.assert_array_equal(new_error[r].numpy(), np.array(rest, dtype=np.float32))
         nblocks = -(-n // (block or n))
         scale = np.repeat(np.frombuffer(row[: 4 * nblocks], "<f4"), block or n)[:n]
         plus = np.unpackbits(np.frombuffer(row, np.uint8, offset=4 * nblocks), bitorder="little")[:n]
@@ -151,20 +155,64 @@ def check_native_sign(rows, n, block, norm, flavour, mask, seed):
     rng = np.random.default_rng(seed)
     x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
     live = mask_bits(mask, rows, n, rng)
-    errors, wires, plain = [error, error.clone()], [new_wire(rows, n, block), new_wire(rows, n, block)], []
-    outs, means = [torch.empty(rows, n), torch.empty(rows, n)], [torch.empty(n), torch.empty(n)]
-    for i, provider in enumerate((torch.ops.commopt, reference)):
-        plain.append(new_wire(rows, n, block))
-        provider.sign_compress(x, plain[i], block, norm, live)
-        provider.sign_compress_with_feedback(x, errors[i], wires[i], block, norm, live)
-        provider.sign_decompress(wires[0], outs[i], block)
-        provider.sign_decompress_mean(wires[0], means[i], block)
-    for a, b in (plain, wires, errors, outs, means):
+    mean, results = torch.empty(n), []
+    for provider in (torch.ops.commopt, reference):
+        plain, wire, own = new_wire(rows, n, block), new_wire(rows, n, block), new_wire(1, n, block)[0]
+        new_error, out, masked, mean, rest = (torch.empty(s) for s in ((rows, n), (rows, n), (rows, n), n, n))
+        provider.sign_compress(x, plain, block, norm, live)
+        provider.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
+        provider.sign_decompress(wire, out, block)
+        provider.sign_decompress(wire, masked, block, live)
+        provider.sign_decompress_mean(wire, mean, block)
+        provider.sign_reduce(wire, error[0], rest, own, block, norm, None if live is None else live[0])
+        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+    for a, b in zip(*results):
         assert bits_equal(a, b)
+    _, wire, new_error, _, _, _, own, rest = results[0]
+    places = x.clone(), error.clone()
+    for i, place in enumerate(places):  # the new residual may take the place of either
+        again, inputs = new_wire(rows, n, block), [x, error]
+        inputs[i] = place
+        torch.ops.commopt.sign_compress_with_feedback(*inputs, place, again, block, norm, live)
+        assert bits_equal(again, wire)
+        assert bits_equal(place, new_error)
+    again, place = torch.empty_like(own), error[0].clone()
+    ops.sign_reduce(wire, place, place, again, block, norm, None if live is None else live[0])
+    assert bits_equal(again, own)
+    assert bits_equal(place, rest)
 
 
 def test_sign_native_equals_reference_bitwise(isa):
     check_native_sign()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@sign_cases
+def check_momentum_and_compression(rows, n, block, norm, flavour, mask, seed):
+    rng = np.random.default_rng(seed)
+    m, error = values(flavour, (rows * n,), rng), values(flavour, (rows * n,), rng)
+    live, wires = mask_bits(mask, rows, n, rng), [new_wire(rows, n, block), new_wire(rows, n, block)]
+    grads, offsets, at = [], [], 0
+    while at < rows * n:  # gradients of many sizes and kinds, some of them missing
+        size = min(int(rng.choice([1, 5, 16, 700, 30_000])), rows * n - at)
+        g = values(flavour, (size,), rng).to([F32, F32, torch.bfloat16, torch.float16][rng.integers(4)])
+        if rng.random() < 0.8:
+            grads.append(g.repeat_interleave(2)[::2] if rng.random() < 0.2 else g)
+            offsets.append(at)
+        at += size
+    before, errors = (m.clone(), error.clone()), [torch.empty(rows * n), torch.empty(rows * n)]
+    ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, errors[0], wires[0], block, norm, live)
+    assert bits_equal(m, before[0])
+    assert bits_equal(error, before[1])
+    ops.momentum(m, grads, offsets, 0.9, 0.1, m)
+    x, error = m.view(rows, n), error.view(rows, n)
+    ops.sign_compress_with_feedback(x, error, wires[1], block, norm, live, errors[1].view(rows, n))
+    assert bits_equal(*wires)
+    assert bits_equal(*errors)
+
+
+def test_momentum_and_compression_in_one_equal_the_two(isa):
+    check_momentum_and_compression()
 
 
 def test_no_scale_is_lost_when_ranks_outnumber_one_call(isa):
@@ -175,6 +223,11 @@ def test_no_scale_is_lost_when_ranks_outnumber_one_call(isa):
     ops.sign_decompress_mean(wire, out, 64)
     reference.sign_decompress_mean(wire, expected, 64)
     assert bits_equal(out, expected)
+    own, rest, error = new_wire(1, n, 64), torch.empty(n), torch.randn(n)
+    ops.sign_reduce(wire, error, rest, own[0], 64, 2)
+    ops.sign_compress_with_feedback(expected[None], error[None], wire[:1], 64, 2)
+    assert bits_equal(own, wire[:1])
+    assert bits_equal(rest, error)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -187,28 +240,39 @@ def test_large_outputs_are_streamed_right(isa, offset):
     expected = torch.empty(n)
     reference.sign_decompress_mean(wire, expected, 4096)
     assert bits_equal(out, expected)
-    ops.sign_decompress(wire[:1], out.view(1, n), 4096)
-    reference.sign_decompress(wire[:1], expected.view(1, n), 4096)
+    live = torch.randint(0, 256, (1, (n + 7) // 8), dtype=torch.uint8)
+    for mask in (None, live):
+        ops.sign_decompress(wire[:1], out.view(1, n), 4096, mask)
+        reference.sign_decompress(wire[:1], expected.view(1, n), 4096, mask)
+        assert bits_equal(out, expected)
+    error, own = torch.randn(n), [torch.empty_like(wire[0]), torch.empty_like(wire[0])]
+    ops.sign_reduce(wire, error, out, own[0], 4096, 2, live[0])  # a residual too is streamed, or not
+    reference.sign_reduce(wire, error, expected, own[1], 4096, 2, live[0])
     assert bits_equal(out, expected)
+    assert bits_equal(*own)
 
 
 @pytest.mark.parametrize("block", [0, 2048, 2**17])
 @pytest.mark.parametrize("norm", [1, 2])
 def test_results_do_not_depend_on_threads(isa, threads, block, norm):
     n = 300_001
-    x, error, wire = torch.randn(2, n), torch.randn(2, n), new_wire(2, n, block)
+    x, error, grads = torch.randn(2, n), torch.randn(2, n), [torch.randn(500), torch.randn(400_000)]
+    offsets = [100, 100_001]
     seen = []
     for count in (1, 2, 3):
         threads(count)
-        e = error.clone()
-        ops.sign_compress_with_feedback(x, e, wire, block, norm)
-        mean = torch.empty(n)
+        wire, first, own = new_wire(2, n, block), new_wire(2, n, block), new_wire(1, n, block)[0]
+        e, mean, rest, new_error, m = (torch.empty(s) for s in ((2, n), n, n, 2 * n, 2 * n))
+        ops.sign_compress_with_feedback(x, error, wire, block, norm, None, e)
         ops.sign_decompress_mean(wire, mean, block)
-        seen.append((wire.clone(), e, mean, ops.square_sum([x, error])))
+        ops.sign_reduce(wire, error[0], rest, own, block, norm)
+        ops.momentum(x.view(-1), grads, offsets, 0.9, 0.1, m)
+        flat = x.view(-1), grads, offsets, 0.9, 0.1, error.view(-1), new_error
+        ops.sign_compress_momentum(*flat, first, block, norm)
+        seen.append((wire, e, mean, own, rest, m, first, new_error, ops.square_sum([x, error])))
     for other in seen[1:]:
         assert all(bits_equal(a, b) for a, b in zip(seen[0], other))
-    e = error.clone()
-    reference.sign_compress_with_feedback(x, e, wire, block, norm)
+    reference.sign_compress_with_feedback(x, error, e, wire, block, norm)
     assert bits_equal(wire, seen[0][0])
     assert bits_equal(e, seen[0][1])
 
@@ -255,6 +319,9 @@ def test_sign_nbytes(n, block, nbytes):
         ops.sign_compress_with_feedback(tensor, tensor.clone(), wire, block, 2)
         ops.sign_decompress(wire, tensor, block)
         ops.sign_decompress_mean(wire, tensor[0], block)
+        ops.sign_reduce(wire, tensor[0], tensor[1], wire[0].clone(), block, 2)
+        flat = tensor.clone().view(-1)
+        ops.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), tensor.view(-1), wire, block, 2)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 64, 65, 1000, 70_001])
@@ -308,6 +375,39 @@ def test_momentum(isa, grad_dtype):
         assert bool(((m.double() - e).abs() <= 2 * torch.finfo(torch.float32).eps * s).all())
         if isa != "plain":  # which has no fused multiply-add, unlike PyTorch on this machine
             assert torch.equal(m, r)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_flat_momentum(isa, dtype, in_place):
+    shapes = [(), (0,), (3, 5), (1001,), (70_001,), (2, 3)]
+    grads = [torch.randn(s) for s in shapes] + [torch.randn(8, 6).t(), torch.randn(9, dtype=torch.float64)]
+    grads[2:2] = [torch.randn(4, 4).bfloat16(), torch.randn(33).half(), torch.randn(2001).bfloat16()]
+    offsets, at = [], 0
+    for i, g in enumerate(grads):
+        at += i % 3 * 10  # gaps, where a gradient is missing
+        offsets.append(at)
+        at += g.numel()
+    m = torch.randn(at + 20, dtype=dtype)
+    expected, g64 = m.clone(), torch.zeros(at + 20, dtype=torch.float64)
+    for g, o in zip(grads, offsets):
+        g64[o : o + g.numel()] = g.flatten()
+    expected.mul_(0.9)
+    for g, o in zip(grads, offsets):
+        expected[o : o + g.numel()].view(g.shape).add_(g, alpha=0.1)
+    before, out = m.clone(), m if in_place else torch.empty_like(m)
+    for few in (grads, []):
+        m.copy_(before)
+        ops.momentum(m, few, offsets[: len(few)], 0.9, 0.1, out)
+        assert in_place or bits_equal(m, before)
+        if not few:
+            assert bits_equal(out, before * 0.9)
+        elif isa != "plain":  # which has no fused multiply-add, unlike PyTorch on this machine
+            assert bits_equal(out, expected)
+        else:
+            scale = before.double().abs() * 0.9 + g64.abs() * 0.1
+            off = (out.double() - (before.double() * 0.9 + g64 * 0.1)).abs()
+            assert bool((off <= 2 * torch.finfo(torch.float32).eps * scale).all())
 
 
 def adam_oracle(p, m, v, step, correction, eps, decay):
@@ -368,12 +468,18 @@ def op_arguments() -> dict[str, tuple]:
     ops.sign_compress(x, wire := row.clone(), 16, 2)
     return {
         "sign_compress": (x, row, 16, 2, live),
-        "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None),
-        "sign_decompress": (wire, x, 16),
+        "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None, x.clone()),
+        "sign_compress_momentum": (
+            *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
+            *(row, 16, 2, live),
+        ),
+        "sign_reduce": (wire, flat, torch.empty(37), row[0].clone(), 16, 2, bits),
+        "sign_decompress": (wire, x, 16, live),
         "sign_decompress_mean": (wire, flat, 16),
         "pack_nonzero": (flat, bits),
         "zero_dead_": (flat, bits),
         "square_sum": ([flat, x],),
+        "momentum": (torch.randn(50), [flat], [13], 0.9, 0.1, torch.empty(50)),
         "momentum_": ([flat, x], [other, x.clone()], 0.9, 0.1),
         "frozen_adam_apply_": ([flat], [other.clone()], [other], [0.1], [0.5], 1e-8, 0.9),
     }
@@ -381,7 +487,11 @@ def op_arguments() -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", sorted(ops.report()))
 def test_opcheck(name):
-    torch.library.opcheck(getattr(torch.ops.commopt, name).default, op_arguments()[name])
+    arguments = op_arguments()[name]
+    if name == "sign_compress_with_feedback":  # the one whose function and operator order their arguments differently
+        x, error, wire, block, norm, live, new_error = arguments
+        arguments = (x, error, new_error, wire, block, norm, live)
+    torch.library.opcheck(getattr(torch.ops.commopt, name).default, arguments)
 
 
 def test_fakes():
@@ -392,7 +502,20 @@ def test_fakes():
             assert result is None or (name == "square_sum" and result.dtype == torch.float64 and result.dim() == 0)
 
 
-F32, F64, U8 = torch.float32, torch.float64, torch.uint8
+def momentum_of(grads, offsets):
+    ops.momentum(torch.ones(4), grads, offsets, 0.9, 0.1, torch.ones(4))
+
+
+def compress_momentum(**wrong):
+    right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 0.9, "alpha": 0.1, "error": torch.ones(16)}
+    right |= {"new_error": torch.ones(16), "wire": new_wire(2, 8, 0), "block": 0, "norm": 2}
+    ops.sign_compress_momentum(**(right | wrong))
+
+
+def reduce(**wrong):
+    right = {"wires": new_wire(2, 8, 0), "error": torch.ones(8), "new_error": torch.ones(8)}
+    right |= {"own": new_wire(1, 8, 0)[0], "block": 0, "norm": 2}
+    ops.sign_reduce(**(right | wrong))
 
 
 @pytest.mark.parametrize(
@@ -420,6 +543,34 @@ F32, F64, U8 = torch.float32, torch.float64, torch.uint8
             ),
             "error .*float64",
         ),
+        (
+            lambda: ops.sign_compress_with_feedback(
+                torch.ones(2, 8), torch.ones(2, 8), new_wire(2, 8, 0), 0, 2, None, torch.ones(8, 2).t()
+            ),
+            "new_error .*strided",
+        ),
+        (lambda: compress_momentum(wire=new_wire(3, 8, 0)), r"share the 16 elements equally, got \(3, 16\)"),
+        (lambda: compress_momentum(wire=new_wire(1, 8, 0)[0]), "share the 16 elements"),
+        (lambda: compress_momentum(wire=new_wire(2, 500, 0)), r"wire .*\(2, 16\)"),
+        (lambda: compress_momentum(m=torch.ones(2, 8)), "m .*1 dimensions"),
+        (lambda: compress_momentum(m=torch.ones(16).half()), "m .*float16"),
+        (lambda: compress_momentum(error=torch.ones(8)), "error"),
+        (lambda: compress_momentum(new_error=torch.ones(16, dtype=F64)), "new_error .*float64"),
+        (lambda: compress_momentum(norm=0), "norm must be 1 or 2, got 0"),
+        (lambda: compress_momentum(block=9), "multiple of 8, got 9"),
+        (lambda: compress_momentum(live=torch.ones(2, dtype=U8)), "live"),
+        (lambda: compress_momentum(grads=[torch.ones(9)], offsets=[8]), "16 elements .*17"),
+        (lambda: reduce(wires=torch.empty(0, 16, dtype=U8)), "at least one rank"),
+        (lambda: reduce(wires=torch.empty(2, 16)), "wires .*float32"),
+        (lambda: reduce(error=torch.ones(1, 8)), "error .*1 dimensions"),
+        (lambda: reduce(new_error=torch.ones(16)[::2]), "new_error .*strided"),
+        (lambda: reduce(own=new_wire(1, 8, 0)), "own"),
+        (lambda: reduce(norm=3), "norm must be 1 or 2, got 3"),
+        (lambda: reduce(live=torch.ones(2, dtype=U8)), "live"),
+        (
+            lambda: ops.sign_decompress(new_wire(2, 8, 0), torch.ones(2, 8), 0, torch.ones(2, 1)),
+            "live .*float32",
+        ),
         (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8, device="meta"), 0, 2), "meta"),
         (lambda: ops.sign_decompress(new_wire(2, 8, 0), torch.empty(3, 8), 0), "wire"),
         (lambda: ops.sign_decompress_mean(torch.empty(0, 16, dtype=U8), torch.empty(8), 0), "at least one rank"),
@@ -427,6 +578,14 @@ F32, F64, U8 = torch.float32, torch.float64, torch.uint8
         (lambda: ops.pack_nonzero(torch.ones(9), torch.empty(1, dtype=U8)), "bits"),
         (lambda: ops.zero_dead_(torch.ones(9)[::2], torch.empty(1, dtype=U8)), "x .*strided"),
         (lambda: ops.square_sum([torch.ones(2), torch.ones(2, dtype=torch.int64)]), "int64"),
+        (lambda: ops.momentum(torch.ones(4), [], [0], 0.9, 0.1, torch.ones(4)), "length, got 0 and 1"),
+        (lambda: ops.momentum(torch.ones(4), [], [], 0.9, 0.1, torch.ones(5)), r"out .*\(4,\)"),
+        (lambda: ops.momentum(torch.ones(8)[::2], [], [], 0.9, 0.1, torch.ones(4)), "m .*strided"),
+        (lambda: momentum_of([torch.ones(3)], [2]), "4 elements .*5"),
+        (lambda: momentum_of([torch.ones(1)], [-1]), "got -1"),
+        (lambda: momentum_of([torch.ones(2), torch.ones(1)], [0, 1]), "got 1 after a gradient that ends at 2"),
+        (lambda: momentum_of([torch.ones(2, dtype=torch.int32)], [0]), "int32"),
+        (lambda: momentum_of([torch.ones(2, device="meta")], [0]), "meta"),
         (lambda: ops.momentum_([torch.ones(2)], [], 0.9, 0.1), "length, got 1 and 0"),
         (lambda: ops.momentum_([torch.ones(2)], [torch.ones(3)], 0.9, 0.1), r"\(3,\)"),
         (lambda: ops.momentum_([torch.ones(2).half()], [torch.ones(2)], 0.9, 0.1), "float16"),

@@ -15,7 +15,7 @@ has scale 0 and decodes to zeros. Arithmetic is never contracted to fused multip
 bit otherwise.
 
 A ``live`` mask, (r, ceil(n / 8)) uint8 in the bit order of the signs, makes the elements with bit 0 count as absent:
-they are not in the scale, their sign bit is 0, their residual is 0. They decode to -s: see :func:`zero_dead_`.
+they are not in the scale, their sign bit is 0, their residual is 0. They decode to -s, or to 0 with the same mask.
 
 Environment: ``COMMOPT_NATIVE=0`` keeps to the reference.
 """
@@ -32,14 +32,17 @@ from commopt.ops import native as native  # for its registrations
 
 __all__ = [
     "frozen_adam_apply_",
+    "momentum",
     "momentum_",
     "pack_nonzero",
     "report",
     "sign_compress",
+    "sign_compress_momentum",
     "sign_compress_with_feedback",
     "sign_decompress",
     "sign_decompress_mean",
     "sign_nbytes",
+    "sign_reduce",
     "square_sum",
     "zero_dead_",
 ]
@@ -94,40 +97,134 @@ def sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor |
 
 
 def sign_compress_with_feedback(
-    x: Tensor, error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor,
+    error: Tensor,
+    wire: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+    new_error: Tensor | None = None,
 ) -> None:
-    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  error <- z - C[z].
+    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
 
     Args:
-        x: (r, n) float32 or float64, contiguous; unchanged.
-        error: like x: the residual, updated in place.
+        x: (r, n) float32 or float64, contiguous; unchanged unless it is ``new_error``.
+        error: like x: the residual; unchanged unless it is ``new_error``.
         wire: (r, sign_nbytes(n, block)) uint8, contiguous; written, in the format that the module states.
         block: elements that share a scale, a positive multiple of 8, or 0 for one scale a row.
         norm: 2 (root mean square) or 1 (mean magnitude).
         live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+        new_error: like x; written; None for ``error``. It may be ``error`` or ``x`` itself; no two arguments may
+            overlap otherwise.
 
     Raises:
         ValueError: a shape, dtype, device, layout, block or norm is not as above.
     """
     _check_compress(x, wire, block, norm, live)
     _check_like("error", error, x.shape, x.dtype, x.device)
-    _ops.sign_compress_with_feedback.default(x, error, wire, block, norm, live)
+    if new_error is None:
+        new_error = error
+    else:
+        _check_like("new_error", new_error, x.shape, x.dtype, x.device)
+    _ops.sign_compress_with_feedback.default(x, error, new_error, wire, block, norm, live)
 
 
-def sign_decompress(wire: Tensor, out: Tensor, block: int) -> None:
-    """Writes +s or -s to every element of ``out``, as the rows of ``wire`` say (dead elements get -s).
+def sign_compress_momentum(
+    m: Tensor,
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+) -> None:
+    """:func:`momentum`, then :func:`sign_compress_with_feedback` of it, in one pass and to the same bits:
+
+        x = beta m + alpha g;  z = x + error;  wire = C[z];  new_error <- z - C[z]
+
+    Args:
+        m: (r n,) float32 or float64, contiguous, seen as r rows of n; unchanged.
+        grads, offsets, beta, alpha: as for :func:`momentum`.
+        error: like m: the residual; unchanged.
+        new_error: like m; written. It may not overlap with any other argument.
+        wire: (r, sign_nbytes(n, block)) uint8, contiguous, r >= 1; written, in the format that the module states.
+        block: elements that share a scale, a positive multiple of 8, or 0 for one scale a row.
+        norm: 2 (root mean square) or 1 (mean magnitude).
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, offset, block or norm is not as above.
+    """
+    _check_real("m", m, 1)
+    if wire.dim() != 2 or wire.shape[0] == 0 or m.shape[0] % wire.shape[0]:
+        raise ValueError(f"wire must have rows that share the {m.shape[0]} elements equally, got {_describe(wire)}")
+    _check_rows(wire, wire.shape[0], m.shape[0] // wire.shape[0], block, norm, live, m.device)
+    _check_like("error", error, m.shape, m.dtype, m.device)
+    _check_like("new_error", new_error, m.shape, m.dtype, m.device)
+    _check_gradients(grads, offsets, m)
+    _ops.sign_compress_momentum.default(m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live)
+
+
+def sign_reduce(
+    wires: Tensor,
+    error: Tensor,
+    new_error: Tensor,
+    own: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+) -> None:
+    """:func:`sign_decompress_mean`, then :func:`sign_compress_with_feedback` of it, in one pass and to the same bits:
+
+        z = mean of the rows of wires + error;  own = C[z];  new_error <- z - C[z]
+
+    Args:
+        wires: (W, sign_nbytes(n, block)) uint8, contiguous, W >= 1.
+        error: (n,) float32 or float64, contiguous: the residual; unchanged unless it is ``new_error``.
+        new_error: like error; written. It may be ``error`` itself; no two arguments may overlap otherwise.
+        own: (sign_nbytes(n, block),) uint8, contiguous; written.
+        block, norm: of ``own``; the block of ``wires`` is the same.
+        live: (ceil(n / 8),) uint8 bit mask of the elements that take part, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, block or norm is not as above.
+    """
+    _check_real("error", error, 1)
+    n = error.shape[0]
+    if wires.dim() != 2 or wires.shape[0] == 0:
+        raise ValueError(f"wires must have a row for each of at least one rank, got shape {tuple(wires.shape)}")
+    _check_like("wires", wires, (wires.shape[0], sign_nbytes(n, block)), torch.uint8, error.device)
+    _check_like("new_error", new_error, error.shape, error.dtype, error.device)
+    _check_like("own", own, (wires.shape[1],), torch.uint8, error.device)
+    _check_norm(norm)
+    if live is not None:
+        _check_like("live", live, ((n + 7) // 8,), torch.uint8, error.device)
+    _ops.sign_reduce.default(wires, error, new_error, own, block, norm, live)
+
+
+def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
+    """Writes +s or -s to every element of ``out``, as the rows of ``wire`` say, and 0 to the dead ones.
 
     Args:
         wire: (r, sign_nbytes(n, block)) uint8, contiguous.
         out: (r, n) float32 or float64, contiguous; written.
         block: as it was for compression.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part; None for all, so that elements that were
+            dead for compression come out as -s.
 
     Raises:
         ValueError: a shape, dtype, device, layout or block is not as above.
     """
     _check_real("out", out, 2)
-    _check_like("wire", wire, (out.shape[0], sign_nbytes(out.shape[1], block)), torch.uint8, out.device)
-    _ops.sign_decompress.default(wire, out, block)
+    rows, n = out.shape
+    _check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, out.device)
+    if live is not None:
+        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, out.device)
+    _ops.sign_decompress.default(wire, out, block, live)
 
 
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -200,6 +297,30 @@ def square_sum(xs: Sequence[Tensor]) -> Tensor:
         if not x.is_floating_point() or x.device != xs[0].device:
             raise ValueError(f"xs must be floating and on {xs[0].device}, got {x.dtype} on {x.device}")
     return _ops.square_sum.default(xs)
+
+
+def momentum(
+    m: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], beta: float, alpha: float, out: Tensor
+) -> None:
+    """out <- beta m + alpha g, where g is 0 but for the gradients that are given.
+
+    beta m is rounded in the dtype of m, then the sum is, as ``m.mul_(beta).add_(g, alpha=alpha)`` does it on the same
+    machine.
+
+    Args:
+        m: (n,) float32 or float64, contiguous; unchanged unless it is ``out``.
+        grads: tensors of any shape, layout and floating dtype; unchanged.
+        offsets: for each of them the element of m where it starts; ascending, without overlap.
+        beta, alpha: the factors.
+        out: like m; written. It may be m itself; no two arguments may overlap otherwise.
+
+    Raises:
+        ValueError: the lists differ in length, or a shape, dtype, device, layout or offset is not as above.
+    """
+    _check_real("m", m, 1)
+    _check_like("out", out, m.shape, m.dtype, m.device)
+    _check_gradients(grads, offsets, m)
+    _ops.momentum.default(m, grads, offsets, beta, alpha, out)
 
 
 def momentum_(ms: Sequence[Tensor], gs: Sequence[Tensor], beta: float, alpha: float) -> None:
@@ -281,11 +402,35 @@ def _check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         raise ValueError(f"{name} must be contiguous {tuple(shape)} {dtype} on {device}, got {_describe(x)}")
 
 
+def _check_norm(norm: int) -> None:
+    if norm not in (1, 2):
+        raise ValueError(f"norm must be 1 or 2, got {norm}")
+
+
+def _check_rows(
+    wire: Tensor, rows: int, n: int, block: int, norm: int, live: Tensor | None, device: torch.device
+) -> None:
+    _check_norm(norm)
+    _check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, device)
+    if live is not None:
+        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
+
+
 def _check_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None) -> None:
     _check_real("x", x, 2)
     rows, n = x.shape
-    if norm not in (1, 2):
-        raise ValueError(f"norm must be 1 or 2, got {norm}")
-    _check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, x.device)
-    if live is not None:
-        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+    _check_rows(wire, rows, n, block, norm, live, x.device)
+
+
+def _check_gradients(grads: Sequence[Tensor], offsets: Sequence[int], m: Tensor) -> None:
+    if len(grads) != len(offsets):
+        raise ValueError(f"grads and offsets must have the same length, got {len(grads)} and {len(offsets)}")
+    end = 0
+    for g, offset in zip(grads, offsets):
+        if not g.is_floating_point() or g.device != m.device:
+            raise ValueError(f"grads must be floating and on {m.device}, got {_describe(g)}")
+        if offset < end:
+            raise ValueError(f"offsets must ascend without overlap, got {offset} after a gradient that ends at {end}")
+        end = offset + g.numel()
+    if end > m.shape[0]:
+        raise ValueError(f"gradients must lie within the {m.shape[0]} elements of m, got one that ends at {end}")

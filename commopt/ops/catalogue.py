@@ -17,13 +17,22 @@ from commopt.ops import reference
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
     "sign_compress_with_feedback": (
-        "(Tensor x, Tensor(a!) error, Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
     ),
-    "sign_decompress": "(Tensor wire, Tensor(a!) out, int block) -> ()",
+    "sign_compress_momentum": (
+        "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
+        "Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
+    ),
+    "sign_reduce": (
+        "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int block, int norm, Tensor? live=None) "
+        "-> ()"
+    ),
+    "sign_decompress": "(Tensor wire, Tensor(a!) out, int block, Tensor? live=None) -> ()",
     "sign_decompress_mean": "(Tensor wire, Tensor(a!) out, int block) -> ()",
     "pack_nonzero": "(Tensor x, Tensor(a!) bits) -> ()",
     "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",
     "square_sum": "(Tensor[] xs) -> Tensor",
+    "momentum": "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor(a!) out) -> ()",
     "momentum_": "(Tensor(a!)[] ms, Tensor[] gs, float beta, float alpha) -> ()",
     "frozen_adam_apply_": (
         "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "

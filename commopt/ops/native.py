@@ -89,16 +89,16 @@ def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor 
 
 
 def _sign_compress_with_feedback(
-    x: Tensor, error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
 ) -> None:
-    if x.dtype != torch.float32:
-        return reference.sign_compress_with_feedback(x, error, wire, block, norm, live)
+    if x.dtype != torch.float32 or new_error.data_ptr() != error.data_ptr():
+        return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
     _call("sign_compress", x.data_ptr(), error.data_ptr(), wire.data_ptr(), _pointer(live), *x.shape, block, norm)
 
 
-def _sign_decompress(wire: Tensor, out: Tensor, block: int) -> None:
-    if out.dtype != torch.float32:
-        return reference.sign_decompress(wire, out, block)
+def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
+    if out.dtype != torch.float32 or live is not None:
+        return reference.sign_decompress(wire, out, block, live)
     _call("sign_decompress", wire.data_ptr(), out.data_ptr(), *out.shape, block)
 
 
@@ -191,11 +191,14 @@ def _frozen_adam_apply_(
 _KERNELS: dict[str, Callable[..., Any]] = {
     "sign_compress": _sign_compress,
     "sign_compress_with_feedback": _sign_compress_with_feedback,
+    "sign_compress_momentum": reference.sign_compress_momentum,
+    "sign_reduce": reference.sign_reduce,
     "sign_decompress": _sign_decompress,
     "sign_decompress_mean": _sign_decompress_mean,
     "pack_nonzero": _pack_nonzero,
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,
+    "momentum": reference.momentum,
     "momentum_": _momentum_,
     "frozen_adam_apply_": _frozen_adam_apply_,
 }

@@ -71,7 +71,7 @@ def sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor |
 
 
 def sign_compress_with_feedback(
-    x: Tensor, error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
 ) -> None:
     if x.numel() == 0:
         return
@@ -79,7 +79,34 @@ def sign_compress_with_feedback(
     z = x + error if mask is None else (x + error).where(mask, 0)
     s = _encode(z, mask, wire, block or x.shape[1], norm)
     residual = torch.where(z >= 0, z - s, z + s)
-    error.copy_(residual if mask is None else residual.where(mask, 0))
+    new_error.copy_(residual if mask is None else residual.where(mask, 0))
+
+
+def sign_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+) -> None:
+    momentum(m, grads, offsets, beta, alpha, new_error)
+    rows = new_error.view(wire.shape[0], -1)
+    sign_compress_with_feedback(rows, error.view_as(rows), rows, wire, block, norm, live)
+
+
+def sign_reduce(
+    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+) -> None:
+    mean = torch.empty_like(error)
+    sign_decompress_mean(wires, mean, block)
+    mask = None if live is None else live[None]
+    sign_compress_with_feedback(mean[None], error[None], new_error[None], own[None], block, norm, mask)
 
 
 def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
@@ -90,9 +117,11 @@ def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1
     return torch.where(unpack_bits(wire[:, head : head + (n + 7) // 8], n), share, -share)
 
 
-def sign_decompress(wire: Tensor, out: Tensor, block: int) -> None:
+def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
     if out.numel():
         out.copy_(_decode(wire, out.shape[1], block or out.shape[1], out.dtype))
+        if live is not None:
+            out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
 
 
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -121,6 +150,12 @@ def square_sum(xs: list[Tensor]) -> Tensor:
         # A norm accumulates without a float64 copy of x; squaring it back keeps inf and NaN.
         total += torch.linalg.vector_norm(x, 2, dtype=torch.float64).square()
     return total
+
+
+def momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
+    torch.mul(m, beta, out=out)
+    for g, offset in zip(grads, offsets):
+        out[offset : offset + g.numel()].view(g.shape).add_(g, alpha=alpha)
 
 
 def momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
