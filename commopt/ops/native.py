@@ -22,20 +22,23 @@ from torch import Tensor
 
 from commopt.ops import catalogue, reference
 
-ABI_VERSION = 1
-"""Changes with every signature in ``kernels/cpu/api.cpp``, which states the same number."""
+ABI_VERSION = 2
+"""Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "sign_compress": [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
-    "sign_decompress": [_P, _P, _I64, _I64, _I64, _I32],
+    "sign_compress": [_P, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
+    "sign_compress_momentum": [_P, _P, _I64, _F32, _F32, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
+    "sign_reduce": [_P, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
+    "sign_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32],
     "sign_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32],
     "pack_nonzero": [_P, _P, _I64, _I32],
     "zero_dead": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
-    "momentum": [_P, _I64, _F32, _F32, _I32],
+    "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
+    "momentum_list": [_P, _I64, _F32, _F32, _I32],
     "frozen_adam": [_P, _I64, _P, _F32, _F32, _I32],
 }
 _logger = logging.getLogger("commopt")
@@ -85,21 +88,55 @@ def _pointer(x: Tensor | None) -> int | None:
 def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
     if x.dtype != torch.float32:
         return reference.sign_compress(x, wire, block, norm, live)
-    _call("sign_compress", x.data_ptr(), None, wire.data_ptr(), _pointer(live), *x.shape, block, norm)
+    _call("sign_compress", x.data_ptr(), None, None, wire.data_ptr(), _pointer(live), *x.shape, block, norm)
 
 
 def _sign_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
 ) -> None:
-    if x.dtype != torch.float32 or new_error.data_ptr() != error.data_ptr():
+    if x.dtype != torch.float32:
         return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
-    _call("sign_compress", x.data_ptr(), error.data_ptr(), wire.data_ptr(), _pointer(live), *x.shape, block, norm)
+    pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+    _call("sign_compress", *pointers, *x.shape, block, norm)
+
+
+def _sign_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+) -> None:
+    if not _all_float32(m, grads):
+        return reference.sign_compress_momentum(
+            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
+        )
+    runs, _kept = _gradients(grads, offsets)
+    rows = wire.shape[0]
+    pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+    shape = rows, m.shape[0] // rows, block, norm
+    _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
+
+
+def _sign_reduce(
+    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+) -> None:
+    if error.dtype != torch.float32:
+        return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
+    pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), _pointer(live)
+    _call("sign_reduce", *pointers, wires.shape[0], error.shape[0], block, norm)
 
 
 def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
-    if out.dtype != torch.float32 or live is not None:
+    if out.dtype != torch.float32:
         return reference.sign_decompress(wire, out, block, live)
-    _call("sign_decompress", wire.data_ptr(), out.data_ptr(), *out.shape, block)
+    _call("sign_decompress", wire.data_ptr(), out.data_ptr(), _pointer(live), *out.shape, block)
 
 
 def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -153,6 +190,30 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
     return total
 
 
+def _gradients(grads: list[Tensor], offsets: list[int]) -> tuple[array[int], list[Tensor]]:
+    """What ``struct Gradient`` in momentum.hpp says, and the tensors that it points into.
+
+    Gradients that the kernel cannot read, of other layouts or float16, are copied to float32, which is exact.
+    """
+    kept = [g if _float32_or_bfloat16(g) else g.to(torch.float32).contiguous() for g in grads]
+    numbers = array("q")
+    for g, offset in zip(kept, offsets):
+        numbers.extend((offset, g.numel(), g.dtype == torch.bfloat16, g.data_ptr()))
+    return numbers, kept
+
+
+def _all_float32(m: Tensor, grads: list[Tensor]) -> bool:
+    """Whether the arithmetic of momentum is all in float32."""
+    return m.dtype == torch.float32 and all(g.dtype != torch.float64 for g in grads)
+
+
+def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
+    if not _all_float32(m, grads):
+        return reference.momentum(m, grads, offsets, beta, alpha, out)
+    runs, _kept = _gradients(grads, offsets)
+    _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
+
+
 def _momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
     mine = []
     for pair in zip(ms, gs):
@@ -162,7 +223,7 @@ def _momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) ->
             reference.momentum_([pair[0]], [pair[1]], beta, alpha)
     if mine:
         entries = _entries(mine)
-        _call("momentum", _address(entries), len(mine), beta, alpha)
+        _call("momentum_list", _address(entries), len(mine), beta, alpha)
 
 
 def _frozen_adam_apply_(
@@ -191,14 +252,14 @@ def _frozen_adam_apply_(
 _KERNELS: dict[str, Callable[..., Any]] = {
     "sign_compress": _sign_compress,
     "sign_compress_with_feedback": _sign_compress_with_feedback,
-    "sign_compress_momentum": reference.sign_compress_momentum,
-    "sign_reduce": reference.sign_reduce,
+    "sign_compress_momentum": _sign_compress_momentum,
+    "sign_reduce": _sign_reduce,
     "sign_decompress": _sign_decompress,
     "sign_decompress_mean": _sign_decompress_mean,
     "pack_nonzero": _pack_nonzero,
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,
-    "momentum": reference.momentum,
+    "momentum": _momentum,
     "momentum_": _momentum_,
     "frozen_adam_apply_": _frozen_adam_apply_,
 }

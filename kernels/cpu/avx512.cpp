@@ -19,12 +19,17 @@ struct D16 {
 };
 
 inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
+inline F16 load(const uint16_t* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
 inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
 inline void stream(float* p, F16 x) { _mm512_stream_ps(p, x); }
-inline void flush_streams() { _mm_sfence(); }
 inline F16 splat(float x) { return _mm512_set1_ps(x); }
 inline F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
 inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+inline F16 multiply_add(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F16 magnitude(F16 x) { return _mm512_abs_ps(x); }
 inline uint32_t ge0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline uint32_t ne0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ); }

@@ -3,6 +3,9 @@
 // Each of avx512.cpp, avx2.cpp and plain.cpp defines 16-wide vectors and compiles segments.inc with them; dispatch.cpp
 // chooses one table at run time. Everything above (blocks, rows, lists, threads) is written once, in sign.cpp and
 // lists.cpp. Sums run over 16 lanes in every table, so that all tables give the same bits.
+//
+// An output may be one of the inputs of the same type, element for element; there is no other overlap.
+// stream: bypass the caches; parallel_for waits for such stores.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +21,14 @@ struct Partial {
 constexpr int kMaxRanks = 64;  // ranks that one call of decode_mean adds up
 
 struct Kernels {
-    // z = x + e (z = x where e is null); z -> e; signs -> bits; returns sum z^2 (norm 2) or sum |z| (norm 1).
-    // live may be null. bits and live start at a whole byte.
-    Partial (*encode)(const float* x, float* e, const uint8_t* live, uint8_t* bits, int64_t n, int norm);
-    // e <- e - s or e + s, towards zero; dead elements stay 0.
-    void (*residual)(float* e, const uint8_t* live, float s, int64_t n);
-    // out = +-s. stream: bypass the caches.
-    void (*decode)(const uint8_t* bits, float s, float* out, int64_t n, bool stream);
+    // z = x + e; signs -> bits; returns sum z^2 (norm 2) or sum |z| (norm 1). e and z null: x itself, and z is not kept.
+    // live may be null, here and below. bits and live start at a whole byte.
+    Partial (*encode)(const float* x, const float* e, const uint8_t* live, float* z, uint8_t* bits, int64_t n,
+                      int norm);
+    // out = z - s or z + s, towards zero; dead elements 0.
+    void (*residual)(const float* z, const uint8_t* live, float s, float* out, int64_t n, bool stream);
+    // out = +-s; dead elements 0.
+    void (*decode)(const uint8_t* bits, const uint8_t* live, float s, float* out, int64_t n, bool stream);
     // out = (first ? : out +) +-a[0] +-a[1] ..., signs of rank k at bits + k * stride; ranks <= kMaxRanks.
     void (*decode_mean)(const uint8_t* bits, int64_t stride, const float* a, int ranks, bool first, float* out,
                         int64_t n, bool stream);
@@ -32,8 +36,9 @@ struct Kernels {
     void (*zero_dead)(float* x, const uint8_t* bits, int64_t n);
     double (*square_sum)(const float* x, int64_t n);
     double (*square_sum_bf16)(const uint16_t* x, int64_t n);
-    void (*momentum)(float* m, const float* g, int64_t n, float beta, float alpha);
-    void (*momentum_bf16)(float* m, const uint16_t* g, int64_t n, float beta, float alpha);
+    void (*scale)(const float* m, float* out, int64_t n, float beta);
+    void (*momentum)(const float* m, const float* g, float* out, int64_t n, float beta, float alpha);
+    void (*momentum_bf16)(const float* m, const uint16_t* g, float* out, int64_t n, float beta, float alpha);
     void (*frozen_adam)(float* p, const float* m, const float* v, int64_t n, float step, float correction, float eps,
                         float decay);
     void (*frozen_adam_bf16)(uint16_t* p, const float* m, const float* v, int64_t n, float step, float correction,

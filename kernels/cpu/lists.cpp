@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "kernels.hpp"
+#include "momentum.hpp"
 #include "parallel.hpp"
 
 namespace commopt {
@@ -87,17 +88,27 @@ int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, in
     return 0;
 }
 
+int commopt_momentum(const float* m, const Gradient* grads, int64_t count, float beta, float alpha, float* out,
+                     int64_t n, int32_t threads) {
+    const Momentum momentum = {m, grads, count, beta, alpha};
+    parallel_for((n + kTask - 1) / kTask, n, threads, [&](int64_t task) {
+        const int64_t start = task * kTask;
+        momentum(start, n - start < kTask ? n : start + kTask, out + start);
+    });
+    return 0;
+}
+
 // Entries: m, g.
-int commopt_momentum(const Entry<2>* entries, int64_t count, float beta, float alpha, int32_t threads) {
+int commopt_momentum_list(const Entry<2>* entries, int64_t count, float beta, float alpha, int32_t threads) {
     const TaskList<2> tasks(entries, count);
     if (tasks.failed()) return 1;
     const Kernels& k = kernels();
     tasks.each(threads, [&](const Entry<2>& x, const Task& task, int64_t) {
         float* m = at<float>(x.data[0], task);
         if (x.bfloat16) {
-            k.momentum_bf16(m, at<uint16_t>(x.data[1], task), task.n, beta, alpha);
+            k.momentum_bf16(m, at<uint16_t>(x.data[1], task), m, task.n, beta, alpha);
         } else {
-            k.momentum(m, at<float>(x.data[1], task), task.n, beta, alpha);
+            k.momentum(m, at<float>(x.data[1], task), m, task.n, beta, alpha);
         }
     });
     return 0;

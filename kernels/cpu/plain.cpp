@@ -25,9 +25,15 @@ inline F16 load(const float* p) {
     __builtin_memcpy(&x, p, sizeof x);
     return x;
 }
+inline F16 load(const uint16_t* p) {
+    uint32_t wide[16];
+    for (int i = 0; i < 16; ++i) wide[i] = uint32_t(p[i]) << 16;
+    F16 x;
+    __builtin_memcpy(&x, wide, sizeof x);
+    return x;
+}
 inline void store(float* p, const F16& x) { __builtin_memcpy(p, &x, sizeof x); }
 inline void stream(float* p, const F16& x) { store(p, x); }
-inline void flush_streams() {}
 inline F16 splat(float x) {
     return each([=](int) { return F4{x, x, x, x}; });
 }
@@ -37,6 +43,10 @@ inline F16 add(const F16& a, const F16& b) {
 inline F16 sub(const F16& a, const F16& b) {
     return each([&](int i) { return a.part[i] - b.part[i]; });
 }
+inline F16 mul(const F16& a, const F16& b) {
+    return each([&](int i) { return a.part[i] * b.part[i]; });
+}
+inline F16 multiply_add(const F16& a, const F16& b, const F16& c) { return add(mul(a, b), c); }
 inline F16 magnitude(const F16& x) {
     return each([&](int i) { return F4(I4(x.part[i]) & 0x7FFFFFFF); });
 }
@@ -74,11 +84,7 @@ inline void add_values(D16& sums, const F16& x) {
 }  // namespace
 }  // namespace commopt
 
-#if defined(__FP_FAST_FMAF)
-#define COMMOPT_FUSED 1
-#else
 #define COMMOPT_FUSED 0
-#endif
 #include "segments.inc"
 
 namespace commopt {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels.hpp"
+#include "momentum.hpp"
 #include "parallel.hpp"
 
 namespace commopt {
@@ -20,7 +21,7 @@ struct Layout {
     int64_t rows, n, block, nblocks, nbytes;
 
     Layout(int64_t rows_, int64_t n_, int64_t block_) : rows(rows_), n(n_), block(block_ ? block_ : n_) {
-        nblocks = (n + block - 1) / block;
+        nblocks = n ? (n + block - 1) / block : 0;
         nbytes = (4 * nblocks + (n + 7) / 8 + 15) / 16 * 16;
     }
     int64_t block_size(int64_t b) const { return b + 1 < nblocks ? block : n - b * block; }
@@ -42,24 +43,79 @@ float get_scale(const uint8_t* row, int64_t block) {
     return s;
 }
 
+// Calls use(block, start, n) for each run of one block in chunk number c of a row.
+template <class Use>
+void runs_of_chunk(const Layout& at, int64_t c, const Use& use) {
+    const int64_t end = (c + 1) * kChunk < at.n ? (c + 1) * kChunk : at.n;
+    for (int64_t i = c * kChunk; i < end;) {
+        const int64_t b = i / at.block, stop = (b + 1) * at.block < end ? (b + 1) * at.block : end;
+        use(b, i, stop - i);
+        i = stop;
+    }
+}
+
+// What is compressed: a source gives n elements from element i of a row on, all in one block, either where they lie or
+// in scratch.
+struct Given {
+    const float* x;
+    int64_t n;
+
+    const float* operator()(int64_t row, int64_t i, int64_t, float*) const { return x + row * n + i; }
+};
+
+struct MomentumRows {
+    Momentum momentum;
+    int64_t n;
+
+    const float* operator()(int64_t row, int64_t i, int64_t count, float* scratch) const {
+        momentum(row * n + i, row * n + i + count, scratch);
+        return scratch;
+    }
+};
+
+struct Mean {
+    Layout at;  // its rows are the ranks
+    const uint8_t* wires;
+    const Kernels& k = kernels();
+
+    void write(int64_t i, int64_t n, float* out, bool stream) const {
+        float shares[kMaxRanks];
+        for (int64_t first = 0; first < at.rows; first += kMaxRanks) {
+            const int some = int(at.rows - first < kMaxRanks ? at.rows - first : kMaxRanks);
+            const uint8_t* row = wires + first * at.nbytes;
+            for (int j = 0; j < some; ++j) shares[j] = get_scale(row + j * at.nbytes, i / at.block) / float(at.rows);
+            k.decode_mean(row + at.signs() + i / 8, at.nbytes, shares, some, first == 0, out, n, stream);
+        }
+    }
+    const float* operator()(int64_t, int64_t i, int64_t n, float* scratch) const {
+        write(i, n, scratch, false);
+        return scratch;
+    }
+};
+
+template <class Source>
 struct Compression {
     Layout at;
-    const float* x;
-    float* error;  // null without feedback
+    Source source;
+    const float* error;  // null without feedback, and so is new_error
+    float* new_error;
     uint8_t* wire;
     const uint8_t* live;  // null: all
     int norm, threads;
+    bool stream;  // the new residual
     const Kernels& k = kernels();
 
-    float* error_at(int64_t row, int64_t i) const { return error ? error + row * at.n + i : nullptr; }
     const uint8_t* live_at(int64_t row, int64_t i) const { return live ? live + row * at.mask_bytes() + i / 8 : nullptr; }
     uint8_t* row(int64_t r) const { return wire + r * at.nbytes; }
 
-    Partial encode(int64_t r, int64_t i, int64_t n) const {
-        return k.encode(x + r * at.n + i, error_at(r, i), live_at(r, i), row(r) + at.signs() + i / 8, n, norm);
+    float* new_error_at(int64_t row, int64_t i) const { return error ? new_error + row * at.n + i : nullptr; }
+
+    Partial encode(int64_t r, int64_t i, int64_t n, float* scratch, float* z) const {
+        return k.encode(source(r, i, n, scratch), error ? error + r * at.n + i : nullptr, live_at(r, i), z,
+                        row(r) + at.signs() + i / 8, n, norm);
     }
-    void residual(int64_t r, int64_t i, int64_t n, float s) const {
-        if (error) k.residual(error_at(r, i), live_at(r, i), s, n);
+    void residual(int64_t r, int64_t i, int64_t n, const float* z, float s) const {
+        if (error) k.residual(z, live_at(r, i), s, new_error_at(r, i), n, stream);
     }
 
     // Blocks that fit into the cache: both passes over one before the next.
@@ -67,17 +123,18 @@ struct Compression {
         const int64_t group = kChunk / at.block;
         const int64_t blocks = at.rows * at.nblocks;
         parallel_for((blocks + group - 1) / group, at.rows * at.n, threads, [&](int64_t task) {
+            alignas(64) float z[kChunk];
             const int64_t end = (task + 1) * group < blocks ? (task + 1) * group : blocks;
             for (int64_t g = task * group; g < end; ++g) {
-                const int64_t r = g / at.nblocks, b = g % at.nblocks, n = at.block_size(b);
-                const float s = scale_of(encode(r, b * at.block, n), norm);
+                const int64_t r = g / at.nblocks, b = g % at.nblocks, i = b * at.block, n = at.block_size(b);
+                const float s = scale_of(encode(r, i, n, z, z), norm);
                 put_scale(row(r), b, s);
-                residual(r, b * at.block, n, s);
+                residual(r, i, n, z, s);
             }
         });
     }
 
-    // Larger ones: first all sums, then all residuals.
+    // Larger ones: first all sums, with z in the place of the new residual, then all residuals.
     int large_blocks() const {
         const int64_t per_block = (at.block + kChunk - 1) / kChunk;
         const int64_t blocks = at.rows * at.nblocks, chunks = blocks * per_block;
@@ -89,8 +146,11 @@ struct Compression {
             if (left > 0) use(r, b, b * at.block + start, left < kChunk ? left : kChunk);
         };
         parallel_for(chunks, at.rows * at.n, threads, [&](int64_t chunk) {
+            alignas(64) float scratch[kChunk];
             partials[chunk] = {0.0, 0};
-            on_chunk(chunk, [&](int64_t r, int64_t, int64_t i, int64_t n) { partials[chunk] = encode(r, i, n); });
+            on_chunk(chunk, [&](int64_t r, int64_t, int64_t i, int64_t n) {
+                partials[chunk] = encode(r, i, n, scratch, new_error_at(r, i));
+            });
         });
         for (int64_t g = 0; g < blocks; ++g) {
             Partial total = {0.0, 0};
@@ -103,12 +163,15 @@ struct Compression {
         std::free(partials);
         if (error == nullptr) return 0;
         parallel_for(chunks, at.rows * at.n, threads, [&](int64_t chunk) {
-            on_chunk(chunk, [&](int64_t r, int64_t b, int64_t i, int64_t n) { residual(r, i, n, get_scale(row(r), b)); });
+            on_chunk(chunk, [&](int64_t r, int64_t b, int64_t i, int64_t n) {
+                residual(r, i, n, new_error_at(r, i), get_scale(row(r), b));
+            });
         });
         return 0;
     }
 
     int run() const {
+        if (at.rows == 0 || at.n == 0) return 0;
         for (int64_t r = 0; r < at.rows; ++r) {
             const int64_t used = at.signs() + at.mask_bytes();
             std::memset(row(r) + used, 0, size_t(at.nbytes - used));
@@ -119,15 +182,10 @@ struct Compression {
     }
 };
 
-// Calls use(block, start, n) for each run of one block in chunk number c of a row.
-template <class Use>
-void runs_of_chunk(const Layout& at, int64_t c, const Use& use) {
-    const int64_t end = (c + 1) * kChunk < at.n ? (c + 1) * kChunk : at.n;
-    for (int64_t i = c * kChunk; i < end;) {
-        const int64_t b = i / at.block, stop = (b + 1) * at.block < end ? (b + 1) * at.block : end;
-        use(b, i, stop - i);
-        i = stop;
-    }
+template <class Source>
+int compress(const Layout& at, const Source& source, const float* error, float* new_error, uint8_t* wire,
+             const uint8_t* live, int norm, int threads, bool stream) {
+    return Compression<Source>{at, source, error, new_error, wire, live, norm, threads, stream}.run();
 }
 
 }  // namespace
@@ -137,13 +195,29 @@ using namespace commopt;
 
 extern "C" {
 
-int commopt_sign_compress(const float* x, float* error, uint8_t* wire, const uint8_t* live, int64_t rows, int64_t n,
-                          int64_t block, int32_t norm, int32_t threads) {
-    if (rows == 0 || n == 0) return 0;
-    return Compression{Layout(rows, n, block), x, error, wire, live, norm, threads}.run();
+int commopt_sign_compress(const float* x, const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+                          int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
+    const bool stream = rows * n >= kStream && new_error != error && new_error != x;
+    return compress(Layout(rows, n, block), Given{x, n}, error, new_error, wire, live, norm, threads, stream);
 }
 
-int commopt_sign_decompress(const uint8_t* wire, float* out, int64_t rows, int64_t n, int64_t block, int32_t threads) {
+int commopt_sign_compress_momentum(const float* m, const Gradient* grads, int64_t count, float beta, float alpha,
+                                   const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+                                   int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
+    const MomentumRows source = {{m, grads, count, beta, alpha}, n};
+    const bool stream = rows * n >= kStream;
+    return compress(Layout(rows, n, block), source, error, new_error, wire, live, norm, threads, stream);
+}
+
+int commopt_sign_reduce(const uint8_t* wires, const float* error, float* new_error, uint8_t* own, const uint8_t* live,
+                        int64_t ranks, int64_t n, int64_t block, int32_t norm, int32_t threads) {
+    const Mean source = {Layout(ranks, n, block), wires};
+    const bool stream = n >= kStream && new_error != error;
+    return compress(Layout(1, n, block), source, error, new_error, own, live, norm, threads, stream);
+}
+
+int commopt_sign_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n,
+                            int64_t block, int32_t threads) {
     if (rows == 0 || n == 0) return 0;
     const Layout at(rows, n, block);
     const Kernels& k = kernels();
@@ -152,8 +226,10 @@ int commopt_sign_decompress(const uint8_t* wire, float* out, int64_t rows, int64
     parallel_for(rows * chunks, rows * n, threads, [&](int64_t task) {
         const int64_t r = task / chunks;
         const uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* mask = live ? live + r * at.mask_bytes() : nullptr;
         runs_of_chunk(at, task % chunks, [&](int64_t b, int64_t i, int64_t count) {
-            k.decode(row + at.signs() + i / 8, get_scale(row, b), out + r * n + i, count, stream);
+            k.decode(row + at.signs() + i / 8, mask ? mask + i / 8 : nullptr, get_scale(row, b), out + r * n + i,
+                     count, stream);
         });
     });
     return 0;
@@ -162,20 +238,11 @@ int commopt_sign_decompress(const uint8_t* wire, float* out, int64_t rows, int64
 int commopt_sign_decompress_mean(const uint8_t* wire, float* out, int64_t ranks, int64_t n, int64_t block,
                                  int32_t threads) {
     if (n == 0) return 0;
-    const Layout at(ranks, n, block);
-    const Kernels& k = kernels();
+    const Mean mean = {Layout(ranks, n, block), wire};
     const bool stream = n >= kStream && ranks <= kMaxRanks;
     const int64_t work = n + n * ranks / 4;  // adding a rank costs less than writing the result
     parallel_for((n + kChunk - 1) / kChunk, work, threads, [&](int64_t task) {
-        runs_of_chunk(at, task, [&](int64_t b, int64_t i, int64_t count) {
-            float shares[kMaxRanks];
-            for (int64_t first = 0; first < ranks; first += kMaxRanks) {
-                const int some = int(ranks - first < kMaxRanks ? ranks - first : kMaxRanks);
-                const uint8_t* row = wire + first * at.nbytes;
-                for (int j = 0; j < some; ++j) shares[j] = get_scale(row + j * at.nbytes, b) / float(ranks);
-                k.decode_mean(row + at.signs() + i / 8, at.nbytes, shares, some, first == 0, out + i, count, stream);
-            }
-        });
+        runs_of_chunk(mean.at, task, [&](int64_t, int64_t i, int64_t count) { mean.write(i, count, out + i, stream); });
     });
     return 0;
 }
