@@ -18,12 +18,19 @@ class Attachment:
 
     Attributes:
         averaged: id of each parameter whose gradient DDP has averaged -> the sum of squares of what this rank brought,
-        0-d.
+            0-d.
+        copies: how often DDP writes to a gradient after it has been accumulated.
     """
 
-    def __init__(self, optimizer: CommOptimizer) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
+        self.model = model
         self.optimizer = optimizer
+        self.copies = 0 if model.gradient_as_bucket_view else 1
         self.averaged: dict[int, Tensor] = {}
+
+    def accumulating(self) -> bool:
+        """Whether the model is in its ``no_sync()``."""
+        return not self.model.require_backward_grad_sync
 
     def clear(self) -> None:
         self.averaged = {}
@@ -72,6 +79,6 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
         raise ValueError(f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}")
     if not {id(p) for p in model.parameters()} & set(optimizer.group_of()):
         raise ValueError("the optimizer holds none of the model's parameters")
-    attachment = Attachment(optimizer)
+    attachment = Attachment(model, optimizer)
     model.register_comm_hook(attachment, Attachment.hook)
     optimizer._attachment = attachment

@@ -67,12 +67,19 @@ class Bucket:
         """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
         return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
 
+    def gradients(self) -> list[tuple[Tensor, int]]:
+        """The dense gradients there are, each with where it starts in a flat buffer."""
+        return [
+            (p.grad, offset)
+            for p, offset in zip(self.params, self.offsets)
+            if p.grad is not None and p.grad.layout == torch.strided
+        ]
+
     def pack_gradients(self, scale: float) -> Tensor:
         """A new flat buffer, shape (padded,), with ``scale`` times each gradient; zeros where there is none."""
         flat = self.zeros()
-        for place, p in zip(self.views(flat), self.params):
-            if p.grad is not None:
-                place.copy_(p.grad)
+        for grad, offset in self.gradients():
+            flat[offset : offset + grad.numel()].view(grad.shape).copy_(grad)
         return flat if scale == 1 else flat.mul_(scale)
 
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
@@ -86,10 +93,26 @@ class Bucket:
             out.append(chunk[low - start : high - start] if low < high else chunk[:0])
         return out
 
+    def describe(self) -> str:
+        """How many parameters and elements it holds, in words."""
+        return f"{len(self.params)} parameters, {self.numel} elements"
+
     def stale(self) -> bool:
         """Whether the parameters were moved or cast since the bucket was made (``model.to(...)`` after
         construction)."""
         return any(p.device != self.device or buffer_dtype(p.dtype) != self.dtype for p in self.params)
+
+
+def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor]) -> int:
+    """Most bytes of flat buffer in a bucket of ``params``: ``bucket_mb`` times 2**20.
+
+    None chooses: a 16th of all of them, so that the buckets form a pipeline, but at least 1 MB, so that latency does
+    not rule, and at most 25 MB.
+    """
+    if bucket_mb is not None:
+        return int(bucket_mb * 2**20)
+    total = sum(p.numel() * buffer_dtype(p.dtype).itemsize for p in params)
+    return min(max(total // 16, 2**20), 25 * 2**20)
 
 
 def partition(params: Iterable[Tensor], capacity: int) -> list[list[Tensor]]:

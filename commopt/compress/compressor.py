@@ -1,16 +1,20 @@
 """What a compressor is: rows of floats <-> rows of bytes. A row is what one rank receives.
 
 A compressor is stateless (a frozen dataclass): residuals belong to the caller. To add one, write ``nbytes``,
-``compress`` and ``decompress`` in a file of its own; the other two methods have correct defaults and are overridden
-only where a fused operator makes them faster.
+``compress`` and ``decompress`` in a file of its own; the other methods have correct defaults and are overridden only
+where a fused operator makes them faster.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from commopt import ops
 
 WIRE_ALIGN = 16
 """Bytes of a wire row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -25,6 +29,24 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     """(..., ceil(n / 8)) uint8, least significant bit first -> (..., n) bool."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., :n].bool()
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """beta m + alpha g, not formed yet.
+
+    Attributes:
+        m: (D,) float32 or float64.
+        grads: the gradients, of any shape, that lie in ``m``; elements that none covers have gradient 0.
+        offsets: where each of them starts, in elements, ascending.
+        beta, alpha: the factors.
+    """
+
+    m: Tensor
+    grads: Sequence[Tensor]
+    offsets: Sequence[int]
+    beta: float
+    alpha: float
 
 
 class Compressor(ABC):
@@ -46,25 +68,48 @@ class Compressor(ABC):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         """Writes to ``out`` (r, n) the values that ``wire`` (r, nbytes(n)) stands for; the same bits on every rank."""
 
-    def compress_with_feedback(self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None) -> None:
-        """Sends C[x + error] and keeps what was lost: error <- (x + error) - C[x + error].
+    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None) -> None:
+        """As :meth:`decompress`, with 0 at the dead elements of ``live`` (as below)."""
+        self.decompress(wire, out)
+        if live is not None:
+            ops.zero_dead_(out.view(-1), live.view(-1))
+
+    def compress_with_feedback(
+        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+    ) -> None:
+        """Sends C[x + error] and keeps what was lost: new_error <- (x + error) - C[x + error].
 
         Args:
             x: (r, n) float32 or float64, unchanged.
-            error: (r, n) like x, the residual, updated in place.
+            error: (r, n) like x, the residual.
             wire: (r, nbytes(n)) uint8, written.
             live: (r, ceil(n / 8)) uint8 bit mask, least significant bit first, or None for all. A dead element (bit 0)
                 counts as absent: it enters as 0, and its residual stays 0 whatever the row decodes to at its place.
+            new_error: like error, written; None is ``error`` itself, which otherwise is unchanged.
         """
-        error.add_(x)
+        rest = torch.add(x, error, out=error if new_error is None else new_error)
         if live is not None:
-            error.mul_(unpack_bits(live, x.shape[1]))
-        self.compress(error, wire)
-        sent = torch.empty_like(error)
+            rest.mul_(unpack_bits(live, x.shape[1]))
+        self.compress(rest, wire)
+        sent = torch.empty_like(rest)
         self.decompress(wire, sent)
         if live is not None:
             sent.mul_(unpack_bits(live, x.shape[1]))
-        error.sub_(sent)
+        rest.sub_(sent)
+
+    def compress_momentum(
+        self, momentum: Momentum, error: Tensor, wire: Tensor, live: Tensor | None, new_error: Tensor
+    ) -> None:
+        """As :meth:`compress_with_feedback`, of a momentum that need not be formed in memory.
+
+        Args:
+            momentum: of r * n elements; unchanged.
+            error, wire, live: as above.
+            new_error: as above; may be ``error``.
+        """
+        x = torch.empty_like(momentum.m)
+        ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x)
+        self.compress_with_feedback(x.view_as(error), error, wire, live, new_error)
 
     def decompress_mean(self, wire: Tensor, out: Tensor) -> None:
         """Writes to ``out`` (n,) the mean over the rows of ``wire`` (r, nbytes(n)), summed in row order."""
@@ -74,3 +119,20 @@ class Compressor(ABC):
             self.decompress(wire[i : i + 1], row)
             out.add_(row[0])
         out.div_(wire.shape[0])
+
+    def reduce(self, wires: Tensor, error: Tensor, own: Tensor, live: Tensor | None, new_error: Tensor) -> None:
+        """What a server does: :meth:`decompress_mean`, then :meth:`compress_with_feedback` of that mean.
+
+        Args:
+            wires: (r, nbytes(n)) uint8, a row of each rank.
+            error: (n,) float32 or float64, the residual.
+            own: (nbytes(n),) uint8, written; no row of ``wires``.
+            live: (ceil(n / 8),) as above, or None.
+            new_error: like error, written; may be ``error``.
+        """
+        mean = torch.empty_like(error)
+        self.decompress_mean(wires, mean)
+        mask = None if live is None else live.unsqueeze(0)
+        row = error.unsqueeze(0)
+        out = row if new_error is error else new_error.unsqueeze(0)
+        self.compress_with_feedback(mean.unsqueeze(0), row, own.unsqueeze(0), mask, out)

@@ -25,7 +25,9 @@ class Identity(Compressor):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         out.view(torch.uint8).copy_(wire[:, : out.shape[1] * out.element_size()])
 
-    def compress_with_feedback(self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None) -> None:
-        error.add_(x)
-        self.compress(error, wire)
-        error.zero_()
+    def compress_with_feedback(
+        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+    ) -> None:
+        rest = torch.add(x, error, out=error if new_error is None else new_error)
+        self.compress(rest, wire)
+        rest.zero_()

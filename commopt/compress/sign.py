@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Compressor
+from commopt.compress.compressor import Compressor, Momentum
 
 _NORMS = {"l1": 1, "l2": 2}
 
@@ -58,8 +58,27 @@ class Sign(Compressor):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         ops.sign_decompress(wire, out, self.block or 0)
 
-    def compress_with_feedback(self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None) -> None:
-        ops.sign_compress_with_feedback(x, error, wire, self.block or 0, _NORMS[self.norm], live)
+    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None) -> None:
+        ops.sign_decompress(wire, out, self.block or 0, live)
+
+    def compress_with_feedback(
+        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+    ) -> None:
+        ops.sign_compress_with_feedback(x, error, wire, self.block or 0, _NORMS[self.norm], live, new_error)
+
+    def compress_momentum(
+        self, momentum: Momentum, error: Tensor, wire: Tensor, live: Tensor | None, new_error: Tensor
+    ) -> None:
+        if new_error is error:
+            return super().compress_momentum(momentum, error, wire, live, new_error)
+        of = momentum
+        ops.sign_compress_momentum(
+            of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), wire,
+            self.block or 0, _NORMS[self.norm], live,
+        )  # fmt: skip
 
     def decompress_mean(self, wire: Tensor, out: Tensor) -> None:
         ops.sign_decompress_mean(wire, out, self.block or 0)
+
+    def reduce(self, wires: Tensor, error: Tensor, own: Tensor, live: Tensor | None, new_error: Tensor) -> None:
+        ops.sign_reduce(wires, error, new_error, own, self.block or 0, _NORMS[self.norm], live)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.comm.backend import Backend
+from commopt.comm import Backend, CollectiveError, wait
 
 _TEXT = 448
 _ROW = 64 + _TEXT
@@ -111,54 +111,94 @@ class Verdict:
     already_equal: bool
 
 
-def agree_on_step(backend: Backend, device: torch.device, view: LocalView) -> Verdict:
-    """One all-reduce of 7 float64, and a second of one per parameter if any rank lacks a gradient.
+class StepSkipped(Exception):
+    """All ranks skip the step; the verdict says why."""
 
-    Raises:
-        view.error: on the rank that has one; the others raise RuntimeError.
-        RuntimeError: if ranks hold different numbers of trainable parameters.
+
+class Agreement:
+    """What all ranks decide about one step, and a :class:`Work` that is done when they have.
+
+    One all-reduce of 7 float64, which ``start()`` begins, and a second of one per parameter if any rank lacks a
+    gradient.
+
+    Attributes:
+        verdict: what was decided; None before.
     """
-    finite = math.isfinite(view.square_norm)
-    if backend.world_size == 1:
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None
+        self._backend: Backend | None = None
+
+    def start(self, backend: Backend, device: torch.device, view: LocalView, where: str) -> None:
+        """Tells the other ranks this rank's ``view``; ``where`` says in an error which step it was about."""
+        self._backend, self._device, self._view, self._where = backend, device, view, where
+        if backend.world_size == 1:
+            return
+        finite = math.isfinite(view.square_norm)
+        self._message = torch.tensor(
+            [
+                float(not finite),
+                view.square_norm if finite else 0.0,
+                float(not all(view.present)),
+                float(view.unaveraged),
+                float(view.error is not None),
+                float(len(view.present)),
+                float(len(view.present)) ** 2,
+            ],
+            dtype=torch.float64,
+            device=device,
+        )
+        self._work = backend.all_reduce(self._message)
+
+    def wait(self) -> Verdict:
+        """Learns the verdict. May be called again.
+
+        Raises:
+            view.error: on the rank that has one; the others raise CollectiveError.
+            CollectiveError: if ranks hold different numbers of trainable parameters.
+            StepSkipped: if some gradient on some rank is inf or NaN.
+        """
+        assert self._backend is not None
+        if self.verdict is None:
+            self.verdict = self._alone() if self._backend.world_size == 1 else self._settle()
+        if self.verdict.non_finite:
+            raise StepSkipped
+        return self.verdict
+
+    def _alone(self) -> Verdict:
+        view = self._view
         if view.error is not None:
             raise view.error
+        finite = math.isfinite(view.square_norm)
         norm = math.sqrt(view.square_norm) if finite else math.nan
         return Verdict(int(not finite), norm, view.present, False, False)
-    message = [
-        float(not finite),
-        view.square_norm if finite else 0.0,
-        float(not all(view.present)),
-        float(view.unaveraged),
-        float(view.error is not None),
-        float(len(view.present)),
-        float(len(view.present)) ** 2,
-    ]
-    non_finite, square, missing, unaveraged, failed, count, count_square = _mean(backend, device, message)
-    if view.error is not None:
-        raise view.error
-    if failed > 0:
-        raise RuntimeError("another rank cannot take this step; its own error says why")
-    if not math.isclose(count_square, count**2, rel_tol=1e-12):
-        raise RuntimeError(
-            f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on average; "
-            "freeze and unfreeze the same ones on every rank"
+
+    def _settle(self) -> Verdict:
+        view, backend = self._view, self._backend
+        assert backend is not None
+        wait(self._work, self._where)
+        non_finite, square, missing, unaveraged, failed, count, count_square = self._message.tolist()
+        if view.error is not None:
+            raise view.error
+        if failed > 0:
+            raise CollectiveError("another rank cannot take this step; its own error says why")
+        if not math.isclose(count_square, count**2, rel_tol=1e-12):
+            raise CollectiveError(
+                f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on "
+                "average; freeze and unfreeze the same ones on every rank"
+            )
+        present: Sequence[bool] = view.present
+        if missing > 0:
+            shares = torch.tensor([float(p) for p in view.present], dtype=torch.float64, device=self._device)
+            wait(backend.all_reduce(shares), self._where)
+            present = [share > 0 for share in shares.tolist()]
+        return Verdict(
+            non_finite=round(non_finite * backend.world_size),
+            norm=math.sqrt(square),
+            present=present,
+            average=unaveraged > 0,
+            already_equal=square > 0 and math.isclose(square, view.square_norm, rel_tol=1e-12),
         )
-    present: Sequence[bool] = view.present
-    if missing > 0:
-        present = [share > 0 for share in _mean(backend, device, [float(p) for p in view.present])]
-    return Verdict(
-        non_finite=round(non_finite * backend.world_size),
-        norm=math.sqrt(square),
-        present=present,
-        average=unaveraged > 0,
-        already_equal=square > 0 and math.isclose(square, view.square_norm, rel_tol=1e-12),
-    )
-
-
-def _mean(backend: Backend, device: torch.device, values: list[float]) -> list[float]:
-    message: Tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    backend.all_reduce(message).wait()
-    return message.tolist()
 
 
 def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -> bool:

@@ -8,44 +8,30 @@ A subclass says what happens to one bucket in one step, as a generator that yiel
     def bucket_step(self, bucket, group, now)         its algorithm; yields Work
     def after_step(self)                              what needs all buckets
 
-Before a step touches anything, the ranks agree on whether to take it, how to clip, and which parameters take part. From
-then on all of them do the same, so nothing can hang or drift.
+Before a step touches anything that outlives it, the ranks agree on whether to take it, how to clip, and which
+parameters take part. From then on all of them do the same, so nothing can hang or drift. A bucket's task yields
+``now.agreed`` at that point: with ``overlap=True`` it has started in backward, long before.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, CountingBackend, Work, all_reduce_bytes, resolve_backend, run_interleaved
+from commopt.comm import Backend, CountingBackend, Work, all_reduce_bytes, resolve_backend
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
-from commopt.optim.agreement import LocalView, Verdict, agree_on_setup, agree_on_step, equalize
+from commopt.optim.agreement import LocalView, StepSkipped, Verdict, agree_on_setup, equalize
+from commopt.optim.flight import Flight, Overlap, Step
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the ranks agreed on for one step.
-
-    Attributes:
-        scale: factor of this rank's gradients: the clip coefficient over the scale of its GradScaler, negative to
-            maximize.
-        present: ids of the parameters that have a gradient on some rank. The others do not move.
-        average: whether gradients still have to be averaged; False on one rank, and where DDP has done so.
-    """
-
-    scale: float
-    present: frozenset[int]
-    average: bool
 
 
 class CommOptimizer(PackedOptimizer):
@@ -57,7 +43,8 @@ class CommOptimizer(PackedOptimizer):
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         max_grad_norm: clip to this norm, or None. The norm is the root mean square over the ranks of the 2-norm of all
             gradients that a rank brings: one number, the same on all ranks and in all phases.
-        bucket_mb: size of a bucket in MB (2**20 bytes) of float32.
+        bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for a 16th of the parameter group, but 1 to 25.
+        overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
         process_group: ProcessGroup or 1-d DeviceMesh; None for the default group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.
 
@@ -66,10 +53,11 @@ class CommOptimizer(PackedOptimizer):
         settings.
     """
 
-    schedule = staticmethod(run_interleaved)
-    _step_supports_amp_scaling = (
-        True  # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
-    )
+    read_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
+    """What of a parameter group a bucket's task reads before it yields ``now.agreed``."""
+
+    # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -78,7 +66,8 @@ class CommOptimizer(PackedOptimizer):
         *,
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
+        overlap: bool = False,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -86,20 +75,26 @@ class CommOptimizer(PackedOptimizer):
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
+        self.overlap = overlap
         self.buckets = []
-        self.residuals = {}
         self.skipped_steps = 0
-        self._attachment: Any = None
-        self._reported_equal = False
+        self._restart()
         self._ready = False
         error: Exception | None = None
         try:
-            checks.check_common(self.compressor, max_grad_norm, bucket_mb)
+            checks.check_common(self.compressor, max_grad_norm, bucket_mb, overlap)
             super().__init__(params, {**defaults, "step": 0})
         except (ValueError, TypeError) as caught:
             error = caught
         self._ready = True
         self._welcome(getattr(self, "param_groups", []), error)
+
+    def _restart(self) -> None:
+        self._attachment: Any = None
+        self._reported_equal = False
+        self._ready = True
+        self._flight: Flight | None = None
+        self._watching: Overlap | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
@@ -108,7 +103,8 @@ class CommOptimizer(PackedOptimizer):
         raise NotImplementedError
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """One step of the algorithm on one bucket."""
+        """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
+        ``now.agreed``."""
         raise NotImplementedError
 
     def phase_of(self, group: dict[str, Any]) -> str:
@@ -149,7 +145,7 @@ class CommOptimizer(PackedOptimizer):
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         # providers may differ in the last bit of an update; instruction sets of one provider do not
         providers = {op: {d: p.split()[0] for d, p in by.items()} for op, by in ops.report().items()}
-        settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, providers]
+        settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, providers]
         params = [p for group in groups for p in group["params"]]
         facts = {
             "parameter lists": str([[(tuple(p.shape), p.dtype) for p in group["params"]] for group in groups]),
@@ -162,6 +158,7 @@ class CommOptimizer(PackedOptimizer):
             logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
         for group in groups:
             self.make_buckets(group)
+        self._watch()
         self.backend.end_step()
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -174,35 +171,138 @@ class CommOptimizer(PackedOptimizer):
         logged.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: reevaluates the model and returns the loss. Not with ``overlap=True``.
 
         Returns:
             what the closure returned, or None.
 
         Raises:
-            ValueError: for sparse gradients; on the other ranks RuntimeError. Nothing has changed then.
+            ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
+                or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
+                changed then.
+            commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
-        loss = None
-        if closure is not None:
+        loss, refused = None, None
+        if closure is not None and self.overlap:
+            refused = ValueError(
+                "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
+                "step(), or create the optimizer with overlap=False"
+            )
+        elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.follow_parameters()
-        params = [p for bucket in self.buckets for p in bucket.params]
-        device = params[0].device if params else torch.device("cpu")
-        unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
-        verdict = agree_on_step(self.backend, device, self._local_view(params, unscale))
-        self._report_equal_gradients(verdict)
-        if verdict.non_finite:
-            self._skip(verdict.non_finite)
-        else:
-            self._run_buckets(params, verdict, unscale)
-        if self._attachment is not None:
-            self._attachment.clear()
-        self.backend.end_step()
+        flight = self.flight()
+        try:
+            self._fly(flight, refused)
+        except StepSkipped:
+            flight.pipeline.drain(flight.agreement)
+            self._skip(flight.agreement.verdict)
+        finally:
+            self._flight = None
+            self._watch()
+            if self._attachment is not None:
+                self._attachment.clear()
+            self.backend.end_step()
         return loss
 
-    def _local_view(self, params: list[Tensor], unscale: float) -> LocalView:
+    def _fly(self, flight: Flight, refused: Exception | None) -> None:
+        """The step, from wherever backward has taken it."""
+        if self._watching is not None:
+            self._watching.report(flight)
+        self._follow(flight)
+        flight.params = params = [p for bucket in self.buckets for p in bucket.params]
+        device = params[0].device if params else torch.device("cpu")
+        unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
+        phases = [self.phase_of(group) for group in self.param_groups]
+        early = self.starts_in_backward()
+        view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
+        if early:
+            flight.launch_known()
+        flight.agreement.start(self.backend, device, view, flight.where("agreement of the ranks on it"))
+        if flight.launched < len(self.buckets) or not early:
+            verdict = flight.agreement.wait()
+            self._report_equal_gradients(verdict)
+            flight.launch_all(self._clip(verdict) * unscale, verdict.average)
+        flight.finish()
+        for group in self.param_groups:
+            group["step"] += 1
+        self.after_step()
+        self._report_new_phases(phases)
+
+    def _follow(self, flight: Flight) -> None:
+        """Follows parameters that were moved, cast or unfrozen."""
+        if flight.launched and any(bucket.stale() for bucket in self.buckets):
+            raise ValueError(
+                "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
+                "them already; do it after step()"
+            )
+        if self.follow_parameters():
+            flight.buckets = list(self.buckets)
+
+    def _refusal(self, flight: Flight, early: bool, unscale: float) -> Exception | None:
+        """What forbids this step on this rank because buckets have started in backward, or would have."""
+        if early and unscale != 1:
+            return ValueError(
+                "overlap=True sends gradients before a GradScaler has unscaled them; train in bfloat16 without a "
+                "scaler, or create the optimizer with overlap=False"
+            )
+        try:
+            flight.check(self._attachment.copies if self._attachment is not None else 0)
+        except ValueError as error:
+            return error
+        return None
+
+    def _clip(self, verdict: Verdict) -> float:
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (verdict.norm + 1e-6))
+
+    def starts_in_backward(self) -> bool:
+        """Whether buckets of the next step start in backward: not where DDP averages the gradients first."""
+        if not self.overlap or self.backend.world_size == 1:
+            return False
+        return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
+
+    def accumulating(self) -> bool:
+        """Whether an attached DDP model is in its ``no_sync()``."""
+        return self._attachment is not None and self._attachment.accumulating()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
+
+        ::
+
+            for i, batch in enumerate(batches):
+                with optimizer.no_sync() if i < len(batches) - 1 else contextlib.nullcontext():
+                    (loss(batch) / len(batches)).backward()
+            optimizer.step()
+
+        Without overlap it does nothing.
+        """
+        return self._watching.holding() if self._watching is not None else nullcontext()
+
+    def _watch(self) -> None:
+        """Watches all parameters, if their gradients start buckets."""
+        if self.overlap and self.backend.world_size > 1:
+            self._watching = self._watching or Overlap(self)
+            self._watching.follow(self.buckets)
+
+    def name_of(self, p: Tensor) -> str:
+        """A parameter's name, where the optimizer was given (name, parameter) pairs, or its shape."""
+        for group in self.param_groups:
+            for q, name in zip(group["params"], group.get("param_names", ())):
+                if q is p:
+                    return name
+        return f"a parameter of shape {tuple(p.shape)}"
+
+    def flight(self) -> Flight:
+        """The step under way; a new one if none is."""
+        if self._flight is None:
+            self._flight = Flight(self)
+        return self._flight
+
+    def _local_view(self, params: list[Tensor], unscale: float, refused: Exception | None) -> LocalView:
         present = [p.grad is not None for p in params]
+        if refused is not None:
+            return LocalView(0.0, present, False, refused)
         try:
             checks.check_gradients(params)
         except ValueError as error:
@@ -213,25 +313,6 @@ class CommOptimizer(PackedOptimizer):
         square = square_norm([p.grad for p in fresh if p.grad is not None])
         square += sum(float(s) for s in averaged.values())
         return LocalView(square * unscale**2, present, any(id(p) in wanting for p in fresh))
-
-    def _run_buckets(self, params: list[Tensor], verdict: Verdict, unscale: float) -> None:
-        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (verdict.norm + 1e-6))
-        scale = clip * unscale
-        present = frozenset(id(p) for p, here in zip(params, verdict.present) if here)
-        phases = [self.phase_of(group) for group in self.param_groups]
-        groups = self.group_of()
-
-        def task(bucket: StateBucket) -> Iterator[Work]:
-            group = groups[id(bucket.params[0])]
-            return self.bucket_step(
-                bucket, group, Step(-scale if group["maximize"] else scale, present, verdict.average)
-            )
-
-        self.schedule(task(bucket) for bucket in self.buckets)
-        for group in self.param_groups:
-            group["step"] += 1
-        self.after_step()
-        self._report_new_phases(phases)
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
@@ -274,7 +355,8 @@ class CommOptimizer(PackedOptimizer):
         """Bytes that a float32 all-reduce of all trainable parameters would send on this rank."""
         return all_reduce_bytes(4 * sum(bucket.numel for bucket in self.buckets), self.backend.world_size)
 
-    def _skip(self, ranks: int) -> None:
+    def _skip(self, verdict: Verdict | None) -> None:
+        assert verdict is not None
         self.skipped_steps += 1
         n = self.skipped_steps
         if (
@@ -282,7 +364,7 @@ class CommOptimizer(PackedOptimizer):
         ):  # the 1st, 2nd, 4th, 8th ...: a run gone bad must not fill the disk
             logger.warning(
                 "%s: step skipped on all ranks: inf or NaN in the gradients of %d of %d ranks (%d skipped so far)",
-                type(self).__name__, ranks, self.backend.world_size, n,
+                type(self).__name__, verdict.non_finite, self.backend.world_size, n,
             )  # fmt: skip
 
     def _report_equal_gradients(self, verdict: Verdict) -> None:

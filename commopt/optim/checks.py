@@ -56,13 +56,20 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_common(compressor: Any, max_grad_norm: Any, bucket_mb: Any) -> None:
+def check_common(compressor: Any, max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
     """The arguments that all optimizers share."""
     if not isinstance(compressor, Compressor):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
-    check_positive("bucket_mb", bucket_mb)
+    if bucket_mb is not None:
+        check_positive("bucket_mb", bucket_mb)
+    check_bool("overlap", overlap)
+    if overlap and max_grad_norm is not None:
+        raise ValueError(
+            f"overlap=True and max_grad_norm={max_grad_norm} exclude each other: the norm is known only when backward "
+            "is over, and by then most gradients have been sent; leave one of them out"
+        )
 
 
 def check_params(params: Sequence[Tensor]) -> None:

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, Work, compressed_all_reduce
-from commopt.compress import Compressor
+from commopt.comm import Backend, Work, compressed_mean
+from commopt.compress import Compressor, Momentum
 from commopt.optim import checks
-from commopt.optim.base import CommOptimizer, Step
+from commopt.optim.base import CommOptimizer
+from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import adam_, frozen_adam_, scaled_gradient
 
@@ -71,8 +72,11 @@ class OneBitAdam(CommOptimizer):
             is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks and in both
             phases. It is not below the norm of the averaged gradient (which nobody knows in the compressed phase), and
             equals it if all g_i are equal.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0. A bucket costs one collective per step in warm-up and
-            two in the compressed phase.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for a 16th of the parameter group, but 1 to 25. A
+            bucket costs one collective per step in warm-up and two in the compressed phase.
+        overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
+            the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
+            a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
         process_group: a ProcessGroup or 1-d DeviceMesh; None is the default process group, or one rank where there
             is none.
         backend: a :class:`commopt.comm.Backend` instead.
@@ -96,7 +100,8 @@ class OneBitAdam(CommOptimizer):
         freeze_step: int | Literal["auto"] = "auto",
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
+        overlap: bool = False,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -116,6 +121,7 @@ class OneBitAdam(CommOptimizer):
             compressor=compressor,
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
+            overlap=overlap,
             process_group=process_group,
             backend=backend,
         )
@@ -140,20 +146,23 @@ class OneBitAdam(CommOptimizer):
         return "compressed" if frozen else "warmup"
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
         if self.phase_of(group) == "compressed":
             yield from self._share_momentum(bucket, group, now)
-            frozen_adam_(*self._operands(bucket, moving, variance_moves=False), group)
+            frozen_adam_(*self._operands(bucket, now, variance_moves=False), group)
             return
         if now.average:
             flat = bucket.pack_gradients(now.scale)
             yield self.backend.all_reduce(flat)
-            grads = [bucket.views(flat)[i] for i in moving]
+        yield now.agreed
+        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
+        if now.average:
+            views = bucket.views(flat)
+            grads = [views[i] for i in moving]
         else:
             grads = [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
         if bucket.feedback is not None:
             bucket.feedback.live = None
-        params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, moving, variance_moves=True)
+        params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
         adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
     def _share_momentum(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
@@ -161,21 +170,27 @@ class OneBitAdam(CommOptimizer):
         beta1 = group["betas"][0]
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
-        here = [(m, p.grad) for m, p in zip(bucket.views(momentum), bucket.params) if p.grad is not None]
-        for m, p in zip(bucket.views(momentum), bucket.params):
-            if p.grad is None:  # a gradient of 0
-                m.mul_(beta1)
-        ops.momentum_([m for m, _ in here], [g for _, g in here], beta1, (1 - beta1) * now.scale)
         if feedback.live is None:
             feedback.live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
             ops.pack_nonzero(bucket.buffers["exp_avg_sq"], feedback.live)
-        yield from compressed_all_reduce(momentum, feedback, self.compressor, self.backend)
+        world = self.backend.world_size
+        here = bucket.gradients()
+        mine = Momentum(momentum, [g for g, _ in here], [o for _, o in here], beta1, (1 - beta1) * now.scale)
+
+        def compress(wire: Tensor) -> None:
+            worker, after = feedback.worker_rows(world)
+            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(world), after)
+
+        wires = yield from compressed_mean(compress, feedback, self.compressor, self.backend)
+        yield now.agreed
+        feedback.commit()
+        self.compressor.decompress_live(wires, momentum.view(world, -1), feedback.live_rows(world))
 
     def _operands(
-        self, bucket: StateBucket, which: list[int], variance_moves: bool
+        self, bucket: StateBucket, now: Step, variance_moves: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
-        """x, m, v and the clocks of the parameters ``which``, after the clocks have ticked."""
-        params = [bucket.params[i] for i in which]
+        """x, m, v and the clocks of the parameters that move, after the clocks have ticked."""
+        params = [p for p in bucket.params if id(p) in now.present]
         states = [self.state[p] for p in params]
         for s in states:
             s["step"] += 1

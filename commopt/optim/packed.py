@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.bucket import Bucket, partition
+from commopt.bucket import Bucket, bucket_bytes, partition
 from commopt.comm import CountingBackend, resolve_backend
 from commopt.compress import Compressor, Feedback
 from commopt.optim.state import MERGED, RANK_LOCAL
@@ -38,6 +38,13 @@ class StateBucket(Bucket):
 
     feedback: Feedback | None = field(init=False, default=None)
 
+    def owed(self, rank: int) -> list[dict[str, Tensor]]:
+        """The residuals of each parameter on ``rank``, as views; empty on one rank."""
+        if self.feedback is None:
+            return []
+        workers, servers = self.views(self.feedback.worker), self.shares(self.feedback.server, rank)
+        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
+
 
 class PackedOptimizer(torch.optim.Optimizer):
     """State in buckets, saved and loaded without loss. Says nothing about steps."""
@@ -45,11 +52,10 @@ class PackedOptimizer(torch.optim.Optimizer):
     backend: CountingBackend
     compressor: Compressor
     max_grad_norm: float | None
-    bucket_mb: float
+    bucket_mb: float | None
+    overlap: bool
     skipped_steps: int
     buckets: list[StateBucket]
-    residuals: dict[Tensor, dict[str, Tensor]]
-    """What this rank's compression owes of each parameter, as views of its bucket's; empty with one rank."""
 
     residual_of = "exp_avg"
     """Name of the flat buffer whose compression leaves the residuals."""
@@ -57,6 +63,12 @@ class PackedOptimizer(torch.optim.Optimizer):
     def init_bucket(self, bucket: StateBucket) -> None:
         """Makes the flat buffers of a new bucket."""
         raise NotImplementedError
+
+    @property
+    def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
+        """What this rank's compression owes of each parameter, as views of its bucket's; empty with one rank."""
+        rank = self.backend.rank
+        return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed(rank))}
 
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""
@@ -69,11 +81,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         world = self.backend.world_size
         packed = {id(p) for bucket in self.buckets for p in bucket.params}
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
-        for run in partition(new, int(self.bucket_mb * 2**20)):
+        for run in partition(new, bucket_bytes(self.bucket_mb, new)):
             bucket = StateBucket(run, world)
             self.init_bucket(bucket)
             if world > 1:
-                bucket.feedback = Feedback.zeros(bucket.padded, world, bucket.dtype, bucket.device)
+                bucket.feedback = Feedback.zeros(bucket.padded, world, bucket.dtype, bucket.device, self.overlap)
             self.buckets.append(bucket)
             self._alias_state(bucket)
 
@@ -82,24 +94,21 @@ class PackedOptimizer(torch.optim.Optimizer):
         for i, p in enumerate(bucket.params):
             self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
-        if bucket.feedback is not None:
-            workers = bucket.views(bucket.feedback.worker)
-            servers = bucket.shares(bucket.feedback.server, self.backend.rank)
-            for p, worker, server in zip(bucket.params, workers, servers):
-                self.residuals[p] = {"worker_error": worker, "server_error": server}
 
-    def follow_parameters(self) -> None:
+    def follow_parameters(self) -> bool:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
-        that have become trainable."""
-        if any(bucket.stale() for bucket in self.buckets):
-            state = {p: {**entry, **self.residuals.get(p, {})} for p, entry in self.state.items()}
+        that have become trainable. Returns whether all buckets were made anew."""
+        moved = any(bucket.stale() for bucket in self.buckets)
+        if moved:
+            owed = self.residuals
+            state = {p: {**entry, **owed.get(p, {})} for p, entry in self.state.items()}
             self._rebuild(state, self._origin())
         for group in self.param_groups:
             self.make_buckets(group)
+        return moved
 
     def _rebuild(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         self.state = defaultdict(dict)
-        self.residuals = {}
         self.buckets = []
         for group in self.param_groups:
             self.make_buckets(group)
@@ -122,7 +131,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.backend.world_size > 1:
             rank, world_size, layout = self._origin()
             params = [p for group in self.param_groups for p in group["params"]]
-            owed = {i: _cloned(self.residuals[p]) for i, p in enumerate(params) if p in self.residuals}
+            residuals = self.residuals
+            owed = {i: _cloned(residuals[p]) for i, p in enumerate(params) if p in residuals}
             out["residuals"] = {"rank": rank, "world_size": world_size, "layout": layout, "state": owed}
         return out
 
@@ -217,19 +227,20 @@ class PackedOptimizer(torch.optim.Optimizer):
         here = self._origin()
         dropped: Any = False
         for bucket in self.buckets:
-            for i, p in enumerate(bucket.params):
+            mine: Sequence[Any] = bucket.owed(self.backend.rank) or [None] * len(bucket.params)
+            for i, (p, owed) in enumerate(zip(bucket.params, mine)):
                 worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
                 if worker is None or server is None:
                     dropped = dropped or self.state[p]["variance_step"] < self.state[p]["step"]
                     worker = server = torch.zeros(())
                 elif origin is not None and origin[0] == MERGED:
-                    worker, server = self._take_share(bucket, i, worker, server)
-                elif origin != here or server.numel() != self.residuals[p]["server_error"].numel():
+                    worker, server = self._take_share(bucket, i, owed, worker, server)
+                elif origin != here or owed is None or server.numel() != owed["server_error"].numel():
                     dropped = dropped or worker.any() or server.any()
                     worker = server = torch.zeros(())
-                if bucket.feedback is not None:
-                    self.residuals[p]["worker_error"].copy_(worker)
-                    self.residuals[p]["server_error"].copy_(server)
+                if owed is not None:
+                    owed["worker_error"].copy_(worker)
+                    owed["server_error"].copy_(server)
         keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
         if dropped and self.backend.world_size > 1 and self.backend.rank == int(keeps):  # one rank speaks for all
             logger.warning(
@@ -238,34 +249,39 @@ class PackedOptimizer(torch.optim.Optimizer):
                 type(self).__name__, origin, here,
             )  # fmt: skip
 
-    def _take_share(self, bucket: StateBucket, i: int, worker: Tensor, server: Tensor) -> tuple[Tensor, Tensor]:
+    def _take_share(
+        self, bucket: StateBucket, i: int, owed: dict[str, Tensor] | None, worker: Tensor, server: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """This rank's share of the residuals of all ranks of another world: the mean of the worker's, its chunk of the
         server's."""
         p = bucket.params[i]
-        if bucket.feedback is None:  # one rank compresses no more: what was owed is paid at once
+        if bucket.feedback is None or owed is None:  # one rank compresses no more: what was owed is paid at once
             self.state[p][self.residual_of].add_(worker.to(bucket.device)).add_(server.to(bucket.device).view(p.shape))
             return worker, server
         chunk = bucket.feedback.server.numel()
         start = min(max(self.backend.rank * chunk - bucket.offsets[i], 0), p.numel())
-        return worker, server[start : start + self.residuals[p]["server_error"].numel()]
+        return worker, server[start : start + owed["server_error"].numel()]
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
-    _SETTINGS = ("compressor", "max_grad_norm", "bucket_mb", "skipped_steps", "defaults", "param_groups")
+    _SETTINGS = ("compressor", "max_grad_norm", "bucket_mb", "overlap", "skipped_steps", "defaults", "param_groups")
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""
-        state = {p: _cloned({**entry, **self.residuals.get(p, {})}) for p, entry in self.state.items()}
+        owed = self.residuals
+        state = {p: _cloned({**entry, **owed.get(p, {})}) for p, entry in self.state.items()}
         return {**{k: getattr(self, k) for k in self._SETTINGS}, "state": state, "origin": self._origin()}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
         self.backend = CountingBackend(state.pop("backend", None) or resolve_backend())
-        self._attachment = None
-        self._reported_equal = False
-        self._ready = True
         super().__setstate__(state)
+        self._restart()
         self._rebuild(tensors, origin)
+
+    def _restart(self) -> None:
+        """Sets what is neither state nor setting."""
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
         new = type(self).__new__(type(self))

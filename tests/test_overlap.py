@@ -1,0 +1,412 @@
+"""overlap=True: the same bits as without it, really under way in backward, and clear about what it excludes."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
+
+from commopt import OneBitAdam
+from commopt.comm import CollectiveError, ThreadWorld
+from commopt.compress import Identity, Sign
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
+STEPS = 9
+
+
+class Used(Toy):
+    """A toy whose every trainable parameter gets a gradient, so that every bucket can start in backward."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.unused.requires_grad_(False)
+
+
+def optimizer_of(model: nn.Module, backend: Any, overlap: bool, **settings: Any) -> OneBitAdam:
+    return OneBitAdam(model.parameters(), backend=backend, overlap=overlap, **{**SETTINGS, **settings})
+
+
+def run_of(kind: type[Toy], overlap: bool, **settings: Any) -> Any:
+    """A function of a rank: trains, and returns parameters and the whole state."""
+
+    def run(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
+        model = kind()
+        optimizer = optimizer_of(model, backend, overlap, **settings)
+        train(model, optimizer, range(STEPS), backend.rank, backend.world_size)
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    return run
+
+
+# the same bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [Toy, Used])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compressor": Sign(block=16)},
+        {"compressor": Sign(None, norm="l1")},
+        {"compressor": Identity()},
+        {"maximize": True, "weight_decay": 0.1},
+        {"freeze_step": "auto", "betas": (0.9, 0.5)},
+        {"bucket_mb": None},
+    ],
+    ids=str,
+)
+def test_parameters_and_state_are_those_without_overlap(world_size, kind, settings):
+    plain = on_threads(world_size, run_of(kind, False, **settings))
+    overlapped = on_threads(world_size, run_of(kind, True, **settings))
+    for a, b in zip(plain, overlapped):
+        assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+    assert not same_bits(plain[0][0], params_of(kind()))
+
+
+def test_in_the_middle_of_a_run_a_state_goes_from_one_to_the_other():
+    def run(backend, first, second):
+        model = Used()
+        optimizer = optimizer_of(model, backend, first)
+        train(model, optimizer, range(6), backend.rank, 2)
+        other = Used()
+        other.load_state_dict(model.state_dict())
+        resumed = optimizer_of(other, backend, second)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(other, resumed, range(6, STEPS), backend.rank, 2)
+        return params_of(other), tensors_in(resumed.state_dict())
+
+    expected = on_threads(2, run_of(Used, False))
+    for first, second in [(False, True), (True, False), (True, True)]:
+        for a, b in zip(expected, on_threads(2, partial(run, first=first, second=second))):
+            assert same_bits(a[0], b[0])
+            assert same_bits(a[1], b[1])
+
+
+@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_on_one_rank_leaves_parameters_and_residuals_as_they_were(step, overlap):
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        for t in range(STEPS):
+            before = params_of(model), tensors_in(optimizer.state_dict())
+            model.zero_grad()
+            loss = model(tokens(t, backend.rank, 3))
+            (loss * float("nan") if t == step and backend.rank == 1 else loss).backward()
+            optimizer.step()
+            after = params_of(model), tensors_in(optimizer.state_dict())
+            assert same_bits(before[0], after[0]) == (t == step)
+            assert same_bits(before[1], after[1]) == (t == step)
+        assert optimizer.skipped_steps == 1
+        return params_of(model)
+
+    ranks = on_threads(3, run)
+    assert same_bits(ranks[0], ranks[1])
+    assert all(p.isfinite().all() for p in ranks[0])
+
+
+def test_a_gradient_that_one_rank_lacks():
+    def run(backend, overlap):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        for t in range(STEPS):
+            backward_without(model, t, backend, {model.weight} if backend.rank == t % 3 else set())
+            optimizer.step()
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    plain = on_threads(3, lambda b: run(b, False))
+    for a, b in zip(plain, on_threads(3, lambda b: run(b, True))):
+        assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+
+
+def backward_without(model: Toy, t: int, backend: Any, without: set[nn.Parameter]) -> None:
+    """A backward in which the parameters ``without`` take no part."""
+    model.zero_grad()
+    for p in without:
+        p.requires_grad_(False)
+    model(tokens(t, backend.rank, backend.world_size)).backward()
+    for p in without:
+        p.requires_grad_(True)
+
+
+# in backward ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_buckets_start_in_backward_and_all_but_the_last_have_gone_on():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        buckets = len(optimizer.buckets)
+        assert buckets >= 4
+        seen = []
+        for t in range(6):
+            calls = dict(optimizer.backend.total.calls)
+            backward(model, t, backend.rank, 2)
+            now = optimizer.backend.total.calls
+            seen.append({verb: now[verb] - calls.get(verb, 0) for verb in now})
+            optimizer.step()
+        assert seen[3]["all_reduce"] == buckets
+        assert seen[5] == {**dict.fromkeys(seen[5], 0), "all_to_all": buckets, "all_gather": buckets - 2}
+
+    on_threads(2, run)
+
+
+def test_without_overlap_nothing_is_sent_in_backward():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, False)
+        train(model, optimizer, range(6), backend.rank, 2)
+        before = dict(optimizer.backend.total.calls)
+        backward(model, 6, backend.rank, 2)
+        assert optimizer.backend.total.calls == before
+        optimizer.step()
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_accumulation_in_no_sync_sends_nothing_and_gives_the_same_bits(overlap):
+    def run(backend, overlap):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        for t in range(STEPS):
+            model.zero_grad()
+            first, second = tokens(t, backend.rank, 2).chunk(2)
+            before = dict(optimizer.backend.total.calls)
+            with optimizer.no_sync():
+                (model(first) / 2).backward()
+            assert optimizer.backend.total.calls == before
+            (model(second) / 2).backward()
+            assert (optimizer.backend.total.calls == before) == (not overlap)
+            optimizer.step()
+        return params_of(model)
+
+    for a, b in zip(on_threads(2, lambda b: run(b, overlap)), on_threads(2, run_of(Used, False))):
+        for p, q in zip(a, b[0]):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert same_bits(on_threads(2, lambda b: run(b, True))[0], on_threads(2, lambda b: run(b, False))[0])
+
+
+def test_a_parameter_without_gradient_is_reported_once_with_its_name(caplog):
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.named_parameters(), backend=backend, overlap=True, **SETTINGS)
+        train(model, optimizer, range(6), backend.rank, 2)
+
+    with caplog.at_level(logging.WARNING, "commopt"):
+        on_threads(2, run)
+    lines = [r.getMessage() for r in caplog.records if "overlap is lost" in r.getMessage()]
+    assert len(lines) == 1
+    assert "from bucket 0 of" in lines[0]
+    assert "unused had no gradient" in lines[0]
+
+
+def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors():
+    def calls(pieces: int) -> dict[str, int]:
+        def run(backend):
+            params = [nn.Parameter(torch.ones(1024 // pieces)) for _ in range(pieces)]
+            optimizer = OneBitAdam(params, freeze_step=1, backend=backend, overlap=True)
+            for _ in range(3):
+                optimizer.zero_grad()
+                sum((p * (backend.rank + 1.0)).sum() for p in params).backward()
+                optimizer.step()
+            by_verb = optimizer.comm_stats()["step"]["by_verb"]
+            return {verb: entry["calls"] for verb, entry in by_verb.items()}
+
+        return on_threads(2, run)[0]
+
+    assert calls(1) == calls(4) == calls(256) == {"all_to_all": 1, "all_reduce": 1, "all_gather": 1}
+
+
+def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
+    def sent(world_size: int) -> int:
+        def run(backend):
+            p = nn.Parameter(torch.ones(2**16))
+            optimizer = OneBitAdam([p], freeze_step=1, backend=backend)
+            for _ in range(3):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(backend.rank))
+                optimizer.step()
+            by_verb = optimizer.comm_stats()["step"]["by_verb"]
+            return by_verb["all_to_all"]["bytes"] + by_verb["all_gather"]["bytes"]
+
+        return on_threads(world_size, run)[0]
+
+    bits = 2**16 / 8 * (1 + 32 / 2048)
+    for world_size in range(2, 9):
+        assert sent(world_size) <= 2 * bits * (world_size - 1) / world_size + 2 * 16 * 8
+
+
+# what it excludes ----------------------------------------------------------------------------------------------------
+
+
+def broken_step(change: Any, error: type[Exception], message: str, others: str = "another rank", rank: int = 1) -> None:
+    """A step that ``change(model, optimizer)`` spoils on a rank raises on all and changes nothing; the next works."""
+
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        before = params_of(model), tensors_in(optimizer.state_dict())
+        backward(model, 6, backend.rank, 2)
+        mine = backend.rank == rank
+        step = (change(model, optimizer) if mine else None) or optimizer.step
+        with pytest.raises(error if mine else RuntimeError, match=message if mine else others):
+            step()
+        assert same_bits(before[0], params_of(model))
+        assert same_bits(before[1], tensors_in(optimizer.state_dict()))
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        train(model, optimizer, range(7, STEPS), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
+def test_a_closure():
+    broken_step(lambda m, o: lambda: o.step(lambda: None), ValueError, "step\\(\\) takes no closure")
+
+
+def test_clipping_between_backward_and_step():
+    def clip(model, optimizer):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    broken_step(clip, ValueError, "was changed between backward")
+
+
+def test_zero_grad_between_backward_and_step():
+    broken_step(lambda m, o: m.zero_grad(), ValueError, "was changed between backward")
+
+
+def test_another_beta_between_backward_and_step():
+    def change(model, optimizer):
+        optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+
+    broken_step(change, ValueError, "a parameter group changed between backward.*0.8")
+
+
+def test_a_grad_scaler():
+    def scale(model, optimizer):
+        optimizer.grad_scale = torch.tensor(1024.0)
+
+        def step():
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale
+
+        return step
+
+    broken_step(scale, ValueError, "before a GradScaler has unscaled them")
+
+
+def test_a_second_backward():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        before = params_of(model)
+        backward(model, 6, backend.rank, 2)
+        with pytest.raises(RuntimeError, match=r"one backward\(\) per step\(\).*optimizer.no_sync\(\)"):
+            model(tokens(7, backend.rank, 2)).backward()
+        assert same_bits(before, params_of(model))
+
+    on_threads(2, run)
+
+
+def test_clipping_inside_is_refused_at_construction_on_all_ranks():
+    def run(backend):
+        with pytest.raises(ValueError, match=r"overlap=True and max_grad_norm=1\.0 exclude each other"):
+            optimizer_of(Used(), backend, True, max_grad_norm=1.0 if backend.rank else None)
+
+    on_threads(2, run)
+
+
+def test_ranks_that_differ_in_overlap():
+    def run(backend):
+        with pytest.raises(ValueError, match="differ between ranks: rank 1"):
+            optimizer_of(Used(), backend, bool(backend.rank))
+
+    on_threads(2, run)
+
+
+def test_a_model_that_is_cast_between_backward_and_step():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        backward(model, 0, backend.rank, 2)
+        model.double()
+        with pytest.raises(ValueError, match="were moved or cast between backward"):
+            optimizer.step()
+
+    on_threads(2, run)
+
+
+# nothing hangs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overlap", "where"), [(False, "step 7, agreement of the ranks"), (True, "step 7, bucket 0 of")]
+)
+def test_a_rank_that_never_joins_is_an_error_that_names_step_and_bucket(overlap, where):
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        train(model, optimizer, range(6), backend.rank, 2)
+        if backend.rank == 0:
+            with pytest.raises(CollectiveError, match=where):
+                train(model, optimizer, range(6, 7), backend.rank, 2)
+
+    ThreadWorld(2, timeout=1.0).run(run)
+
+
+def test_unfreezing_on_one_rank_only_is_an_error_on_all():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        if backend.rank == 1:
+            model.unused.requires_grad_(True)
+        backward(model, 6, backend.rank, 2)
+        with pytest.raises(RuntimeError, match="different numbers of trainable parameters"):
+            optimizer.step()
+
+    on_threads(2, run)
+
+
+def test_unfreezing_on_all_ranks():
+    def run(backend, overlap):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap, freeze_step=4)
+        train(model, optimizer, range(3), backend.rank, 2)
+        model.frozen.requires_grad_(True)
+        for t in range(3, STEPS):
+            model.zero_grad()
+            (model(tokens(t, backend.rank, 2)) + (model.frozen**2).sum() * (1 + backend.rank)).backward()
+            optimizer.step()
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    for a, b in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+
+
+def test_an_optimizer_that_is_gone_leaves_no_working_hooks():
+    def run(backend):
+        model = Used()
+        train(model, optimizer_of(model, backend, True), range(2), backend.rank, 2)
+        other = optimizer_of(model, backend, False)
+        calls = backend.calls
+        backward(model, 2, backend.rank, 2)
+        assert backend.calls == calls
+        other.step()
+        assert backend.calls > calls
+
+    on_threads(2, run)
