@@ -88,31 +88,34 @@ class Job:
         The other ranks get ``grace`` seconds to fail by themselves.
         """
         deadline, code = time.monotonic() + (timeout or float("inf")), 0
-        while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < deadline:
-            if code == 0 and any(rank.returncode for rank in self.ranks):
-                code = self._report(grace)
+        while None in (codes := [rank.poll() for rank in self.ranks]) and time.monotonic() < deadline:
+            if code == 0 and any(codes):
+                code = failure(codes)
+                print(f"netbed: the others have {grace:g} s to end", file=sys.stderr)
                 deadline = min(deadline, time.monotonic() + grace)
             time.sleep(0.02)
-        if code == 0 and any(rank.returncode for rank in self.ranks):
-            code = self._report(0)
-        if code == 0 and any(rank.returncode is None for rank in self.ranks):
+        if code == 0 and any(codes):
+            code = failure(codes)
+        elif code == 0 and None in codes:
             print(f"netbed: not finished after {timeout:g} s; ended", file=sys.stderr)
             code = 124
         self.close()
         return code
-
-    def _report(self, grace: float) -> int:
-        number, code = next((i, rank.returncode) for i, rank in enumerate(self.ranks) if rank.returncode)
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-        alive = any(rank.returncode is None for rank in self.ranks)
-        print(f"netbed: rank {number} {how}" + (f"; the others have {grace:g} s" if alive else ""), file=sys.stderr)
-        return 128 - code if code < 0 else code
 
     def close(self) -> None:
         self.register.close()
         self.guard.wait()
         for rank in self.ranks:
             rank.wait()
+
+
+def failure(codes: list[int | None]) -> int:
+    """Exit code for the first of ``codes`` that is one of failure; says which rank it was."""
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    print(
+        f"netbed: rank {rank} " + (f"ended by signal {-code}" if code < 0 else f"exited with {code}"), file=sys.stderr
+    )
+    return 128 - code if code < 0 else code
 
 
 class Loopback:
