@@ -50,6 +50,10 @@ class BedError(Exception):
     """A bed that cannot be made; says what to change."""
 
 
+class NotRoot(BedError):
+    """This process may not make network namespaces."""
+
+
 def parse_rate(text: str) -> int | None:
     """Bits per second of "100mbit", "2.5gbit", ...; None for "none", which is unshaped."""
     if text == "none":
@@ -291,7 +295,7 @@ def new_namespace() -> int:
     with open("/proc/thread-self/ns/net") as home:
         if LIBC.unshare(CLONE_NEWNET):
             reason = os.strerror(ctypes.get_errno())
-            raise BedError(f"a network namespace needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN): {reason}")
+            raise NotRoot(f"a network namespace needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN): {reason}")
         try:
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         finally:

@@ -1,0 +1,372 @@
+#!/usr/bin/env python3
+"""What a training step costs on a network of a chosen speed, method against method in one run.
+
+    scripts/bench_network.py --hosts 2 --rate 100mbit,1gbit --methods none,ddp,ddp_powersgd4,onebit_adam
+    scripts/bench_network.py --hosts 2,3,4,8 --rate none --methods ddp,onebit_adam --rounds 2     # bytes per rank
+    scripts/bench_network.py --update-readme                                  # from benchmarks/network.json, no run
+
+A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
+same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
+step of a block is not counted. Seconds are from barrier to barrier, divided by the steps between; bytes are those that
+the NIC has counted in the same time, headers and acknowledgements included, mean of the hosts. OneBitAdam is in its
+compressed phase, PowerSGD past its warm-up. The bound is max(seconds of ``none``, bytes / rate): no order of
+communication and computation could be faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate, read_counters
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import commopt
+from commopt import ops
+from commopt.train.config import ModelConfig
+from commopt.train.models import GPT
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "benchmarks" / "network.json"
+WARMUP = 6  # steps of every method before anything is measured; what has a warm-up of its own is through it by then
+
+# methods: model -> (model to call, optimizer) -------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+
+
+def none(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    return model, adamw(model, **options)
+
+
+def ddp(model: nn.Module, hook: Callable[..., Any] | None = None, rank: int | None = None, **options: Any) -> Any:
+    wrapped = DistributedDataParallel(model)
+    if rank is not None:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped, adamw(model, **options)
+
+
+def onebit_adam(model: nn.Module, attached: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    wrapped = DistributedDataParallel(model) if attached else model
+    optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-5, weight_decay=0.01, freeze_step=3, **options)
+    if attached:
+        commopt.attach(wrapped, optimizer)
+    return wrapped, optimizer
+
+
+METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
+    "none": ("AdamW, no communication", none, {}),
+    "none_fused": ("AdamW(fused), no communication", none, {"fused": True}),
+    "ddp": ("DDP, AdamW", ddp, {}),
+    "ddp_fused": ("DDP, AdamW(fused)", ddp, {"fused": True}),
+    # DDP refuses bf16_compress_hook by its name without NCCL, though Gloo can sum bfloat16: hence the lambda
+    "ddp_bf16": (
+        "DDP, bf16 hook",
+        ddp,
+        {"hook": lambda *arguments: default_hooks.bf16_compress_hook(*arguments)},
+    ),
+    "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp, {"rank": 4}),
+    "onebit_adam": ("OneBitAdam", onebit_adam, {}),
+    "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
+    "onebit_adam_ddp": ("OneBitAdam attached to DDP", onebit_adam, {"attached": True}),
+    "onebit_adam_ddp_overlap": ("the same, overlap=True", onebit_adam, {"attached": True, "overlap": True}),
+}
+
+# a rank ---------------------------------------------------------------------------------------------------------------
+
+
+class Trainee:
+    """One method with its model: ``step()`` trains once on this rank's tokens."""
+
+    def __init__(self, name: str, spec: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        config = ModelConfig(layers=spec["layers"], width=spec["width"], heads=max(1, spec["width"] // 64))
+        model = GPT(config, spec["vocab"], spec["sequence"])
+        self.parameters = sum(p.numel() for p in model.parameters())
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.tokens = torch.randint(0, spec["vocab"], (spec["batch"], spec["sequence"]), generator=generator)
+        self.model, self.optimizer = METHODS[name][1](model, **METHODS[name][2])
+        self.count = 0
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.tokens, self.tokens).backward()
+        self.optimizer.step()
+
+    def warm_up(self, seconds: float) -> None:
+        """Past every warm-up; decides how many steps make a block of about ``seconds``."""
+        for _ in range(WARMUP):
+            self.step()
+        took, _, _ = measure(self.step, 2)
+        count = torch.tensor([max(1, min(50, round(seconds / took)))])
+        dist.broadcast(count, 0)
+        self.count = int(count)
+        if isinstance(self.optimizer, commopt.OneBitAdam) and dist.get_world_size() > 1:
+            assert self.optimizer.phase == "compressed"
+            assert self.optimizer.skipped_steps == 0
+
+
+def measure(step: Callable[[], None], count: int) -> tuple[float, float, float]:
+    """Seconds, bytes sent by this rank's NIC and collectives started, per step; over ``count`` of them between
+    barriers."""
+    nic, world = os.environ["GLOO_SOCKET_IFNAME"], dist.group.WORLD
+    dist.barrier()
+    started, sent, since = world._get_sequence_number_for_group(), read_counters(nic)["tx_bytes"], time.perf_counter()
+    for _ in range(count):
+        step()
+    dist.barrier()
+    seconds, sent = time.perf_counter() - since, read_counters(nic)["tx_bytes"] - sent
+    started = world._get_sequence_number_for_group() - started - 1  # a barrier is one
+    return seconds / count, sent / count, started / count
+
+
+def rank_main(spec: dict[str, Any], out: Path) -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    trainees = {name: Trainee(name, spec) for name in spec["methods"]}
+    for trainee in trainees.values():
+        trainee.warm_up(spec["seconds"])
+    blocks: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainees}
+    order = list(trainees)
+    for _ in range(spec["rounds"]):
+        for name in order:
+            trainees[name].step()
+            blocks[name].append(measure(trainees[name].step, trainees[name].count))
+        order.append(order.pop(0))  # nobody always follows the same one
+    methods = {}
+    for name, trainee in trainees.items():
+        seconds, sent, collectives = zip(*blocks[name])
+        total = torch.tensor(sent, dtype=torch.float64)
+        dist.all_reduce(total)
+        share = dist.get_world_size() if spec["bed"] == "namespaces" else spec["hosts"] * dist.get_world_size()
+        methods[name] = {
+            "seconds": seconds,
+            "bytes": (total / share).tolist(),
+            "collectives": statistics.median(collectives),
+            "steps_per_block": trainee.count,
+        }
+    if dist.get_rank() == 0:
+        facts = {"parameters": next(iter(trainees.values())).parameters, "providers": providers()}
+        out.write_text(json.dumps({"facts": facts, "methods": methods}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def providers() -> list[str]:
+    return sorted({by.get("cpu", by["default"]) for by in ops.report().values()})
+
+
+# a run: hosts, rate, model --------------------------------------------------------------------------------------------
+
+
+def make_bed(hosts: int, rate: str, args: argparse.Namespace) -> Loopback:
+    try:
+        return NetBed(hosts, parse_rate(rate), args.ranks_per_host, args.cores)
+    except NotRoot as error:
+        print(f"bench_network: {error}: ON LOOPBACK INSTEAD, WITHOUT ANY RATE", file=sys.stderr)
+        return Loopback(hosts, args.ranks_per_host, args.cores)
+
+
+def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
+    """All methods on one bed; what they took, summarised."""
+    shape = ("layers", "width", "vocab", "sequence", "batch")
+    spec: dict[str, Any] = {key: getattr(args, key) for key in (*shape, "methods", "rounds", "seconds")}
+    spec |= {"hosts": bed.hosts, "bed": "namespaces" if isinstance(bed, NetBed) else "loopback"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [sys.executable, __file__, "--rank", json.dumps(spec), str(out)]
+        with contextlib.closing(bed.start(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})) as job:
+            code = job.wait(args.timeout)
+        if code:
+            raise BedError(f"a rank failed; exit code {code}")
+        measured = json.loads(out.read_text())
+    return {
+        "hosts": bed.hosts,
+        "ranks_per_host": bed.ranks_per_host,
+        "cores_per_host": len(bed.cores[0]),
+        "cores": len(set().union(*bed.cores)),
+        "rate": rate,
+        "bed": spec["bed"],
+        "rounds": args.rounds,
+        **{key: spec[key] for key in shape},
+        **measured["facts"],
+        "methods": summarise(measured["methods"], bed, args.batch * args.sequence),
+    }
+
+
+def machine() -> dict[str, Any]:
+    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {
+        "cpu": cpu.partition(":")[2].strip(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "tcp": tcp,
+        "torch": torch.__version__,
+    }
+
+
+def summarise(methods: dict[str, Any], bed: Loopback, tokens: int) -> dict[str, Any]:
+    """Medians, quartiles and ratios of ``methods``. tokens: of one rank in one step."""
+    for method in methods.values():
+        seconds, nbytes = method["seconds"], statistics.median(method.pop("bytes"))
+        method["seconds_median"] = statistics.median(seconds)
+        method["seconds_quartiles"] = [torch.tensor(seconds).quantile(q).item() for q in (0.25, 0.75)]
+        method["tokens_per_second"] = tokens * bed.hosts * bed.ranks_per_host / method["seconds_median"]
+        method["bytes_per_host"] = nbytes
+        for other in ("none", "ddp"):
+            if other in methods:
+                ratios = [a / b for a, b in zip(seconds, methods[other]["seconds"])]
+                method[f"to_{other}"] = statistics.median(ratios)
+        if "none" in methods:
+            wire = 8 * nbytes / bed.rate if bed.rate else 0.0
+            method["bound_seconds"] = max(statistics.median(methods["none"]["seconds"]), wire)
+            method["to_bound"] = method["seconds_median"] / method["bound_seconds"]
+    return methods
+
+
+# reports --------------------------------------------------------------------------------------------------------------
+
+
+def title(run: dict[str, Any]) -> str:
+    ranks = "" if run["ranks_per_host"] == 1 else f" of {run['ranks_per_host']} ranks"
+    where = {"namespaces": run["rate"].replace("none", "unshaped"), "loopback": "LOOPBACK"}[run["bed"]]
+    return f"{run['hosts']} hosts{ranks} on {run['cores']} cores, {where}, {run['parameters'] / 1e6:.1f} M parameters"
+
+
+def cell(method: dict[str, Any], key: str) -> str:
+    return f"{method[key]:.2f}" if key in method else ""
+
+
+def table(run: dict[str, Any]) -> str:
+    """Markdown."""
+    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", "x none", "x DDP", "x bound"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
+    for name, m in run["methods"].items():
+        low, high = (1e3 * s for s in m["seconds_quartiles"])
+        cells = [METHODS[name][0], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
+        cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
+        cells += [f"{m['collectives']:g}", *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """A panel per run: seconds per step of every method, and the bound of each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from commopt.train.plot import BLUE, GREY, ORANGE
+
+    rows = max(len(run["methods"]) for run in runs)
+    figure = Figure(figsize=(6.2 * len(runs), 1.2 + 0.38 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        names = list(run["methods"])
+        methods = [run["methods"][name] for name in names]
+        ms = [1e3 * m["seconds_median"] for m in methods]
+        spread = [[1e3 * abs(m["seconds_quartiles"][i] - m["seconds_median"]) for m in methods] for i in (0, 1)]
+        colors = [BLUE if name.startswith("onebit") else GREY for name in names]
+        axes.barh(names, ms, xerr=spread, color=colors, ecolor="black", height=0.7)
+        for row, (m, value) in enumerate(zip(methods, ms)):
+            label = f" {value:.0f} ms" + (f", {m['to_none']:.2f} x none" if "to_none" in m else "")
+            axes.text(value + 1e3 * (m["seconds_quartiles"][1] - m["seconds_median"]), row, label, va="center")
+            if "bound_seconds" in m:
+                bound = 1e3 * m["bound_seconds"]
+                axes.plot([bound, bound], [row - 0.42, row + 0.42], color=ORANGE, linewidth=2.2)
+        axes.plot([], [], color=ORANGE, linewidth=2.2, label="bound: max(compute, bytes / rate)")
+        axes.set_title(title(run), fontsize=10)
+        axes.set_xlabel("ms per step")
+        axes.set_xlim(0, 1.45 * max(ms))
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    aside = path.with_name(f".{path.name}")
+    figure.savefig(aside, format="png")
+    aside.rename(path)
+
+
+def update_readme(runs: list[dict[str, Any]], readme: Path) -> None:
+    """Replaces what stands between the two markers."""
+    begin, end = "<!-- network: made by scripts/bench_network.py --update-readme -->", "<!-- /network -->"
+    before, found, rest = readme.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise BedError(f"{readme} has no {begin} ... {end}")
+    parts = [f"**{title(run)}**\n\n{table(run)}\n" for run in runs]
+    readme.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"{end}{after}")
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", default="2", help="numbers of hosts, with commas (default: 2)")
+    parser.add_argument("--rate", default="100mbit,1gbit", help='rates, with commas; "none" is unshaped')
+    parser.add_argument("--methods", default=",".join(METHODS), help=f"with commas; of {', '.join(METHODS)}")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=2, help="samples of each rank in a step (default: 2)")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of every method (default: 8)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="aim for the length of a block (default: 0.5)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a run is ended")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--png", type=Path, help="draw the runs into this file")
+    parser.add_argument("--update-readme", action="store_true", help=f"its tables from {FIGURES.name}; no run")
+    args = parser.parse_args()
+    try:
+        args.hosts = [int(hosts) for hosts in args.hosts.split(",")]
+    except ValueError:
+        parser.error(f"--hosts {args.hosts}: expected integers with commas between")
+    args.rate, args.methods = args.rate.split(","), args.methods.split(",")
+    for name in args.methods:
+        if name not in METHODS:
+            parser.error(f"method {name!r}: expected some of {', '.join(METHODS)}")
+    exit_on_signals()
+    try:
+        if args.update_readme:
+            runs = json.loads(FIGURES.read_text())["runs"]
+            update_readme(runs, ROOT / "README.md")
+        else:
+            runs = []
+            for hosts, rate in itertools.product(args.hosts, args.rate):
+                with make_bed(hosts, rate, args) as bed:
+                    runs.append(run(bed, args, rate))
+                print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n", flush=True)
+    except BedError as error:
+        print(f"bench_network: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    if args.png:
+        draw(runs, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
