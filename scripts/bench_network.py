@@ -56,14 +56,20 @@ def none(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
     return model, adamw(model, **options)
 
 
-def ddp(model: nn.Module, hook: Callable[..., Any] | None = None, rank: int | None = None, **options: Any) -> Any:
+def ddp(model: nn.Module, hook: Callable[..., Any] | None = None, **options: Any) -> tuple[nn.Module, Any]:
     wrapped = DistributedDataParallel(model)
-    if rank is not None:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif hook is not None:
+    if hook is not None:
         wrapped.register_comm_hook(None, hook)
     return wrapped, adamw(model, **options)
+
+
+def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
+    """One bucket: the hook starts collectives from callbacks, whose order over several buckets differs between the
+    ranks over Gloo, which ends the run."""
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1 << 14)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped, adamw(model)
 
 
 def onebit_adam(model: nn.Module, attached: bool = False, **options: Any) -> tuple[nn.Module, Any]:
@@ -85,7 +91,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         ddp,
         {"hook": lambda *arguments: default_hooks.bf16_compress_hook(*arguments)},
     ),
-    "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp, {"rank": 4}),
+    "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp_powersgd, {"rank": 4}),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),
     "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
     "onebit_adam_ddp": ("OneBitAdam attached to DDP", onebit_adam, {"attached": True}),
