@@ -9,6 +9,7 @@ import ctypes.util
 import logging
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from commopt import ops
 from commopt.ops import native, reference
 
-ISAS = ["avx512", "avx2", "plain"]
+ISAS = ["neon", "plain"] if platform.machine() in ("aarch64", "arm64") else ["avx512", "avx2", "plain"]
 BLOCKS = [0, 8, 16, 24, 64, 2048]
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 FLAVOURS = ["normal", "zeros", "signed zeros", "denormal", "huge", "sparse"]
@@ -232,7 +233,7 @@ def test_no_scale_is_lost_when_ranks_outnumber_one_call(isa):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_large_outputs_are_streamed_right(isa, offset):
-    n = 2**23 + 37  # past the size from which stores bypass the caches; offset 1: not on a cache line
+    n = 2**18 + 37  # past the size from which stores bypass the caches; offset 1: not on a cache line
     wire = torch.randint(0, 256, (2, ops.sign_nbytes(n, 4096)), dtype=torch.uint8)
     wire[:, : 4 * -(-n // 4096)].view(torch.float32).uniform_(0.5, 1)
     out = torch.empty(n + offset)[offset:]
@@ -433,6 +434,42 @@ def test_frozen_adam(isa, provider, dtype):
         assert bool(((p.double() - e).abs() <= room + torch.finfo(dtype).eps / 2 * e.abs() * 1.01 + 1e-8).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("block", [0, 8, 2048])
+@pytest.mark.parametrize("n", [2001, 2**18 + 5])  # the momentum of the second bypasses the caches
+def test_decompression_and_frozen_adam_in_one_equal_the_two(isa, threads, n, block, dtype):
+    threads(2)
+    sizes = [1, 0, 1500, 700, 16, 12_345, 2**17]
+    wire = new_wire(2, n, block)
+    ops.sign_compress(torch.randn(2, n, dtype=dtype), wire, block, 2)
+    live = torch.randint(0, 256, (2, (n + 7) // 8), dtype=torch.uint8)
+    ps, offsets, at = [], [], 7
+    for i, size in enumerate(s for s in sizes if s < n):
+        p = torch.randn(size)
+        ps.append(p.bfloat16() if i % 2 else p)
+        offsets.append(at)
+        at += size + i % 3 * 10
+    steps, corrections = [0.1 * (i + 1) for i in range(len(ps))], [0.3 + 0.1 * i for i in range(len(ps))]
+    m, v = torch.empty(2, 2 * n, dtype=dtype), torch.rand(2 * n, dtype=dtype)
+    v[::3] = 0.0
+    for more, mask in (([], None), ([torch.randn(8, 6).t(), torch.randn(9).half()], live)):
+        mine = [p.clone() for p in ps] + more  # what no kernel reads too
+        same, places = [p.clone() for p in mine], [*offsets, at, at + 48][: len(mine)]
+        factors = [*steps, 0.1, 0.2][: len(mine)], [*corrections, 0.5, 0.6][: len(mine)]
+        versions = [p._version for p in mine]
+        ops.sign_decompress_adam_(wire, m[0], v, mine, places, *factors, 1e-8, 0.99, block, mask)
+        ops.sign_decompress(wire, m[1].view(2, n), block, mask)
+        views = [[flat[o : o + p.numel()].view(p.shape) for p, o in zip(mine, places)] for flat in (m[1], v)]
+        ops.frozen_adam_apply_(same, *views, *factors, 1e-8, 0.99)
+        assert bits_equal(m[0], m[1])
+        assert all(bits_equal(p.contiguous(), q.contiguous()) for p, q in zip(mine, same))
+        assert all(p._version > version for p, version in zip(mine, versions))
+        before = [p.clone() for p in ps]
+        ops.sign_decompress_adam_(wire, m[0], v, [], [], [], [], 1e-8, 0.99, block, mask)
+        assert bits_equal(m[0], m[1])
+        assert all(bits_equal(p, q) for p, q in zip(ps, before))
+
+
 def test_frozen_adam_rounds_to_even_once(isa):
     # 1 + 2^-8 lies between the bfloat16 numbers 1 and 1 + 2^-7, 1 + 3 * 2^-8 between 1 + 2^-7 and 1 + 2^-6.
     p = torch.zeros(48, dtype=torch.bfloat16)
@@ -475,6 +512,10 @@ def op_arguments() -> dict[str, tuple]:
         ),
         "sign_reduce": (wire, flat, torch.empty(37), row[0].clone(), 16, 2, bits),
         "sign_decompress": (wire, x, 16, live),
+        "sign_decompress_adam_": (
+            *(wire, torch.empty(74), torch.rand(74), [flat, other.bfloat16()], [0, 37], [0.1, 0.2], [0.5, 0.6]),
+            *(1e-8, 0.9, 16, live),
+        ),
         "sign_decompress_mean": (wire, flat, 16),
         "pack_nonzero": (flat, bits),
         "zero_dead_": (flat, bits),
@@ -510,6 +551,12 @@ def compress_momentum(**wrong):
     right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 0.9, "alpha": 0.1, "error": torch.ones(16)}
     right |= {"new_error": torch.ones(16), "wire": new_wire(2, 8, 0), "block": 0, "norm": 2}
     ops.sign_compress_momentum(**(right | wrong))
+
+
+def decompress_adam(**wrong):
+    right = {"wire": new_wire(2, 8, 0), "exp_avg": torch.ones(16), "exp_avg_sq": torch.ones(16), "offsets": [3]}
+    right |= {"params": [torch.ones(4)], "step_sizes": [0.1], "sqrt_bias_corrections2": [0.5]}
+    ops.sign_decompress_adam_(**(right | {"eps": 1e-8, "decay": 1.0, "block": 0} | wrong))
 
 
 def reduce(**wrong):
@@ -560,6 +607,15 @@ def reduce(**wrong):
         (lambda: compress_momentum(block=9), "multiple of 8, got 9"),
         (lambda: compress_momentum(live=torch.ones(2, dtype=U8)), "live"),
         (lambda: compress_momentum(grads=[torch.ones(9)], offsets=[8]), "16 elements .*17"),
+        (lambda: decompress_adam(wire=new_wire(3, 8, 0)), "share the 16 elements equally"),
+        (lambda: decompress_adam(exp_avg=torch.ones(2, 8)), "exp_avg .*1 dimensions"),
+        (lambda: decompress_adam(exp_avg_sq=torch.ones(16, dtype=F64)), "exp_avg_sq .*float64"),
+        (lambda: decompress_adam(step_sizes=[]), r"same length, got lengths \(1, 0, 1\)"),
+        (lambda: decompress_adam(sqrt_bias_corrections2=[]), r"same length, got lengths \(1, 1, 0\)"),
+        (lambda: decompress_adam(offsets=[]), "params and offsets .*length, got 1 and 0"),
+        (lambda: decompress_adam(offsets=[13]), "16 elements .*17"),
+        (lambda: decompress_adam(params=[torch.ones(4, dtype=torch.int32)]), "params .*int32"),
+        (lambda: decompress_adam(live=torch.ones(2, dtype=U8)), "live"),
         (lambda: reduce(wires=torch.empty(0, 16, dtype=U8)), "at least one rank"),
         (lambda: reduce(wires=torch.empty(2, 16)), "wires .*float32"),
         (lambda: reduce(error=torch.ones(1, 8)), "error .*1 dimensions"),
@@ -583,7 +639,7 @@ def reduce(**wrong):
         (lambda: ops.momentum(torch.ones(8)[::2], [], [], 0.9, 0.1, torch.ones(4)), "m .*strided"),
         (lambda: momentum_of([torch.ones(3)], [2]), "4 elements .*5"),
         (lambda: momentum_of([torch.ones(1)], [-1]), "got -1"),
-        (lambda: momentum_of([torch.ones(2), torch.ones(1)], [0, 1]), "got 1 after a gradient that ends at 2"),
+        (lambda: momentum_of([torch.ones(2), torch.ones(1)], [0, 1]), "got 1 after a tensor that ends at 2"),
         (lambda: momentum_of([torch.ones(2, dtype=torch.int32)], [0]), "int32"),
         (lambda: momentum_of([torch.ones(2, device="meta")], [0]), "meta"),
         (lambda: ops.momentum_([torch.ones(2)], [], 0.9, 0.1), "length, got 1 and 0"),

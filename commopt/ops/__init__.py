@@ -40,6 +40,7 @@ __all__ = [
     "sign_compress_momentum",
     "sign_compress_with_feedback",
     "sign_decompress",
+    "sign_decompress_adam_",
     "sign_decompress_mean",
     "sign_nbytes",
     "sign_reduce",
@@ -160,12 +161,11 @@ def sign_compress_momentum(
         ValueError: a shape, dtype, device, layout, offset, block or norm is not as above.
     """
     _check_real("m", m, 1)
-    if wire.dim() != 2 or wire.shape[0] == 0 or m.shape[0] % wire.shape[0]:
-        raise ValueError(f"wire must have rows that share the {m.shape[0]} elements equally, got {_describe(wire)}")
-    _check_rows(wire, wire.shape[0], m.shape[0] // wire.shape[0], block, norm, live, m.device)
+    _check_norm(norm)
+    _check_shared_rows(wire, m, block, live)
     _check_like("error", error, m.shape, m.dtype, m.device)
     _check_like("new_error", new_error, m.shape, m.dtype, m.device)
-    _check_gradients(grads, offsets, m)
+    _check_runs("grads", grads, offsets, m)
     _ops.sign_compress_momentum.default(m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live)
 
 
@@ -221,10 +221,48 @@ def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None =
     """
     _check_real("out", out, 2)
     rows, n = out.shape
-    _check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, out.device)
-    if live is not None:
-        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, out.device)
+    _check_rows(wire, rows, n, block, live, out.device)
     _ops.sign_decompress.default(wire, out, block, live)
+
+
+def sign_decompress_adam_(
+    wire: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    offsets: Sequence[int],
+    step_sizes: Sequence[float],
+    sqrt_bias_corrections2: Sequence[float],
+    eps: float,
+    decay: float,
+    block: int,
+    live: Tensor | None = None,
+) -> None:
+    """:func:`sign_decompress` to the momentum, then :func:`frozen_adam_apply_`, in one pass and to the same bits.
+
+    Args:
+        wire: (r, sign_nbytes(n, block)) uint8, contiguous, r >= 1.
+        exp_avg: m, (r n,) float32 or float64, contiguous, seen as r rows of n; all of it is written.
+        exp_avg_sq: v, like m; unchanged.
+        params: p, of any shape, floating dtype and layout; changed in place.
+        offsets: for each of them the element of m and v where it starts; ascending, without overlap.
+        step_sizes, sqrt_bias_corrections2, eps, decay: as for :func:`frozen_adam_apply_`.
+        block: as it was for compression.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all; m is 0 at the others.
+
+    Raises:
+        ValueError: the lists differ in length, or a shape, dtype, device, layout, offset or block is not as above.
+    """
+    _check_real("exp_avg", exp_avg, 1)
+    _check_like("exp_avg_sq", exp_avg_sq, exp_avg.shape, exp_avg.dtype, exp_avg.device)
+    _check_shared_rows(wire, exp_avg, block, live)
+    _check_runs("params", params, offsets, exp_avg)
+    if not len(params) == len(step_sizes) == len(sqrt_bias_corrections2):
+        lengths = len(params), len(step_sizes), len(sqrt_bias_corrections2)
+        raise ValueError(f"all lists must have the same length, got lengths {lengths}")
+    _ops.sign_decompress_adam_.default(
+        wire, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps, decay, block, live
+    )
 
 
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -319,7 +357,7 @@ def momentum(
     """
     _check_real("m", m, 1)
     _check_like("out", out, m.shape, m.dtype, m.device)
-    _check_gradients(grads, offsets, m)
+    _check_runs("grads", grads, offsets, m)
     _ops.momentum.default(m, grads, offsets, beta, alpha, out)
 
 
@@ -407,30 +445,37 @@ def _check_norm(norm: int) -> None:
         raise ValueError(f"norm must be 1 or 2, got {norm}")
 
 
-def _check_rows(
-    wire: Tensor, rows: int, n: int, block: int, norm: int, live: Tensor | None, device: torch.device
-) -> None:
-    _check_norm(norm)
+def _check_rows(wire: Tensor, rows: int, n: int, block: int, live: Tensor | None, device: torch.device) -> None:
     _check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, device)
     if live is not None:
         _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
 
 
+def _check_shared_rows(wire: Tensor, flat: Tensor, block: int, live: Tensor | None) -> None:
+    n = flat.shape[0]
+    if wire.dim() != 2 or wire.shape[0] == 0 or n % wire.shape[0]:
+        raise ValueError(f"wire must have rows that share the {n} elements equally, got {_describe(wire)}")
+    _check_rows(wire, wire.shape[0], n // wire.shape[0], block, live, flat.device)
+
+
 def _check_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None) -> None:
     _check_real("x", x, 2)
     rows, n = x.shape
-    _check_rows(wire, rows, n, block, norm, live, x.device)
+    _check_norm(norm)
+    _check_rows(wire, rows, n, block, live, x.device)
 
 
-def _check_gradients(grads: Sequence[Tensor], offsets: Sequence[int], m: Tensor) -> None:
-    if len(grads) != len(offsets):
-        raise ValueError(f"grads and offsets must have the same length, got {len(grads)} and {len(offsets)}")
-    end = 0
-    for g, offset in zip(grads, offsets):
-        if not g.is_floating_point() or g.device != m.device:
-            raise ValueError(f"grads must be floating and on {m.device}, got {_describe(g)}")
+def _check_runs(name: str, tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> None:
+    if len(tensors) != len(offsets):
+        raise ValueError(f"{name} and offsets must have the same length, got {len(tensors)} and {len(offsets)}")
+    end, device = 0, flat.device
+    for x, offset in zip(tensors, offsets):
+        if not x.is_floating_point() or x.device != device:
+            raise ValueError(f"{name} must be floating and on {device}, got {_describe(x)}")
         if offset < end:
-            raise ValueError(f"offsets must ascend without overlap, got {offset} after a gradient that ends at {end}")
-        end = offset + g.numel()
-    if end > m.shape[0]:
-        raise ValueError(f"gradients must lie within the {m.shape[0]} elements of m, got one that ends at {end}")
+            raise ValueError(f"offsets must ascend without overlap, got {offset} after a tensor that ends at {end}")
+        end = offset + x.numel()
+    if end > flat.shape[0]:
+        raise ValueError(
+            f"{name} must lie within the {flat.shape[0]} elements of the buffer, got one that ends at {end}"
+        )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.ops import catalogue, reference
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sign_reduce": [_P, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
     "sign_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32],
     "sign_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32],
+    "sign_decompress_adam": [_P, _P, _P, _P, _P, _I64, _P, _F32, _F32, _I64, _I64, _I64, _I32],
     "pack_nonzero": [_P, _P, _I64, _I32],
     "zero_dead": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
@@ -113,12 +114,12 @@ def _sign_compress_momentum(
     norm: int,
     live: Tensor | None = None,
 ) -> None:
-    if not _all_float32(m, grads):
+    readable = _readable(grads) if m.dtype == torch.float32 else None
+    if readable is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
         )
-    runs, _kept = _gradients(grads, offsets)
-    rows = wire.shape[0]
+    runs, rows = _runs(readable, offsets), wire.shape[0]
     pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
     shape = rows, m.shape[0] // rows, block, norm
     _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
@@ -137,6 +138,32 @@ def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None 
     if out.dtype != torch.float32:
         return reference.sign_decompress(wire, out, block, live)
     _call("sign_decompress", wire.data_ptr(), out.data_ptr(), _pointer(live), *out.shape, block)
+
+
+def _sign_decompress_adam_(
+    wire: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: list[Tensor],
+    offsets: list[int],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+    block: int,
+    live: Tensor | None = None,
+) -> None:
+    rows = wire.shape[0]
+    if exp_avg.dtype != torch.float32 or not all(_float32_or_bfloat16(p) for p in params):
+        _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
+        ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
+        return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
+    runs = _runs(params, offsets)
+    factors = array("f", (x for pair in zip(step_sizes, sqrt_bias_corrections2) for x in pair))
+    pointers = wire.data_ptr(), _pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
+    shape = rows, exp_avg.shape[0] // rows, block
+    _call("sign_decompress_adam", *pointers, len(params), _address(factors), eps, decay, *shape)
+    torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_
 
 
 def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -171,7 +198,7 @@ def _address(values: array[Any]) -> int:
 
 
 def _float32_or_bfloat16(x: Tensor) -> bool:
-    return (x.dtype == torch.float32 or x.dtype == torch.bfloat16) and x.is_contiguous()
+    return x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous()
 
 
 def _float32(x: Tensor) -> bool:
@@ -190,27 +217,28 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
     return total
 
 
-def _gradients(grads: list[Tensor], offsets: list[int]) -> tuple[array[int], list[Tensor]]:
-    """What ``struct Gradient`` in momentum.hpp says, and the tensors that it points into.
-
-    Gradients that the kernel cannot read, of other layouts or float16, are copied to float32, which is exact.
-    """
-    kept = [g if _float32_or_bfloat16(g) else g.to(torch.float32).contiguous() for g in grads]
+def _runs(tensors: list[Tensor], offsets: list[int]) -> array[int]:
+    """What ``struct Run`` in runs.hpp says of tensors that :func:`_float32_or_bfloat16` allows."""
     numbers = array("q")
-    for g, offset in zip(kept, offsets):
-        numbers.extend((offset, g.numel(), g.dtype == torch.bfloat16, g.data_ptr()))
-    return numbers, kept
+    for x, offset in zip(tensors, offsets):
+        numbers.extend((offset, x.numel(), x.dtype is torch.bfloat16, x.data_ptr()))
+    return numbers
 
 
-def _all_float32(m: Tensor, grads: list[Tensor]) -> bool:
-    """Whether the arithmetic of momentum is all in float32."""
-    return m.dtype == torch.float32 and all(g.dtype != torch.float64 for g in grads)
+def _readable(grads: list[Tensor]) -> list[Tensor] | None:
+    """``grads``, where the kernels cannot read them copied to float32; None where that is not exact."""
+    if all(_float32_or_bfloat16(g) for g in grads):
+        return grads
+    if any(g.dtype == torch.float64 for g in grads):
+        return None
+    return [g if _float32_or_bfloat16(g) else g.to(torch.float32).contiguous() for g in grads]
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
-    if not _all_float32(m, grads):
+    readable = _readable(grads) if m.dtype == torch.float32 else None
+    if readable is None:
         return reference.momentum(m, grads, offsets, beta, alpha, out)
-    runs, _kept = _gradients(grads, offsets)
+    runs = _runs(readable, offsets)
     _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
 
@@ -256,6 +284,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "sign_reduce": _sign_reduce,
     "sign_decompress": _sign_decompress,
     "sign_decompress_mean": _sign_decompress_mean,
+    "sign_decompress_adam_": _sign_decompress_adam_,
     "pack_nonzero": _pack_nonzero,
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,

@@ -124,6 +124,29 @@ def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None =
             out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
 
 
+def views(flat: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
+    """The places of ``tensors`` in ``flat``, shaped like them."""
+    return [flat[offset : offset + t.numel()].view(t.shape) for t, offset in zip(tensors, offsets)]
+
+
+def sign_decompress_adam_(
+    wire: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: list[Tensor],
+    offsets: list[int],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+    block: int,
+    live: Tensor | None = None,
+) -> None:
+    sign_decompress(wire, exp_avg.view(wire.shape[0], -1), block, live)
+    ms, vs = views(exp_avg, params, offsets), views(exp_avg_sq, params, offsets)
+    frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
+
+
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
     n, world = out.shape[0], wire.shape[0]
     if n == 0:
@@ -154,8 +177,8 @@ def square_sum(xs: list[Tensor]) -> Tensor:
 
 def momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
     torch.mul(m, beta, out=out)
-    for g, offset in zip(grads, offsets):
-        out[offset : offset + g.numel()].view(g.shape).add_(g, alpha=alpha)
+    for place, g in zip(views(out, grads, offsets), grads):
+        place.add_(g, alpha=alpha)
 
 
 def momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:

@@ -41,6 +41,7 @@ inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_p
 inline F16 multiply_add(F16 a, F16 b, F16 c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline F16 magnitude(F16 x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
@@ -90,7 +91,6 @@ inline void add_values(D16& sums, F16 x) {
 }  // namespace
 }  // namespace commopt
 
-#define COMMOPT_FUSED 1
 #include "segments.inc"
 
 namespace commopt {

@@ -4,7 +4,7 @@
 #include "kernels.hpp"
 
 // Changes with every signature of an exported function; commopt/ops/native.py states the same number.
-#define COMMOPT_ABI_VERSION 2
+#define COMMOPT_ABI_VERSION 3
 
 namespace commopt {
 namespace {
@@ -32,6 +32,9 @@ const Choice choices[] = {
 #if COMMOPT_X86
     {"avx512", &kernels_avx512, has_avx512()},
     {"avx2", &kernels_avx2, has_avx2()},
+#endif
+#if COMMOPT_NEON
+    {"neon", &kernels_neon, true},
 #endif
     {"plain", &kernels_plain, true},
 };

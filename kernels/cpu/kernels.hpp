@@ -1,8 +1,8 @@
 // What an instruction set provides: functions on one run of elements, on one thread.
 //
-// Each of avx512.cpp, avx2.cpp and plain.cpp defines 16-wide vectors and compiles segments.inc with them; dispatch.cpp
-// chooses one table at run time. Everything above (blocks, rows, lists, threads) is written once, in sign.cpp and
-// lists.cpp. Sums run over 16 lanes in every table, so that all tables give the same bits.
+// Each of avx512.cpp, avx2.cpp, neon.cpp and plain.cpp defines 16-wide vectors and compiles segments.inc with them;
+// dispatch.cpp chooses one table at run time. Everything above (blocks, rows, lists, threads) is written once, in
+// sign.cpp and lists.cpp. Sums run over 16 lanes in every table, so that all tables give the same bits.
 //
 // An output may be one of the inputs of the same type, element for element; there is no other overlap.
 // stream: bypass the caches; parallel_for waits for such stores.
@@ -21,8 +21,8 @@ struct Partial {
 constexpr int kMaxRanks = 64;  // ranks that one call of decode_mean adds up
 
 struct Kernels {
-    // z = x + e; signs -> bits; returns sum z^2 (norm 2) or sum |z| (norm 1). e and z null: x itself, and z is not kept.
-    // live may be null, here and below. bits and live start at a whole byte.
+    // z = x + e; signs -> bits; returns sum z^2 (norm 2) or sum |z| (norm 1). e and z null: x itself, and z is not
+    // kept. live may be null, here and below. bits and live start at a whole byte.
     Partial (*encode)(const float* x, const float* e, const uint8_t* live, float* z, uint8_t* bits, int64_t n,
                       int norm);
     // out = z - s or z + s, towards zero; dead elements 0.
@@ -49,6 +49,9 @@ struct Kernels {
 #define COMMOPT_X86 1
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx2;
+#elif defined(__aarch64__)
+#define COMMOPT_NEON 1
+extern const Kernels kernels_neon;
 #endif
 extern const Kernels kernels_plain;
 

@@ -2,8 +2,8 @@
 #include <cstdlib>
 
 #include "kernels.hpp"
-#include "momentum.hpp"
 #include "parallel.hpp"
+#include "runs.hpp"
 
 namespace commopt {
 namespace {
@@ -88,12 +88,12 @@ int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, in
     return 0;
 }
 
-int commopt_momentum(const float* m, const Gradient* grads, int64_t count, float beta, float alpha, float* out,
+int commopt_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha, float* out,
                      int64_t n, int32_t threads) {
     const Momentum momentum = {m, grads, count, beta, alpha};
     parallel_for((n + kTask - 1) / kTask, n, threads, [&](int64_t task) {
         const int64_t start = task * kTask;
-        momentum(start, n - start < kTask ? n : start + kTask, out + start);
+        momentum.write(start, n - start < kTask ? n : start + kTask, out + start);
     });
     return 0;
 }

@@ -46,7 +46,20 @@ inline F16 sub(const F16& a, const F16& b) {
 inline F16 mul(const F16& a, const F16& b) {
     return each([&](int i) { return a.part[i] * b.part[i]; });
 }
-inline F16 multiply_add(const F16& a, const F16& b, const F16& c) { return add(mul(a, b), c); }
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+inline F16 multiply_add(const F16& a, const F16& b, const F16& c) {
+    F16 sum;
+    for (int i = 0; i < 16; ++i) {
+        sum.part[i / 4][i % 4] = multiply_add(a.part[i / 4][i % 4], b.part[i / 4][i % 4], c.part[i / 4][i % 4]);
+    }
+    return sum;
+}
 inline F16 magnitude(const F16& x) {
     return each([&](int i) { return F4(I4(x.part[i]) & 0x7FFFFFFF); });
 }
@@ -84,7 +97,6 @@ inline void add_values(D16& sums, const F16& x) {
 }  // namespace
 }  // namespace commopt
 
-#define COMMOPT_FUSED 0
 #include "segments.inc"
 
 namespace commopt {

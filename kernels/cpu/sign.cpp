@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "kernels.hpp"
-#include "momentum.hpp"
 #include "parallel.hpp"
+#include "runs.hpp"
 
 namespace commopt {
 namespace {
@@ -14,8 +14,9 @@ namespace {
 // blocks are cut at multiples of it: partial sums are added in order, whoever computed them.
 constexpr int64_t kChunk = 1 << 14;
 
-// Outputs from this size on (in floats) would only push other data out of the caches.
-constexpr int64_t kStream = 1 << 23;
+// Outputs from this size on (in floats) bypass the caches: one optimizer step writes many such buffers before it reads
+// the first of them again.
+constexpr int64_t kStream = 1 << 18;
 
 struct Layout {
     int64_t rows, n, block, nblocks, nbytes;
@@ -68,7 +69,7 @@ struct MomentumRows {
     int64_t n;
 
     const float* operator()(int64_t row, int64_t i, int64_t count, float* scratch) const {
-        momentum(row * n + i, row * n + i + count, scratch);
+        momentum.write(row * n + i, row * n + i + count, scratch);
         return scratch;
     }
 };
@@ -105,7 +106,9 @@ struct Compression {
     bool stream;  // the new residual
     const Kernels& k = kernels();
 
-    const uint8_t* live_at(int64_t row, int64_t i) const { return live ? live + row * at.mask_bytes() + i / 8 : nullptr; }
+    const uint8_t* live_at(int64_t row, int64_t i) const {
+        return live ? live + row * at.mask_bytes() + i / 8 : nullptr;
+    }
     uint8_t* row(int64_t r) const { return wire + r * at.nbytes; }
 
     float* new_error_at(int64_t row, int64_t i) const { return error ? new_error + row * at.n + i : nullptr; }
@@ -182,6 +185,29 @@ struct Compression {
     }
 };
 
+struct Decompression {
+    Layout at;
+    const uint8_t* wire;
+    const uint8_t* live;  // null: all
+    const Kernels& k = kernels();
+
+    // Writes chunk c of row r to out.
+    void write(int64_t r, int64_t c, float* out, bool stream) const {
+        const uint8_t* row = wire + r * at.nbytes;
+        runs_of_chunk(at, c, [&](int64_t b, int64_t i, int64_t n) {
+            const uint8_t* mask = live ? live + r * at.mask_bytes() + i / 8 : nullptr;
+            k.decode(row + at.signs() + i / 8, mask, get_scale(row, b), out + (i - c * kChunk), n, stream);
+        });
+    }
+    // Calls use(row, chunk) for each chunk of each row.
+    template <class Use>
+    void each_chunk(int threads, const Use& use) const {
+        const int64_t chunks = (at.n + kChunk - 1) / kChunk;
+        parallel_for(at.rows * chunks, at.rows * at.n, threads,
+                     [&](int64_t task) { use(task / chunks, task % chunks); });
+    }
+};
+
 template <class Source>
 int compress(const Layout& at, const Source& source, const float* error, float* new_error, uint8_t* wire,
              const uint8_t* live, int norm, int threads, bool stream) {
@@ -201,7 +227,7 @@ int commopt_sign_compress(const float* x, const float* error, float* new_error, 
     return compress(Layout(rows, n, block), Given{x, n}, error, new_error, wire, live, norm, threads, stream);
 }
 
-int commopt_sign_compress_momentum(const float* m, const Gradient* grads, int64_t count, float beta, float alpha,
+int commopt_sign_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
                                    const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
                                    int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
     const MomentumRows source = {{m, grads, count, beta, alpha}, n};
@@ -218,18 +244,36 @@ int commopt_sign_reduce(const uint8_t* wires, const float* error, float* new_err
 
 int commopt_sign_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n,
                             int64_t block, int32_t threads) {
-    if (rows == 0 || n == 0) return 0;
-    const Layout at(rows, n, block);
-    const Kernels& k = kernels();
-    const int64_t chunks = (n + kChunk - 1) / kChunk;
+    const Decompression source = {Layout(rows, n, block), wire, live};
     const bool stream = rows * n >= kStream;
-    parallel_for(rows * chunks, rows * n, threads, [&](int64_t task) {
-        const int64_t r = task / chunks;
-        const uint8_t* row = wire + r * at.nbytes;
-        const uint8_t* mask = live ? live + r * at.mask_bytes() : nullptr;
-        runs_of_chunk(at, task % chunks, [&](int64_t b, int64_t i, int64_t count) {
-            k.decode(row + at.signs() + i / 8, mask ? mask + i / 8 : nullptr, get_scale(row, b), out + r * n + i,
-                     count, stream);
+    source.each_chunk(threads, [&](int64_t r, int64_t c) { source.write(r, c, out + r * n + c * kChunk, stream); });
+    return 0;
+}
+
+// factors: for each parameter its step size and its correction. Where m bypasses the caches, each chunk of it is
+// decoded once more to where the update can read it.
+int commopt_sign_decompress_adam(const uint8_t* wire, const uint8_t* live, float* m, const float* v, const Run* params,
+                                 int64_t count, const float* factors, float eps, float decay, int64_t rows, int64_t n,
+                                 int64_t block, int32_t threads) {
+    const Decompression source = {Layout(rows, n, block), wire, live};
+    const Kernels& k = kernels();
+    const bool stream = rows * n >= kStream;
+    source.each_chunk(threads, [&](int64_t r, int64_t c) {
+        alignas(64) float scratch[kChunk];
+        const int64_t start = r * n + c * kChunk, end = r * n + (n - c * kChunk < kChunk ? n : (c + 1) * kChunk);
+        source.write(r, c, m + start, stream);
+        if (stream) source.write(r, c, scratch, false);
+        const float* near = stream ? scratch : m + start;
+        each_piece(params, count, start, end, [&](const Run* p, int64_t i, int64_t size) {
+            if (p == nullptr) return;
+            const float step = factors[2 * (p - params)], correction = factors[2 * (p - params) + 1];
+            if (p->bfloat16) {
+                uint16_t* x = static_cast<uint16_t*>(p->data) + (i - p->start);
+                k.frozen_adam_bf16(x, near + (i - start), v + i, size, step, correction, eps, decay);
+            } else {
+                float* x = static_cast<float*>(p->data) + (i - p->start);
+                k.frozen_adam(x, near + (i - start), v + i, size, step, correction, eps, decay);
+            }
         });
     });
     return 0;
