@@ -470,6 +470,18 @@ def test_decompression_and_frozen_adam_in_one_equal_the_two(isa, threads, n, blo
         assert all(bits_equal(p, q) for p, q in zip(ps, before))
 
 
+def test_every_instruction_set_updates_alike():
+    # Ranks may run on machines of different kinds. (Momentum differs on "plain" where PyTorch's does.)
+    p, m, v, seen = torch.randn(70_001), torch.randn(70_001), torch.rand(70_001), []
+    for isa in filter(native.use_isa, ISAS):
+        moved = [p.clone(), p.bfloat16()]
+        ops.frozen_adam_apply_(moved, [m, m], [v, v], [0.1, 0.2], [0.3, 0.4], 1e-8, 0.99)
+        seen.append((isa, moved))
+    native.use_isa("")
+    for isa, moved in seen[1:]:
+        assert all(bits_equal(a, b) for a, b in zip(moved, seen[0][1])), isa
+
+
 def test_frozen_adam_rounds_to_even_once(isa):
     # 1 + 2^-8 lies between the bfloat16 numbers 1 and 1 + 2^-7, 1 + 3 * 2^-8 between 1 + 2^-7 and 1 + 2^-6.
     p = torch.zeros(48, dtype=torch.bfloat16)

@@ -55,16 +55,17 @@ inline uint32_t compare0(F16 x) {
 inline uint32_t ge0(F16 x) { return compare0<_CMP_GE_OQ>(x); }
 inline uint32_t ne0(F16 x) { return compare0<_CMP_NEQ_UQ>(x); }
 
-inline __m256 spread(__m256i bits, __m256i weights) {  // bit i of bits -> all of lane i
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, weights), weights));
-}
-inline F16 select(uint32_t bits, F16 a, F16 b) {
+inline F16 select(uint32_t bits, F16 a, F16 b) {  // blendv looks at the top bit of a lane: bit i goes there in lane i
     const __m256i copies = _mm256_set1_epi32(int(bits));
-    const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i high = _mm256_slli_epi32(low, 8);
-    return {_mm256_blendv_ps(b.low, a.low, spread(copies, low)),
-            _mm256_blendv_ps(b.high, a.high, spread(copies, high))};
+    const __m256i low = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    const __m256i high = _mm256_setr_epi32(23, 22, 21, 20, 19, 18, 17, 16);
+    return {_mm256_blendv_ps(b.low, a.low, _mm256_castsi256_ps(_mm256_sllv_epi32(copies, low))),
+            _mm256_blendv_ps(b.high, a.high, _mm256_castsi256_ps(_mm256_sllv_epi32(copies, high)))};
 }
+inline __m256 half_ge0(__m256 x, __m256 a, __m256 b) {
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+inline F16 select_ge0(F16 x, F16 a, F16 b) { return {half_ge0(x.low, a.low, b.low), half_ge0(x.high, a.high, b.high)}; }
 
 inline D16 zero_lanes() {
     const __m256d zero = _mm256_setzero_pd();

@@ -35,6 +35,7 @@ inline F16 magnitude(F16 x) { return _mm512_abs_ps(x); }
 inline uint32_t ge0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline uint32_t ne0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
 inline F16 select(uint32_t bits, F16 a, F16 b) { return _mm512_mask_blend_ps(__mmask16(bits), b, a); }
+inline F16 select_ge0(F16 x, F16 a, F16 b) { return select(ge0(x), a, b); }
 
 inline __m512d low_half(F16 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 inline __m512d high_half(F16 x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }

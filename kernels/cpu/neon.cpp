@@ -64,6 +64,9 @@ inline uint32_t ge0(F16 x) {
 inline uint32_t ne0(F16 x) {
     return 0xFFFF ^ gather(vceqzq_f32(x.part[0]), vceqzq_f32(x.part[1]), vceqzq_f32(x.part[2]), vceqzq_f32(x.part[3]));
 }
+inline F16 select_ge0(F16 x, F16 a, F16 b) {
+    return each([=](int i) { return vbslq_f32(vcgezq_f32(x.part[i]), a.part[i], b.part[i]); });
+}
 inline F16 select(uint32_t bits, F16 a, F16 b) {
     const uint32x4_t copies = vdupq_n_u32(bits);
     return each([=](int i) { return vbslq_f32(vtstq_u32(copies, weights(i)), a.part[i], b.part[i]); });

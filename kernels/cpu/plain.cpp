@@ -64,6 +64,12 @@ inline F16 magnitude(const F16& x) {
     return each([&](int i) { return F4(I4(x.part[i]) & 0x7FFFFFFF); });
 }
 inline I4 weights(int i) { return I4{1, 2, 4, 8} << (4 * i); }  // the bits of the lanes of part i
+inline F16 select_ge0(const F16& x, const F16& a, const F16& b) {
+    return each([&](int i) {
+        const I4 yes = x.part[i] >= F4{};
+        return F4((yes & I4(a.part[i])) | (~yes & I4(b.part[i])));
+    });
+}
 inline F16 select(uint32_t bits, const F16& a, const F16& b) {
     const I4 copies = I4{} + int32_t(bits);
     return each([&](int i) {
