@@ -123,7 +123,7 @@ class Trainee:
         """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
-        took, _, _ = measure(self.step, 2)
+        took = measure(self.step, 2)["seconds"]
         count = torch.tensor([max(1, min(50, round(seconds / took)))])
         dist.broadcast(count, 0)
         self.count = int(count)
@@ -132,18 +132,29 @@ class Trainee:
             assert self.optimizer.skipped_steps == 0
 
 
-def measure(step: Callable[[], None], count: int) -> tuple[float, float, float]:
-    """Seconds, bytes sent by this rank's NIC and collectives started, per step; over ``count`` of them between
-    barriers."""
+def measure(step: Callable[[], None], count: int) -> dict[str, float]:
+    """A block of ``count`` steps between two barriers: seconds, bytes that this rank's NIC sends and collectives, per
+    step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
     nic, world = os.environ["GLOO_SOCKET_IFNAME"], dist.group.WORLD
+
+    def clocks() -> tuple[float, ...]:
+        sent = read_counters(nic)["tx_bytes"]
+        return time.perf_counter(), sent, world._get_sequence_number_for_group(), time.process_time(), busy_seconds()
+
     dist.barrier()
-    started, sent, since = world._get_sequence_number_for_group(), read_counters(nic)["tx_bytes"], time.perf_counter()
+    before = clocks()
     for _ in range(count):
         step()
     dist.barrier()
-    seconds, sent = time.perf_counter() - since, read_counters(nic)["tx_bytes"] - sent
-    started = world._get_sequence_number_for_group() - started - 1  # a barrier is one
-    return seconds / count, sent / count, started / count
+    seconds, sent, collectives, own, busy = (b - a for a, b in zip(before, clocks()))
+    per_step = {"seconds": seconds / count, "bytes": sent / count, "collectives": (collectives - 1) / count}
+    return per_step | {"own": own, "busy": busy, "block": seconds}
+
+
+def busy_seconds() -> float:
+    """CPU seconds that processes, and the machine's owner, have had of all cores; not interrupts."""
+    user, nice, system, _, _, _, _, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def rank_main(spec: dict[str, Any], out: Path) -> None:
@@ -152,28 +163,18 @@ def rank_main(spec: dict[str, Any], out: Path) -> None:
     trainees = {name: Trainee(name, spec) for name in spec["methods"]}
     for trainee in trainees.values():
         trainee.warm_up(spec["seconds"])
-    blocks: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainees}
+    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in trainees}
     order = list(trainees)
     for _ in range(spec["rounds"]):
         for name in order:
             trainees[name].step()
             blocks[name].append(measure(trainees[name].step, trainees[name].count))
         order.append(order.pop(0))  # nobody always follows the same one
-    methods = {}
-    for name, trainee in trainees.items():
-        seconds, sent, collectives = zip(*blocks[name])
-        total = torch.tensor(sent, dtype=torch.float64)
-        dist.all_reduce(total)
-        share = dist.get_world_size() if spec["bed"] == "namespaces" else spec["hosts"] * dist.get_world_size()
-        methods[name] = {
-            "seconds": seconds,
-            "bytes": (total / share).tolist(),
-            "collectives": statistics.median(collectives),
-            "steps_per_block": trainee.count,
-        }
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, blocks)
     if dist.get_rank() == 0:
-        facts = {"parameters": next(iter(trainees.values())).parameters, "providers": providers()}
-        out.write_text(json.dumps({"facts": facts, "methods": methods}))
+        parameters = next(iter(trainees.values())).parameters
+        out.write_text(json.dumps({"parameters": parameters, "providers": providers(), "blocks": everywhere}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -206,6 +207,7 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         if code:
             raise BedError(f"a rank failed; exit code {code}")
         measured = json.loads(out.read_text())
+    blocks = measured.pop("blocks")
     return {
         "hosts": bed.hosts,
         "ranks_per_host": bed.ranks_per_host,
@@ -213,11 +215,19 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "cores": len(set().union(*bed.cores)),
         "rate": rate,
         "bed": spec["bed"],
-        "rounds": args.rounds,
         **{key: spec[key] for key in shape},
-        **measured["facts"],
-        "methods": summarise(measured["methods"], bed, args.batch * args.sequence),
+        **measured,
+        "others_share": others_share(blocks),
+        "methods": summarise(blocks, bed, args.batch * args.sequence),
     }
+
+
+def others_share(blocks: list[dict[str, Any]]) -> float:
+    """Share of the machine's cores that processes other than the ranks had while something was measured."""
+    own = sum(block["own"] for rank in blocks for method in rank.values() for block in method)
+    first = [block for method in blocks[0].values() for block in method]
+    busy, wall = (sum(block[key] for block in first) for key in ("busy", "block"))
+    return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
 
 
 def machine() -> dict[str, Any]:
@@ -232,21 +242,29 @@ def machine() -> dict[str, Any]:
     }
 
 
-def summarise(methods: dict[str, Any], bed: Loopback, tokens: int) -> dict[str, Any]:
-    """Medians, quartiles and ratios of ``methods``. tokens: of one rank in one step."""
+def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[str, Any]:
+    """Medians, quartiles and ratios of the methods. blocks: by rank; tokens: of one rank in one step."""
+    counted = 1 if isinstance(bed, NetBed) else bed.hosts  # how many hosts share the counter
+    methods: dict[str, Any] = {}
+    for name, first in blocks[0].items():
+        seconds = [block["seconds"] for block in first]
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
+        sent = [statistics.mean(block["bytes"] for block in same) / counted for same in zip(*(r[name] for r in blocks))]
+        methods[name] = {
+            "seconds": seconds,
+            "seconds_median": quartiles[1],
+            "seconds_quartiles": [quartiles[0], quartiles[2]],
+            "tokens_per_second": tokens * len(blocks) / quartiles[1],
+            "bytes_per_host": statistics.median(sent),
+            "collectives": statistics.median(block["collectives"] for block in first),
+        }
     for method in methods.values():
-        seconds, nbytes = method["seconds"], statistics.median(method.pop("bytes"))
-        method["seconds_median"] = statistics.median(seconds)
-        method["seconds_quartiles"] = [torch.tensor(seconds).quantile(q).item() for q in (0.25, 0.75)]
-        method["tokens_per_second"] = tokens * bed.hosts * bed.ranks_per_host / method["seconds_median"]
-        method["bytes_per_host"] = nbytes
-        for other in ("none", "ddp"):
-            if other in methods:
-                ratios = [a / b for a, b in zip(seconds, methods[other]["seconds"])]
-                method[f"to_{other}"] = statistics.median(ratios)
+        for other in {"none", "ddp"} & methods.keys():
+            ratios = [a / b for a, b in zip(method["seconds"], methods[other]["seconds"])]
+            method[f"to_{other}"] = statistics.median(ratios)
         if "none" in methods:
-            wire = 8 * nbytes / bed.rate if bed.rate else 0.0
-            method["bound_seconds"] = max(statistics.median(methods["none"]["seconds"]), wire)
+            wire = 8 * method["bytes_per_host"] / bed.rate if bed.rate else 0.0
+            method["bound_seconds"] = max(methods["none"]["seconds_median"], wire)
             method["to_bound"] = method["seconds_median"] / method["bound_seconds"]
     return methods
 
@@ -275,6 +293,13 @@ def table(run: dict[str, Any]) -> str:
         cells += [f"{m['collectives']:g}", *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def caveats(run: dict[str, Any]) -> str:
+    words = f"Other processes had {100 * run['others_share']:.0f} % of the machine's cores meanwhile."
+    if run["bed"] == "loopback":
+        words += " ON LOOPBACK, without any rate: bytes are those of all hosts, divided by their number."
+    return words
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
@@ -363,7 +388,7 @@ def main() -> int:
             for hosts, rate in itertools.product(args.hosts, args.rate):
                 with make_bed(hosts, rate, args) as bed:
                     runs.append(run(bed, args, rate))
-                print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n", flush=True)
+                print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n\n{caveats(runs[-1])}\n", flush=True)
     except BedError as error:
         print(f"bench_network: {error}", file=sys.stderr)
         return 2
