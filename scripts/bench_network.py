@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate, read_counters
+from network_report import caveats, draw, table, title, update_readme
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,7 @@ from commopt.train.models import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
+SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 WARMUP = 6  # steps of every method before anything is measured; what has a warm-up of its own is through it by then
 
 # methods: model -> (model to call, optimizer) -------------------------------------------------------------------------
@@ -61,6 +63,11 @@ def ddp(model: nn.Module, hook: Callable[..., Any] | None = None, **options: Any
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
     return wrapped, adamw(model, **options)
+
+
+def bf16(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+    """torch's hook under another name: by its own, DDP refuses it without NCCL, though Gloo can sum bfloat16."""
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
@@ -85,12 +92,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "none_fused": ("AdamW(fused), no communication", none, {"fused": True}),
     "ddp": ("DDP, AdamW", ddp, {}),
     "ddp_fused": ("DDP, AdamW(fused)", ddp, {"fused": True}),
-    # DDP refuses bf16_compress_hook by its name without NCCL, though Gloo can sum bfloat16: hence the lambda
-    "ddp_bf16": (
-        "DDP, bf16 hook",
-        ddp,
-        {"hook": lambda *arguments: default_hooks.bf16_compress_hook(*arguments)},
-    ),
+    "ddp_bf16": ("DDP, bf16 hook", ddp, {"hook": bf16}),
     "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp_powersgd, {"rank": 4}),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),
     "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
@@ -106,7 +108,8 @@ class Trainee:
 
     def __init__(self, name: str, spec: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        config = ModelConfig(layers=spec["layers"], width=spec["width"], heads=max(1, spec["width"] // 64))
+        heads = spec["width"] // 64 if spec["width"] % 64 == 0 else 1
+        config = ModelConfig(layers=spec["layers"], width=spec["width"], heads=heads)
         model = GPT(config, spec["vocab"], spec["sequence"])
         self.parameters = sum(p.numel() for p in model.parameters())
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -196,8 +199,7 @@ def make_bed(hosts: int, rate: str, args: argparse.Namespace) -> Loopback:
 
 def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
     """All methods on one bed; what they took, summarised."""
-    shape = ("layers", "width", "vocab", "sequence", "batch")
-    spec: dict[str, Any] = {key: getattr(args, key) for key in (*shape, "methods", "rounds", "seconds")}
+    spec: dict[str, Any] = {key: getattr(args, key) for key in (*SHAPE, "methods", "rounds", "seconds")}
     spec |= {"hosts": bed.hosts, "bed": "namespaces" if isinstance(bed, NetBed) else "loopback"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
@@ -215,7 +217,7 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "cores": len(set().union(*bed.cores)),
         "rate": rate,
         "bed": spec["bed"],
-        **{key: spec[key] for key in shape},
+        **{key: spec[key] for key in SHAPE},
         **measured,
         "others_share": others_share(blocks),
         "methods": summarise(blocks, bed, args.batch * args.sequence),
@@ -228,6 +230,11 @@ def others_share(blocks: list[dict[str, Any]]) -> float:
     first = [block for method in blocks[0].values() for block in method]
     busy, wall = (sum(block[key] for block in first) for key in ("busy", "block"))
     return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
+
+
+def key(run: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes two runs the same measurement."""
+    return tuple(run[name] for name in ("hosts", "ranks_per_host", "cores_per_host", "rate", "bed", *SHAPE))
 
 
 def machine() -> dict[str, Any]:
@@ -251,6 +258,7 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
         quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
         sent = [statistics.mean(block["bytes"] for block in same) / counted for same in zip(*(r[name] for r in blocks))]
         methods[name] = {
+            "label": METHODS[name][0],
             "seconds": seconds,
             "seconds_median": quartiles[1],
             "seconds_quartiles": [quartiles[0], quartiles[2]],
@@ -269,104 +277,33 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
     return methods
 
 
-# reports --------------------------------------------------------------------------------------------------------------
+def positive(kind: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if (value := kind(text)) <= 0:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"  # argparse: "invalid positive int value"
+    return parse
 
 
-def title(run: dict[str, Any]) -> str:
-    ranks = "" if run["ranks_per_host"] == 1 else f" of {run['ranks_per_host']} ranks"
-    where = {"namespaces": run["rate"].replace("none", "unshaped"), "loopback": "LOOPBACK"}[run["bed"]]
-    return f"{run['hosts']} hosts{ranks} on {run['cores']} cores, {where}, {run['parameters'] / 1e6:.1f} M parameters"
-
-
-def cell(method: dict[str, Any], key: str) -> str:
-    return f"{method[key]:.2f}" if key in method else ""
-
-
-def table(run: dict[str, Any]) -> str:
-    """Markdown."""
-    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", "x none", "x DDP", "x bound"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
-    for name, m in run["methods"].items():
-        low, high = (1e3 * s for s in m["seconds_quartiles"])
-        cells = [METHODS[name][0], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
-        cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
-        cells += [f"{m['collectives']:g}", *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def caveats(run: dict[str, Any]) -> str:
-    words = f"Other processes had {100 * run['others_share']:.0f} % of the machine's cores meanwhile."
-    if run["bed"] == "loopback":
-        words += " ON LOOPBACK, without any rate: bytes are those of all hosts, divided by their number."
-    return words
-
-
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """A panel per run: seconds per step of every method, and the bound of each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from commopt.train.plot import BLUE, GREY, ORANGE
-
-    rows = max(len(run["methods"]) for run in runs)
-    figure = Figure(figsize=(6.2 * len(runs), 1.2 + 0.38 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
-        names = list(run["methods"])
-        methods = [run["methods"][name] for name in names]
-        ms = [1e3 * m["seconds_median"] for m in methods]
-        spread = [[1e3 * abs(m["seconds_quartiles"][i] - m["seconds_median"]) for m in methods] for i in (0, 1)]
-        colors = [BLUE if name.startswith("onebit") else GREY for name in names]
-        axes.barh(names, ms, xerr=spread, color=colors, ecolor="black", height=0.7)
-        for row, (m, value) in enumerate(zip(methods, ms)):
-            label = f" {value:.0f} ms" + (f", {m['to_none']:.2f} x none" if "to_none" in m else "")
-            axes.text(value + 1e3 * (m["seconds_quartiles"][1] - m["seconds_median"]), row, label, va="center")
-            if "bound_seconds" in m:
-                bound = 1e3 * m["bound_seconds"]
-                axes.plot([bound, bound], [row - 0.42, row + 0.42], color=ORANGE, linewidth=2.2)
-        axes.plot([], [], color=ORANGE, linewidth=2.2, label="bound: max(compute, bytes / rate)")
-        axes.set_title(title(run), fontsize=10)
-        axes.set_xlabel("ms per step")
-        axes.set_xlim(0, 1.45 * max(ms))
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right", fontsize=8)
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.rename(path)
-
-
-def update_readme(runs: list[dict[str, Any]], readme: Path) -> None:
-    """Replaces what stands between the two markers."""
-    begin, end = "<!-- network: made by scripts/bench_network.py --update-readme -->", "<!-- /network -->"
-    before, found, rest = readme.read_text().partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found and found_end):
-        raise BedError(f"{readme} has no {begin} ... {end}")
-    parts = [f"**{title(run)}**\n\n{table(run)}\n" for run in runs]
-    readme.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"{end}{after}")
-
-
-def main() -> int:
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(json.loads(sys.argv[2]), Path(sys.argv[3]))
-        return 0
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", default="2", help="numbers of hosts, with commas (default: 2)")
     parser.add_argument("--rate", default="100mbit,1gbit", help='rates, with commas; "none" is unshaped')
     parser.add_argument("--methods", default=",".join(METHODS), help=f"with commas; of {', '.join(METHODS)}")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=2, help="samples of each rank in a step (default: 2)")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of every method (default: 8)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="aim for the length of a block (default: 0.5)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a run is ended")
+    parser.add_argument("--layers", type=positive(int), default=4)
+    parser.add_argument("--width", type=positive(int), default=256)
+    parser.add_argument("--vocab", type=positive(int), default=8192)
+    parser.add_argument("--sequence", type=positive(int), default=64)
+    parser.add_argument("--batch", type=positive(int), default=2, help="samples of each rank in a step (default: 2)")
+    parser.add_argument("--rounds", type=positive(int), default=8, help="blocks of every method (default: 8)")
+    parser.add_argument("--seconds", type=positive(float), default=0.5, help="length of a block, about (default: 0.5)")
+    parser.add_argument("--timeout", type=positive(float), default=1800, help="seconds after which a run is ended")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--append", action="store_true", help="keep the runs of other beds and models in that file")
     parser.add_argument("--png", type=Path, help="draw the runs into this file")
     parser.add_argument("--update-readme", action="store_true", help=f"its tables from {FIGURES.name}; no run")
     args = parser.parse_args()
@@ -378,22 +315,31 @@ def main() -> int:
     for name in args.methods:
         if name not in METHODS:
             parser.error(f"method {name!r}: expected some of {', '.join(METHODS)}")
+    return args
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        return 0
+    args = arguments()
+    if args.update_readme:
+        update_readme(json.loads(FIGURES.read_text())["runs"], ROOT / "README.md")
+        return 0
     exit_on_signals()
+    runs = []
     try:
-        if args.update_readme:
-            runs = json.loads(FIGURES.read_text())["runs"]
-            update_readme(runs, ROOT / "README.md")
-        else:
-            runs = []
-            for hosts, rate in itertools.product(args.hosts, args.rate):
-                with make_bed(hosts, rate, args) as bed:
-                    runs.append(run(bed, args, rate))
-                print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n\n{caveats(runs[-1])}\n", flush=True)
+        for hosts, rate in itertools.product(args.hosts, args.rate):
+            with make_bed(hosts, rate, args) as bed:
+                runs.append(run(bed, args, rate))
+            print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n\n{caveats(runs[-1])}\n", flush=True)
     except BedError as error:
         print(f"bench_network: {error}", file=sys.stderr)
         return 2
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+        kept = json.loads(args.json.read_text())["runs"] if args.append and args.json.exists() else []
+        kept = [old for old in kept if key(old) not in {key(new) for new in runs}]
+        args.json.write_text(json.dumps({"machine": machine(), "runs": kept + runs}, indent=1) + "\n")
     if args.png:
         draw(runs, args.png)
     return 0

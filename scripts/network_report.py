@@ -1,0 +1,117 @@
+"""Tables and the picture of what scripts/bench_network.py has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- network: made by scripts/bench_network.py --update-readme -->", "<!-- /network -->"
+
+
+def title(run: dict[str, Any]) -> str:
+    ranks = "" if run["ranks_per_host"] == 1 else f" of {run['ranks_per_host']} ranks"
+    where = {"namespaces": run["rate"].replace("none", "unshaped"), "loopback": "LOOPBACK"}[run["bed"]]
+    return f"{run['hosts']} hosts{ranks} on {run['cores']} cores, {where}, {run['parameters'] / 1e6:.1f} M parameters"
+
+
+def cell(method: dict[str, Any], key: str) -> str:
+    return f"{method[key]:.2f}" if key in method else ""
+
+
+def table(run: dict[str, Any]) -> str:
+    """Markdown."""
+    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", "x none", "x DDP", "x bound"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
+    for m in run["methods"].values():
+        low, high = (1e3 * s for s in m["seconds_quartiles"])
+        cells = [m["label"], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
+        cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
+        cells += [f"{m['collectives']:g}", *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def caveats(run: dict[str, Any]) -> str:
+    words = f"Other processes had {100 * run['others_share']:.0f} % of the machine's cores meanwhile."
+    if run["bed"] == "loopback":
+        words += " ON LOOPBACK, without any rate: bytes are those of all hosts, divided by their number."
+    return words
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """A panel per run: seconds per step of every method, and the bound of each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from commopt.train.plot import BLUE, GREY, ORANGE
+
+    rows = max(len(run["methods"]) for run in runs)
+    figure = Figure(figsize=(6.2 * len(runs), 1.2 + 0.38 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        names = list(run["methods"])
+        methods = [run["methods"][name] for name in names]
+        ms = [1e3 * m["seconds_median"] for m in methods]
+        spread = [[1e3 * abs(m["seconds_quartiles"][i] - m["seconds_median"]) for m in methods] for i in (0, 1)]
+        colors = [BLUE if name.startswith("onebit") else GREY for name in names]
+        axes.barh(names, ms, xerr=spread, color=colors, ecolor="black", height=0.7)
+        for row, (m, value) in enumerate(zip(methods, ms)):
+            label = f" {value:.0f} ms" + (f", {m['to_none']:.2f} x none" if "to_none" in m else "")
+            axes.text(value + 1e3 * (m["seconds_quartiles"][1] - m["seconds_median"]), row, label, va="center")
+            if "bound_seconds" in m:
+                bound = 1e3 * m["bound_seconds"]
+                axes.plot([bound, bound], [row - 0.42, row + 0.42], color=ORANGE, linewidth=2.2)
+        axes.plot([], [], color=ORANGE, linewidth=2.2, label="bound: max(compute, bytes / rate)")
+        axes.set_title(title(run), fontsize=10)
+        axes.set_xlabel("ms per step")
+        axes.set_xlim(0, 1.45 * max(ms))
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    aside = path.with_name(f".{path.name}")
+    figure.savefig(aside, format="png")
+    aside.rename(path)
+
+
+def update_readme(runs: list[dict[str, Any]], readme: Path) -> None:
+    """Replaces what stands between the two markers."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{readme} has no {BEGIN} ... {END}")
+    readme.write_text(f"{before}{begin}\n{summary(runs)}\n{end}{after}")
+
+
+def summary(runs: list[dict[str, Any]]) -> str:
+    """Markdown: the time of a step for every shaped run; the bytes of a rank for the unshaped ones, by their number."""
+    shaped = [run for run in runs if run["rate"] != "none"]
+    times = {title(run): {k: f"{1e3 * m['seconds_median']:.0f} ms{ratios(m)}" for k, m in run["methods"].items()}
+             for run in shaped}  # fmt: skip
+    return "\n\n".join(matrix(part, runs) for part in (times, growth(runs)) if part)
+
+
+def ratios(method: dict[str, Any]) -> str:
+    return f", {method['to_none']:.2f} x, {method['to_bound']:.2f} x" if "to_none" in method else ""
+
+
+def growth(runs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """MB that a rank sends in a step, by number of ranks."""
+    return {
+        f"{run['hosts']} ranks": {
+            key: f"{method['bytes_per_host'] / run['ranks_per_host'] / 1e6:.2f} MB, {method['collectives']:g}"
+            for key, method in run["methods"].items()
+        }
+        for run in runs
+        if run["rate"] == "none"
+    }
+
+
+def matrix(columns: dict[str, dict[str, str]], runs: list[dict[str, Any]]) -> str:
+    """A Markdown table of methods by columns."""
+    labels = {key: method["label"] for run in runs for key, method in run["methods"].items()}
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for key, label in labels.items():
+        cells = [column.get(key, "") for column in columns.values()]
+        if any(cells):
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
