@@ -33,7 +33,6 @@ from commopt.ops import native as native  # for its registrations
 __all__ = [
     "frozen_adam_apply_",
     "momentum",
-    "momentum_",
     "pack_nonzero",
     "report",
     "sign_compress",
@@ -150,8 +149,8 @@ def sign_compress_momentum(
     Args:
         m: (r n,) float32 or float64, contiguous, seen as r rows of n; unchanged.
         grads, offsets, beta, alpha: as for :func:`momentum`.
-        error: like m: the residual; unchanged.
-        new_error: like m; written. It may not overlap with any other argument.
+        error: like m: the residual; unchanged unless it is ``new_error``.
+        new_error: like m; written. It may be ``error`` itself; no two arguments may overlap otherwise.
         wire: (r, sign_nbytes(n, block)) uint8, contiguous, r >= 1; written, in the format that the module states.
         block: elements that share a scale, a positive multiple of 8, or 0 for one scale a row.
         norm: 2 (root mean square) or 1 (mean magnitude).
@@ -359,29 +358,6 @@ def momentum(
     _check_like("out", out, m.shape, m.dtype, m.device)
     _check_runs("grads", grads, offsets, m)
     _ops.momentum.default(m, grads, offsets, beta, alpha, out)
-
-
-def momentum_(ms: Sequence[Tensor], gs: Sequence[Tensor], beta: float, alpha: float) -> None:
-    """m <- beta m + alpha g for each pair, in the dtype of m.
-
-    Args:
-        ms: tensors of float32 or float64; changed in place.
-        gs: for each of ``ms`` one of the same shape and device and of any floating dtype; unchanged.
-        beta, alpha: the factors.
-
-    Raises:
-        ValueError: the lists differ in length, or a shape, dtype or device is not as above.
-    """
-    if len(ms) != len(gs):
-        raise ValueError(f"ms and gs must have the same length, got {len(ms)} and {len(gs)}")
-    for m, g in zip(ms, gs):
-        if m.shape != g.shape or m.device != g.device or m.dtype not in _REAL or not g.is_floating_point():
-            raise ValueError(
-                "m must be float32 or float64 and g floating, of one shape and device, got "
-                f"{_describe(m)} and {_describe(g)}"
-            )
-    if ms:
-        _ops.momentum_.default(ms, gs, beta, alpha)
 
 
 def frozen_adam_apply_(

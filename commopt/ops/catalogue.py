@@ -37,7 +37,6 @@ SCHEMAS = {
     "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",
     "square_sum": "(Tensor[] xs) -> Tensor",
     "momentum": "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor(a!) out) -> ()",
-    "momentum_": "(Tensor(a!)[] ms, Tensor[] gs, float beta, float alpha) -> ()",
     "frozen_adam_apply_": (
         "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "
         "float[] sqrt_bias_corrections2, float eps, float decay) -> ()"

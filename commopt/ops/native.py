@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.ops import catalogue, reference
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -39,7 +39,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "zero_dead": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
-    "momentum_list": [_P, _I64, _F32, _F32, _I32],
     "frozen_adam": [_P, _I64, _P, _F32, _F32, _I32],
 }
 _logger = logging.getLogger("commopt")
@@ -242,18 +241,6 @@ def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, a
     _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
 
-def _momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
-    mine = []
-    for pair in zip(ms, gs):
-        if _float32(pair[0]) and _float32_or_bfloat16(pair[1]):
-            mine.append(pair)
-        else:
-            reference.momentum_([pair[0]], [pair[1]], beta, alpha)
-    if mine:
-        entries = _entries(mine)
-        _call("momentum_list", _address(entries), len(mine), beta, alpha)
-
-
 def _frozen_adam_apply_(
     params: list[Tensor],
     exp_avgs: list[Tensor],
@@ -289,7 +276,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,
     "momentum": _momentum,
-    "momentum_": _momentum_,
     "frozen_adam_apply_": _frozen_adam_apply_,
 }
 

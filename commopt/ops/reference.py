@@ -95,9 +95,10 @@ def sign_compress_momentum(
     norm: int,
     live: Tensor | None = None,
 ) -> None:
-    momentum(m, grads, offsets, beta, alpha, new_error)
-    rows = new_error.view(wire.shape[0], -1)
-    sign_compress_with_feedback(rows, error.view_as(rows), rows, wire, block, norm, live)
+    x = torch.empty_like(m)
+    momentum(m, grads, offsets, beta, alpha, x)
+    rows = x.view(wire.shape[0], -1)
+    sign_compress_with_feedback(rows, error.view_as(rows), new_error.view_as(rows), wire, block, norm, live)
 
 
 def sign_reduce(
@@ -179,11 +180,6 @@ def momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, al
     torch.mul(m, beta, out=out)
     for place, g in zip(views(out, grads, offsets), grads):
         place.add_(g, alpha=alpha)
-
-
-def momentum_(ms: list[Tensor], gs: list[Tensor], beta: float, alpha: float) -> None:
-    for m, g in zip(ms, gs):
-        m.mul_(beta).add_(g, alpha=alpha)
 
 
 def frozen_adam_apply_(

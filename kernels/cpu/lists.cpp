@@ -98,22 +98,6 @@ int commopt_momentum(const float* m, const Run* grads, int64_t count, float beta
     return 0;
 }
 
-// Entries: m, g.
-int commopt_momentum_list(const Entry<2>* entries, int64_t count, float beta, float alpha, int32_t threads) {
-    const TaskList<2> tasks(entries, count);
-    if (tasks.failed()) return 1;
-    const Kernels& k = kernels();
-    tasks.each(threads, [&](const Entry<2>& x, const Task& task, int64_t) {
-        float* m = at<float>(x.data[0], task);
-        if (x.bfloat16) {
-            k.momentum_bf16(m, at<uint16_t>(x.data[1], task), m, task.n, beta, alpha);
-        } else {
-            k.momentum(m, at<float>(x.data[1], task), m, task.n, beta, alpha);
-        }
-    });
-    return 0;
-}
-
 // Entries: m, v, p. factors: for each entry its step size and its correction.
 int commopt_frozen_adam(const Entry<3>* entries, int64_t count, const float* factors, float eps, float decay,
                         int32_t threads) {

@@ -231,7 +231,7 @@ int commopt_sign_compress_momentum(const float* m, const Run* grads, int64_t cou
                                    const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
                                    int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
     const MomentumRows source = {{m, grads, count, beta, alpha}, n};
-    const bool stream = rows * n >= kStream;
+    const bool stream = rows * n >= kStream && new_error != error;
     return compress(Layout(rows, n, block), source, error, new_error, wire, live, norm, threads, stream);
 }
 
