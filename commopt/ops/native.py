@@ -113,12 +113,12 @@ def _sign_compress_momentum(
     norm: int,
     live: Tensor | None = None,
 ) -> None:
-    readable = _readable(grads) if m.dtype == torch.float32 else None
-    if readable is None:
+    gradients = _gradients(m, grads, offsets)
+    if gradients is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
         )
-    runs, rows = _runs(readable, offsets), wire.shape[0]
+    (runs, _), rows = gradients, wire.shape[0]
     pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
     shape = rows, m.shape[0] // rows, block, norm
     _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
@@ -152,12 +152,11 @@ def _sign_decompress_adam_(
     block: int,
     live: Tensor | None = None,
 ) -> None:
-    rows = wire.shape[0]
-    if exp_avg.dtype != torch.float32 or not all(_float32_or_bfloat16(p) for p in params):
+    rows, runs = wire.shape[0], _runs(params, offsets)
+    if exp_avg.dtype != torch.float32 or runs is None:
         _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
         ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
         return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
-    runs = _runs(params, offsets)
     factors = array("f", (x for pair in zip(step_sizes, sqrt_bias_corrections2) for x in pair))
     pointers = wire.data_ptr(), _pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
     shape = rows, exp_avg.shape[0] // rows, block
@@ -216,28 +215,39 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
     return total
 
 
-def _runs(tensors: list[Tensor], offsets: list[int]) -> array[int]:
-    """What ``struct Run`` in runs.hpp says of tensors that :func:`_float32_or_bfloat16` allows."""
-    numbers = array("q")
+def _runs(tensors: list[Tensor], offsets: list[int]) -> array[int] | None:
+    """What ``struct Run`` in runs.hpp says of each tensor; None if the kernels cannot read one of them."""
+    numbers: list[int] = []
     for x, offset in zip(tensors, offsets):
-        numbers.extend((offset, x.numel(), x.dtype is torch.bfloat16, x.data_ptr()))
-    return numbers
+        dtype = x.dtype
+        if (dtype is not torch.float32 and dtype is not torch.bfloat16) or not x.is_contiguous():
+            return None
+        numbers += (offset, x.numel(), dtype is torch.bfloat16, x.data_ptr())
+    return array("q", numbers)
 
 
-def _readable(grads: list[Tensor]) -> list[Tensor] | None:
-    """``grads``, where the kernels cannot read them copied to float32; None where that is not exact."""
-    if all(_float32_or_bfloat16(g) for g in grads):
-        return grads
-    if any(g.dtype == torch.float64 for g in grads):
+def _gradients(m: Tensor, grads: list[Tensor], offsets: list[int]) -> tuple[array[int], list[Tensor]] | None:
+    """The runs of ``grads``, and the tensors that they point into; None where the arithmetic is not in float32.
+
+    If the kernels cannot read them, for their layout or as float16, they are copied to float32, which is exact.
+    """
+    if m.dtype != torch.float32:
         return None
-    return [g if _float32_or_bfloat16(g) else g.to(torch.float32).contiguous() for g in grads]
+    runs = _runs(grads, offsets)
+    if runs is None:
+        if any(g.dtype == torch.float64 for g in grads):
+            return None
+        grads = [g.to(torch.float32).contiguous() for g in grads]
+        runs = _runs(grads, offsets)
+        assert runs is not None
+    return runs, grads
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
-    readable = _readable(grads) if m.dtype == torch.float32 else None
-    if readable is None:
+    gradients = _gradients(m, grads, offsets)
+    if gradients is None:
         return reference.momentum(m, grads, offsets, beta, alpha, out)
-    runs = _runs(readable, offsets)
+    runs, _ = gradients
     _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
 
