@@ -4,7 +4,8 @@
 
 The routes of each row take turns, so that other load on the machine meets all of them; medians are given. The copy is
 ``dst.copy_(src)``, 8 bytes an element; the bytes of each operator are what it must read and write at least, and are
-printed. "of copy" compares the two rates of bytes. Operators on lists get the elements as a list of 16 tensors.
+printed. "of copy" compares the two rates of bytes. Gradients and parameters are 16 tensors. Where two operators are
+joined in one pass ("in one"), the other route is the two, one after the other, also native.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -88,10 +89,10 @@ def usual_frozen_adam(ps: list[Tensor], ms: list[Tensor], vs: list[Tensor]) -> N
     torch._foreach_addcdiv_(ps, ms, denominators, value=-1e-3)
 
 
-def usual_momentum(ms: list[Tensor], gs: list[Tensor]) -> None:
-    """The momentum of a list."""
-    torch._foreach_mul_(ms, 0.9)
-    torch._foreach_add_(ms, gs, alpha=0.1)
+def usual_momentum(m: Tensor, views: Sequence[Tensor], grads: list[Tensor]) -> None:
+    """The momentum in a flat buffer, of which ``views`` are the places of the gradients."""
+    m.mul_(0.9)
+    torch._foreach_add_(views, grads, alpha=0.1)
 
 
 def usual_square_sum(xs: list[Tensor]) -> Tensor:
@@ -102,6 +103,7 @@ def usual_square_sum(xs: list[Tensor]) -> Tensor:
 def sign_cases(n: int) -> list[Case]:
     """The scaled sign on ``n`` elements."""
     x, error, out = torch.randn(1, n), torch.zeros(1, n), torch.empty(n)
+    live, new_error = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8), torch.empty(1, n)
     wire = torch.empty(RANKS, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8)
     ops.sign_compress(torch.randn(RANKS, n), wire, BLOCK, 2)
     own, whole = wire[:1].clone(), torch.empty(1, ops.sign_nbytes(n, 0), dtype=torch.uint8)
@@ -112,6 +114,12 @@ def sign_cases(n: int) -> list[Case]:
         Case(
             "compress_with_feedback",
             lambda: ops.sign_compress_with_feedback(x, error, own, BLOCK, 2),
+            lambda: usual_compress(usual_x, usual_error),
+            12 + sign,
+        ),
+        Case(
+            "  to a new residual",
+            lambda: ops.sign_compress_with_feedback(x, error, own, BLOCK, 2, None, new_error),
             lambda: usual_compress(usual_x, usual_error),
             12 + sign,
         ),
@@ -133,20 +141,76 @@ def sign_cases(n: int) -> list[Case]:
             lambda: usual_decompress(bits[0], scales[0], out),
             4 + sign,
         ),
+        Case(
+            "  with a mask (all live)",
+            lambda: ops.sign_decompress(own, out.view(1, n), BLOCK, live),
+            lambda: usual_decompress(bits[0], scales[0], out),
+            4 + sign + 1 / 8,
+        ),
+    ]
+
+
+def joined_cases(n: int) -> list[Case]:
+    """What a step does in one pass on ``n`` elements, against the same in two."""
+    m, error, new_error, out = (torch.randn(n) for _ in range(4))
+    wires, own = (torch.empty(ranks, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8) for ranks in (RANKS, 1))
+    ops.sign_compress(torch.randn(RANKS, n), wires, BLOCK, 2)
+    grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
+    offsets = [i * grads[0].numel() for i in range(len(grads))]
+    sign = 4 / BLOCK + 1 / 8
+
+    def momentum_then_compress() -> None:
+        ops.momentum(m, grads, offsets, 0.9, 0.1, out)
+        ops.sign_compress_with_feedback(out[None], error[None], own, BLOCK, 2, None, new_error[None])
+
+    def mean_then_compress() -> None:
+        ops.sign_decompress_mean(wires, out, BLOCK)
+        ops.sign_compress_with_feedback(out[None], error[None], own, BLOCK, 2, None, new_error[None])
+
+    v, params = torch.rand(n) + 0.1, [g.clone() for g in grads]
+    views, vs = out.chunk(TENSORS), v.chunk(TENSORS)
+    steps, corrections = [1e-3] * len(params), [0.5] * len(params)
+
+    def decompress_then_adam() -> None:
+        ops.sign_decompress(own, out[None], BLOCK)
+        ops.frozen_adam_apply_(params, views, vs, steps, corrections, 1e-8, 0.999)
+
+    return [
+        Case(
+            "momentum, compress in one",
+            lambda: ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, new_error, own, BLOCK, 2),
+            momentum_then_compress,
+            16 + sign,
+        ),
+        Case(
+            f"reduce in one ({RANKS} ranks)",
+            lambda: ops.sign_reduce(wires, error, new_error, own[0], BLOCK, 2),
+            mean_then_compress,
+            8 + (RANKS + 1) * sign,
+        ),
+        Case(
+            "decompress, adam in one",
+            lambda: ops.sign_decompress_adam_(own, out, v, params, offsets, steps, corrections, 1e-8, 0.999, BLOCK),
+            decompress_then_adam,
+            16 + sign,
+        ),
     ]
 
 
 def other_cases(n: int) -> list[Case]:
-    """Masks, norms and updates on ``n`` elements."""
+    """Norms and updates on ``n`` elements."""
     x, y, v = torch.randn(n), torch.randn(n), torch.rand(n) + 0.1
-    live = torch.full(((n + 7) // 8,), 255, dtype=torch.uint8)
-    keep = torch.ones(n, dtype=torch.bool)
     xs, ys, vs = ([part.clone() for part in t.chunk(TENSORS)] for t in (x, y, v))
     steps, corrections = [1e-3] * len(xs), [0.5] * len(xs)
+    views, offsets = y.chunk(TENSORS), [i * xs[0].numel() for i in range(len(xs))]
     return [
-        Case("zero_dead_ (all live)", lambda: ops.zero_dead_(x, live), lambda: x.mul_(keep), 1 / 8),
         Case("square_sum", lambda: ops.square_sum(xs), lambda: usual_square_sum(xs), 4),
-        Case("momentum_", lambda: ops.momentum_(ys, xs, 0.9, 0.1), lambda: usual_momentum(ys, xs), 12),
+        Case(
+            "momentum",
+            lambda: ops.momentum(y, xs, offsets, 0.9, 0.1, y),
+            lambda: usual_momentum(y, views, xs),
+            12,
+        ),
         Case(
             "frozen_adam_apply_",
             lambda: ops.frozen_adam_apply_(ys, xs, vs, steps, corrections, 1e-8, 0.999),
@@ -203,14 +267,15 @@ def main() -> None:
 
     print(f"provider: {ops.report()['sign_compress'].get('cpu', 'reference')}; threads: {arguments.threads}")
     print(f"torch {torch.__version__}; blocks of {BLOCK}; times in microseconds, rates in GB/s")
-    titles = ["operator", "elements", "commopt", "torch+numpy", "speed", "B/elem", "GB/s", "of copy"]
+    titles = ["operator", "elements", "commopt", "other route", "speed", "B/elem", "GB/s", "of copy"]
     print("{:<26}{:>10}{:>12}{:>13}{:>9}{:>8}{:>8}{:>10}".format(*titles))
-    sizes = [16, 1024, 16384, 65536] if arguments.small else [16, 1024, 16384, 65536, arguments.size]
+    sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for case in sign_cases(n) + other_cases(n):
-            rows.append(measure(case, n, arguments.repetitions if n > 2**20 else 3 * arguments.repetitions))
-            show(rows[-1])
+        for cases in (sign_cases, joined_cases, other_cases):
+            for case in cases(n):
+                rows.append(measure(case, n, arguments.repetitions if n > 2**20 else 3 * arguments.repetitions))
+                show(rows[-1])
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)
