@@ -13,6 +13,7 @@ USAGE = """usage: commopt COMMAND ...
 
 commands:
   train   train a language model: commopt train [CONFIG.yaml] [--section.key=value ...]
+  probe   does compression pay on this network? torchrun ... -m commopt probe --params=340M --step-time=0.3
 
 Several processes: torchrun --nproc-per-node=N -m commopt train ...
 commopt COMMAND --help says more.
@@ -53,7 +54,18 @@ def train_command(argv: Sequence[str]) -> None:
     train(config)
 
 
-COMMANDS = {"train": train_command}
+def probe_command(argv: Sequence[str]) -> None:
+    """``commopt probe``."""
+    from commopt.probe.command import probe
+    from commopt.probe.options import ProbeError
+
+    try:
+        probe(argv)
+    except ProbeError as error:
+        raise UserError(str(error)) from error
+
+
+COMMANDS = {"train": train_command, "probe": probe_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

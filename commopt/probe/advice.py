@@ -1,0 +1,57 @@
+"""Predictions -> one plain recommendation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commopt.probe.predict import Step, whole_run
+
+WORTH = 1.05
+"""What a change must bring to be recommended; predictions are no better than that."""
+WARM_UP = (0.20, 0.15)
+"""Shares of a run that are warm-up, usually."""
+
+NAMES = {
+    "none": "no communication",
+    "ddp": "DDP, float32",
+    "ddp_bf16": "DDP, bf16 hook",
+    "onebit_adam": "OneBitAdam",
+    "onebit_adam_overlap": "OneBitAdam(overlap=True)",
+}
+OURS = ("onebit_adam", "onebit_adam_overlap")
+
+
+def over_run(steps: Mapping[str, Step], name: str) -> tuple[float, float]:
+    """How much faster than DDP a whole run is, with the longer and with the shorter warm-up."""
+    longer, shorter = (whole_run(steps["ddp"].seconds, steps[name].seconds, share) for share in WARM_UP)
+    return longer, shorter
+
+
+def recommend(steps: Mapping[str, Step], bf16_available: bool) -> str:
+    """What to do, and what it brings.
+
+    Args:
+        steps: a step with each method.
+        bf16_available: whether torch's bf16 hook can be used.
+    """
+    ddp = steps["ddp"].seconds
+    ours = "onebit_adam"
+    if steps[ours].seconds > WORTH * steps["onebit_adam_overlap"].seconds:
+        ours = "onebit_adam_overlap"
+    gain, most = over_run(steps, ours)
+    halved = ddp / steps["ddp_bf16"].seconds if bf16_available else 1.0
+    if max(gain, halved) < WORTH:
+        share = steps["ddp"].communication / ddp
+        return (
+            f"do not compress: communication is {share:.0%} of a step of DDP, and over a run {NAMES[ours]} is "
+            f"{gain:.2f} to {most:.2f} x as fast."
+        )
+    if gain < WORTH * halved:
+        return (
+            f"do not compress to 1 bit: DDP with bf16_compress_hook is {halved:.2f} x as fast as DDP and needs no "
+            f"warm-up; over a run {NAMES[ours]} is {gain:.2f} to {most:.2f} x as fast."
+        )
+    return (
+        f"use {NAMES[ours]}: a compressed step takes {steps[ours].seconds:.3g} s where DDP takes {ddp:.3g} s, "
+        f"{ddp / steps[ours].seconds:.2f} x as fast; over a run with 15 to 20 % warm-up {gain:.2f} to {most:.2f} x."
+    )

@@ -1,0 +1,170 @@
+"""The ranks meet, agree on what was asked for, and measure; rank 0 reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commopt.bucket import bucket_bytes
+from commopt.comm import CollectiveError, TorchBackend
+from commopt.compress import Sign
+from commopt.optim.agreement import agree_on_setup
+from commopt.probe.advice import OURS, over_run, recommend
+from commopt.probe.fit import fit_line, line_through, misfit
+from commopt.probe.local import Local, measure_local
+from commopt.probe.measure import (
+    FACTOR,
+    FAST,
+    SMALLEST,
+    Sample,
+    Stand,
+    all_reduces,
+    compressed,
+    exchanges,
+    losses,
+    sizes_up_to,
+)  # fmt: skip
+from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
+from commopt.probe.predict import Costs, Model, break_even, predict, rehearse
+from commopt.probe.report import VERBS, Result, render, to_json
+
+PATIENCE = timedelta(minutes=2)
+"""How long a rank waits for another before it gives up."""
+
+
+def probe(argv: Sequence[str]) -> None:
+    """``commopt probe``.
+
+    Raises:
+        ProbeError: on every rank: for a mistake in the arguments of any of them, before anything is measured; and if
+            the ranks cannot meet, or one of them is lost.
+    """
+    if "--help" in argv or "-h" in argv:
+        make_parser().print_help()
+        return
+    options, error = None, None
+    try:
+        options = parse(argv)
+        check_place(options)
+    except ProbeError as caught:
+        error = caught
+    if "RANK" not in os.environ:
+        raise error or ProbeError(HOW_TO_START)
+    with meet(error) as control:
+        try:
+            agree_on_setup(control, torch.device("cpu"), {"arguments": repr(options)}, error, str(options))
+        except ValueError as refused:
+            raise ProbeError(str(refused)) from None
+        assert options is not None
+        result = measure_all(options, control)
+    if control.rank == 0:
+        if options.json is not None:
+            Path(options.json).write_text(to_json(result))
+        sys.stdout.write(render(result))
+
+
+def check_place(options: Options) -> None:
+    """Raises ProbeError for what cannot work in this process."""
+    if int(os.environ.get("WORLD_SIZE", "2")) < 2:
+        raise ProbeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: there is nobody to talk to; {HOW_TO_START}")
+    if options.device == "cuda" and int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count():
+        here = torch.cuda.device_count()
+        raise ProbeError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}, but this machine has {here} GPUs: one process each")
+    if options.json is not None and os.environ.get("RANK", "0") == "0":
+        folder = Path(options.json).resolve().parent
+        if not os.access(folder, os.W_OK) or Path(options.json).is_dir():
+            raise ProbeError(f"--json: cannot write {options.json!r}; expected a file in a folder that exists")
+
+
+@contextlib.contextmanager
+def meet(error: ProbeError | None) -> Iterator[TorchBackend]:
+    """The ranks of torchrun's environment, over Gloo. ``error`` is this rank's, if they cannot meet to hear of it."""
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as failed:
+        raise error or ProbeError(f"the ranks cannot meet: {' '.join(str(failed).split())}") from failed
+    try:
+        yield TorchBackend()
+    except CollectiveError as lost:
+        raise ProbeError(f"a rank was lost or the network failed: {' '.join(str(lost).split())}") from lost
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_all(options: Options, control: TorchBackend) -> Result:
+    """Measures, fits and predicts; the same on every rank."""
+    stand = make_stand(options, control)
+    compressor = Sign(block=options.block)
+    capacity = bucket_bytes(None, [torch.empty(options.params, device="meta")])
+    sizes, small = sizes_up_to(options.max_mb), sizes_up_to(options.max_mb / FAST, SMALLEST // FACTOR)
+    samples = {
+        "all_reduce": all_reduces(stand, sizes),
+        "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
+        "all_to_all": exchanges(stand, "all_to_all", small),
+        "all_gather": exchanges(stand, "all_gather", small),
+        "compressed_all_reduce": compressed(stand, sizes, compressor),
+    }
+    lost = {verb: losses(stand, verb, samples[verb]) for verb in ("all_reduce", "all_to_all", "all_gather")}
+    local = measure_local(stand, options.params, capacity, compressor)
+    costs = fit_costs(stand.world_size, samples, lost, local)
+    model = Model(options.params, options.step_time, options.last_params, capacity, compressor)
+    steps = predict(costs, model)
+    return Result(
+        options=options,
+        place=place(options),
+        world_size=stand.world_size,
+        samples=samples,
+        losses=lost,
+        misfit={verb: misfit(line, *columns(samples[verb])) for verb, line in costs.link.items()},
+        local=local,
+        costs=costs,
+        model=model,
+        steps=steps,
+        rehearsal=(local.rehearsal, rehearse(costs, model, local.params).seconds),
+        break_even={name: break_even(costs, model, name) for name in OURS},
+        run={name: over_run(steps, name) for name in OURS},
+        advice=recommend(steps, bf16_available=options.backend == "nccl"),
+    )
+
+
+def make_stand(options: Options, control: TorchBackend) -> Stand:
+    """The ranks and devices to measure."""
+    if options.device == "cpu":
+        return Stand(control, control, torch.device("cpu"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend=options.backend, timeout=PATIENCE)
+    return Stand(TorchBackend(group), control, device)
+
+
+def fit_costs(world_size: int, samples: dict[str, list[Sample]], lost: dict[str, list[Sample]], local: Local) -> Costs:
+    """Lines through what was measured."""
+    loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
+    return Costs(
+        world_size=world_size,
+        link={verb: fit_line(*columns(samples[verb])) for verb in VERBS},
+        loss={verb: loss[verb.removesuffix("_bf16")] for verb in VERBS},
+        adamw=local.adamw,
+        copies=local.copies,
+        onebit=local.onebit,
+    )
+
+
+def columns(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Bytes that a rank sends, and seconds."""
+    return [s.nbytes for s in samples], [s.seconds for s in samples]
+
+
+def place(options: Options) -> str:
+    """What was measured, in words."""
+    if options.device == "cuda":
+        return f"{torch.cuda.get_device_name()}, {options.backend}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads, gloo, torch {torch.__version__}"

@@ -1,0 +1,164 @@
+"""What the optimizers cost on the device, without a network, while all ranks do the same.
+
+OneBitAdam itself is timed, over ranks that are mirror images of this one, and its time is split where it calls a verb.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from commopt.comm import Work
+from commopt.comm.backend import Done
+from commopt.compress import Compressor
+from commopt.optim import OneBitAdam
+from commopt.probe.measure import Stand
+
+SAMPLE = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+"""Parameters that are enough to time a larger model by, by kind of device; but always two buckets."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """Seconds per parameter.
+
+    Attributes:
+        params: how many were timed.
+        adamw: torch.optim.AdamW.
+        copies: into DDP's bucket and back, by verb.
+        onebit: a compressed step of OneBitAdam, by the verb that follows; "end" is what comes after the last one.
+        rehearsal: seconds of such a step, of all ``params``, over the real network.
+        kernels: compressing with error feedback, decompressing, and the mean of what the ranks send.
+    """
+
+    params: int
+    adamw: float
+    copies: dict[str, float]
+    onebit: dict[str, float]
+    rehearsal: float
+    kernels: dict[str, float]
+
+
+class Mirrors:
+    """A backend whose other ranks do what this one does, in no time; it notes the time spent between its verbs."""
+
+    def __init__(self, world_size: int, synchronize: Callable[[], None]) -> None:
+        self.world_size = world_size
+        self.rank = world_size - 1  # rank 0 logs
+        self._synchronize = synchronize
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts to count anew."""
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def note(self, verb: str) -> Work:
+        """All time since the last verb was spent on what comes before this one."""
+        self._synchronize()
+        now = time.perf_counter()
+        self.seconds[verb] = self.seconds.get(verb, 0.0) + now - self._since
+        self._since = now
+        return Done()
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self.note("all_reduce")
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp)
+        return self.note("all_to_all")
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp.expand_as(out))
+        return self.note("all_gather")
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self.note("broadcast")
+
+
+def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Compressor) -> Local:
+    """Times a model of ``params`` parameters, or a part of it that is large enough."""
+    count = min(params, max(SAMPLE[stand.device.type], 2 * bucket_bytes // 4))
+    tensors = make_params(count, bucket_bytes, stand.device)
+    onebit, rehearsal = time_onebit(stand, tensors, bucket_bytes, compressor)
+    adamw = torch.optim.AdamW(tensors, lr=1e-4)
+    return Local(
+        params=count,
+        adamw=stand.time(adamw.step) / count,
+        onebit={verb: seconds / count for verb, seconds in onebit.items()},
+        rehearsal=rehearsal,
+        copies=time_copies(stand, tensors, count),
+        kernels=time_kernels(stand, bucket_bytes, compressor),
+    )
+
+
+def make_params(count: int, bucket_bytes: int, device: torch.device) -> list[Tensor]:
+    """``count`` parameters with gradients, four tensors to a bucket."""
+    piece = max(1, bucket_bytes // 16)
+    sizes = [piece] * (count // piece) + ([count % piece] if count % piece else [])
+    params: list[Tensor] = [nn.Parameter(torch.randn(n, device=device)) for n in sizes]
+    for p in params:
+        p.grad = torch.randn_like(p) * 1e-3
+    return params
+
+
+def time_onebit(
+    stand: Stand, params: list[Tensor], bucket_bytes: int, compressor: Compressor
+) -> tuple[dict[str, float], float]:
+    """Seconds of a compressed step by the verb that follows; and of one over the real network."""
+    mirrors = Mirrors(stand.world_size, stand.synchronize)
+    optimizer = OneBitAdam(
+        params, lr=1e-4, weight_decay=0.01, freeze_step=1,
+        compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=mirrors,
+    )  # fmt: skip
+    steps: list[dict[str, float]] = []
+
+    def step() -> None:
+        mirrors.reset()
+        optimizer.step()
+        mirrors.note("end")
+        steps.append(mirrors.seconds)
+
+    step()  # the only one of warm-up
+    stand.time(step)
+    verbs = ("all_reduce", "all_to_all", "all_gather", "end")
+    medians = [sorted(s[verb] for s in steps[2:])[len(steps[2:]) // 2] for verb in verbs]
+    optimizer.backend.inner = stand.backend
+    return dict(zip(verbs, stand.largest(medians))), stand.time(optimizer.step)
+
+
+def time_copies(stand: Stand, params: list[Tensor], count: int) -> dict[str, float]:
+    """DDP's copies: the gradient, divided, into a bucket, and back; its bf16 hook casts in between."""
+    grads = [p.grad for p in params if p.grad is not None]
+    flat = torch.empty(sum(g.numel() for g in grads), device=stand.device)
+    places = flat.split([g.numel() for g in grads])
+
+    def copy(cast: bool) -> None:
+        for place, g in zip(places, grads):
+            torch.mul(g, 1.0, out=place)
+        if cast:
+            flat.copy_(flat.bfloat16())
+        for place, g in zip(places, grads):
+            g.copy_(place)
+
+    return {
+        "all_reduce": stand.time(lambda: copy(False)) / count,
+        "all_reduce_bf16": stand.time(lambda: copy(True)) / count,
+    }
+
+
+def time_kernels(stand: Stand, bucket_bytes: int, compressor: Compressor) -> dict[str, float]:
+    """What compressing and decompressing one bucket costs, per element."""
+    world = stand.world_size
+    n = -(-bucket_bytes // 4 // (64 * world)) * 64
+    x = torch.randn(world, n, device=stand.device)
+    error, wire = torch.zeros_like(x), torch.zeros(world, compressor.nbytes(n), dtype=torch.uint8, device=stand.device)
+    return {
+        "compress": stand.time(lambda: compressor.compress_with_feedback(x, error, wire)) / x.numel(),
+        "decompress": stand.time(lambda: compressor.decompress(wire, x)) / x.numel(),
+        "decompress_mean": stand.time(lambda: compressor.decompress_mean(wire, x[0])) / x.numel(),
+    }

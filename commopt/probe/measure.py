@@ -1,0 +1,213 @@
+"""Collectives by message size, and what computing loses while one is under way.
+
+Every number is the median over repetitions, on the slowest rank. How many repetitions there are, and at which size to
+stop, follows from times that all ranks have agreed on, so that all of them do the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, run, wait
+from commopt.compress import Compressor, Feedback
+
+SMALLEST, FACTOR = 4096, 4
+"""Bytes of the smallest message, and how much larger the next one is."""
+FAST = 16
+"""Messages of a compressed step are that much smaller than those of an all-reduce, and are measured at such sizes."""
+ENOUGH = 0.5
+"""Seconds after which one size has been measured long enough."""
+LONGEST = 1.0
+"""Seconds of one message that is too long to wait for."""
+REPEATS = (3, 20)
+"""At least and at most so many repetitions."""
+UNDER_WAY = 8
+"""Messages of a compressed step that are started together, as its buckets do."""
+SLOW = 0.1
+"""Seconds of a message that is too slow to measure what computing loses to it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One message size.
+
+    Attributes:
+        size: bytes of the tensor given to the verb.
+        nbytes: bytes that a rank sends for it.
+        seconds: until it is done.
+    """
+
+    size: int
+    nbytes: int
+    seconds: float
+
+
+class Stand:
+    """Where things are measured: the ranks, and their device.
+
+    Args:
+        backend: what is measured.
+        control: carries what the ranks tell each other about the measurement, over CPU tensors.
+        device: of the tensors sent.
+    """
+
+    def __init__(self, backend: Backend, control: TorchBackend, device: torch.device) -> None:
+        self.backend, self.control, self.device = backend, control, device
+        self.world_size = backend.world_size
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks; the ranks are at the same place then."""
+        message = torch.tensor(values, dtype=torch.float64)
+        wait(dist.all_reduce(message, dist.ReduceOp.MAX, self.control.group, async_op=True), "control message")
+        return message.tolist()
+
+    def meet(self) -> None:
+        """Returns when all ranks are here."""
+        self.largest([0.0])
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, do: Callable[[], object]) -> float:
+        """Seconds of one ``do()``, the device included."""
+        self.synchronize()
+        start = time.perf_counter()
+        do()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def time(self, do: Callable[[], object]) -> float:
+        """Seconds of ``do()``: median of repetitions that all ranks begin together, on the slowest rank."""
+        do()
+        (once,) = self.largest([self.seconds(do)])
+        times = []
+        for _ in range(max(REPEATS[0], min(REPEATS[1], int(ENOUGH / once)))):
+            self.meet()
+            times.append(self.seconds(do))
+        return self.largest([statistics.median(times)])[0]
+
+    def sweep(self, sizes: Sequence[int], prepare: Callable[[int], tuple[int, Callable[[], object]]]) -> list[Sample]:
+        """``prepare(size)`` gives the bytes that a rank sends, and what to time. Ends early on a slow network, but not
+        before two sizes."""
+        out: list[Sample] = []
+        for size in sizes:
+            nbytes, do = prepare(size)
+            out.append(Sample(size, nbytes, self.time(do)))
+            if len(out) > 1 and out[-1].seconds * FACTOR > LONGEST:
+                break
+        return out
+
+
+def sizes_up_to(max_mb: float, smallest: int = SMALLEST) -> list[int]:
+    """Bytes of the messages."""
+    out = [smallest]
+    while out[-1] * FACTOR <= max_mb * 2**20:
+        out.append(out[-1] * FACTOR)
+    return out
+
+
+def all_reduces(stand: Stand, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Sample]:
+    """All-reduces as DistributedDataParallel does them."""
+
+    def prepare(size: int) -> tuple[int, Callable[[], object]]:
+        x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=stand.device)
+        return all_reduce_bytes(x.nbytes, stand.world_size), lambda: finish([start_all_reduce(stand, x)])
+
+    return stand.sweep(sizes, prepare)
+
+
+def start_all_reduce(stand: Stand, x: Tensor) -> Work:
+    """The sum of x, in place: the verb without its division, which DDP has done before."""
+    assert isinstance(stand.backend, TorchBackend)
+    return dist.all_reduce(x, group=stand.backend.group, async_op=True)
+
+
+def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UNDER_WAY) -> list[Sample]:
+    """The verbs of a compressed step, ``together`` messages under way at a time; the seconds are those of one."""
+
+    def prepare(size: int) -> tuple[int, Callable[[], object]]:
+        start, nbytes = exchange(stand, verb, size, together)
+        return nbytes, lambda: finish([start(i) for i in range(together)])
+
+    return [Sample(s.size, s.nbytes, s.seconds / together) for s in stand.sweep(sizes, prepare)]
+
+
+def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[[int], Work], int]:
+    """What starts "all_reduce", "all_to_all" or "all_gather" of ``size`` bytes at one of ``places``, and the bytes
+    that a rank sends."""
+    world, backend = stand.world_size, stand.backend
+    if verb == "all_reduce":
+        xs = torch.zeros(places, size // 4, device=stand.device)
+        return lambda i: start_all_reduce(stand, xs[i]), all_reduce_bytes(xs[0].nbytes, world)
+    row = max(16, size // world // 16 * 16)
+    out, inp = (torch.zeros(places, world, row, dtype=torch.uint8, device=stand.device) for _ in range(2))
+    starts: dict[str, Callable[[int], Work]] = {
+        "all_to_all": lambda i: backend.all_to_all(out[i], inp[i]),
+        "all_gather": lambda i: backend.all_gather(out[i], inp[i, 0]),
+    }
+    return starts[verb], (world - 1) * row
+
+
+def finish(works: Sequence[Work]) -> None:
+    """Waits for all."""
+    for work in works:
+        wait(work, "a collective that the probe timed")
+
+
+def compressed(stand: Stand, sizes: Sequence[int], compressor: Compressor) -> list[Sample]:
+    """Compressed all-reduces of float32, compressing and decompressing included; ``size`` is that of the floats."""
+    world = stand.world_size
+
+    def prepare(size: int) -> tuple[int, Callable[[], object]]:
+        numel = -(-size // 4 // (8 * world)) * 8 * world
+        x = torch.randn(numel, device=stand.device)
+        feedback = Feedback.zeros(numel, world, x.dtype, x.device)
+        nbytes = 2 * (world - 1) * compressor.nbytes(numel // world)
+        return nbytes, lambda: run([compressed_all_reduce(x, feedback, compressor, stand.backend)])
+
+    return stand.sweep(sizes, prepare)
+
+
+def losses(stand: Stand, verb: str, samples: Sequence[Sample]) -> list[Sample]:
+    """Seconds of computing (matrix products) that a message costs while it is under way: the smallest of ``samples``,
+    and the largest that is not slow."""
+    side = 256 if stand.device.type == "cpu" else 2048
+    a, b, out = (torch.randn(side, side, device=stand.device) for _ in range(3))
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+        stand.synchronize()
+
+    def compute_beside(works: Sequence[Any], alone: float) -> float:
+        """Seconds that were not spent on matrix products, until ``works`` are done."""
+        products, start = 0, time.perf_counter()
+        while not all(work.is_completed() for work in works):
+            product()
+            products += 1
+        return time.perf_counter() - start - products * alone
+
+    def one(size: int) -> Sample:
+        once = stand.time(lambda: finish([exchange(stand, verb, size, 1)[0](0)]))
+        count = max(2, min(32, int(0.2 / once), 2**27 // size))
+        start, nbytes = exchange(stand, verb, size, count)
+        lost = []
+        for _ in range(5):
+            alone = statistics.median(stand.seconds(product) for _ in range(50))
+            stand.meet()
+            works = [start(i) for i in range(count)]
+            lost.append(compute_beside(works, alone))
+            finish(works)
+        return Sample(size, nbytes, max(0.0, stand.largest([statistics.median(lost)])[0]) / count)
+
+    large = max((s for s in samples[1:] if s.seconds < SLOW), default=samples[1], key=lambda s: s.size)
+    return [one(samples[0].size), one(large.size)]

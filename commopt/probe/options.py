@@ -1,0 +1,147 @@
+"""What the user says on the command line, and the mistakes in it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from commopt.compress import Sign
+
+HOW_TO_START = (
+    "start one process per device, at least 2: "
+    "torchrun --nproc-per-node=2 -m commopt probe --params=340M --step-time=0.3 "
+    "(on several machines with torchrun's --nnodes and --rdzv-endpoint)"
+)
+
+BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
+"""Backends by kind of device, the default first."""
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+class ProbeError(ValueError):
+    """A mistake that the user can correct; one line."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to predict, and what to measure.
+
+    Attributes:
+        params: trainable parameters of the model.
+        step_time: seconds of forward, backward and optimizer on one device, without communication.
+        last_params: of ``params``, how many are in one tensor whose gradient is complete only when backward ends.
+        block: elements that share a scale, of :class:`commopt.compress.Sign`.
+        max_mb: largest message, in MB (2**20 bytes).
+        device: "cpu" or "cuda".
+        backend: "gloo" or "nccl".
+        json: file for all that was measured, or None.
+    """
+
+    params: int
+    step_time: float
+    last_params: int
+    block: int
+    max_mb: float
+    device: str
+    backend: str
+    json: str | None
+
+
+def parse_count(text: str) -> int:
+    """How many "340M", "1.3B" or "25000" are: thousands, millions and billions (also G) of parameters.
+
+    Raises:
+        ArgumentTypeError: if it is no such number, or not at least 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgb]?)", text.strip().lower())
+    value = float(match[1]) * UNITS[match[2]] if match else math.nan
+    if not value <= 1e15 or value != round(value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a count; expected a whole number such as 25000, 340M or 1.3B"
+        )
+    return round(value)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds, finite and > 0.
+
+    Raises:
+        ArgumentTypeError: if it is no such number.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: seconds must be a number > 0, such as 0.3")
+    return value
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ProbeError(message.removeprefix("argument "))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options, with their help."""
+    parser = _Parser(
+        prog="commopt probe",
+        allow_abbrev=False,
+        description="Measures the network and the device, and predicts what a step of your model costs with each "
+        "method, the break-even bandwidth, and whether to compress. " + HOW_TO_START[0].upper() + HOW_TO_START[1:],
+    )
+    add = parser.add_argument
+    add("--params", type=parse_count, required=True, help="trainable parameters of the model: 340M, 1.3B, 25000")
+    add("--step-time", type=parse_seconds, required=True, metavar="SECONDS",
+        help="forward, backward and AdamW on one device, without communication")  # fmt: skip
+    add("--last-params", type=parse_count, default=0, metavar="PARAMS",
+        help="size of the largest tensor whose gradient comes last in backward, such as a tied embedding; nothing "
+        "hides its communication (default: 0)")  # fmt: skip
+    add("--block", type=int, default=2048, help="elements that share a scale (default: 2048)")
+    add("--max-mb", type=float, default=64.0, metavar="MB",
+        help="largest message; slow networks stop earlier (default: 64)")  # fmt: skip
+    add("--device", choices=list(BACKENDS), help="default: cuda where there is a GPU, else cpu")
+    add("--backend", help="gloo or nccl (default: nccl on cuda, gloo on cpu)")
+    add("--json", metavar="FILE", help="also write everything that was measured, on rank 0")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options in ``argv``.
+
+    Raises:
+        ProbeError: names the option, the value and what is allowed.
+    """
+    given = make_parser().parse_args(argv)
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(**{**vars(given), "device": device, "backend": given.backend or BACKENDS[device][0]})
+    check(options)
+    return options
+
+
+def check(options: Options) -> None:
+    """Raises ProbeError for a value out of range."""
+    if options.params < 1:
+        raise ProbeError(f"--params: {options.params} is not allowed, it must be at least 1")
+    if options.last_params > options.params:
+        raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
+    if not 0.0625 <= options.max_mb <= 1024:
+        raise ProbeError(f"--max-mb: {options.max_mb:g} is not allowed, it must be from 0.0625 to 1024")
+    if options.backend not in BACKENDS[options.device]:
+        allowed = " or ".join(BACKENDS[options.device])
+        raise ProbeError(
+            f"--backend: {options.backend!r} is not allowed with --device={options.device}, only {allowed}"
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ProbeError("--device: 'cuda' is not available here, only cpu")
+    try:
+        Sign(block=options.block)
+    except ValueError as error:
+        raise ProbeError(f"--block: {error}") from None

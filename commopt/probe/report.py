@@ -1,0 +1,196 @@
+"""All that was measured and predicted, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from commopt.probe.advice import NAMES
+from commopt.probe.fit import Line
+from commopt.probe.local import Local
+from commopt.probe.measure import Sample
+from commopt.probe.options import Options
+from commopt.probe.predict import Costs, Model, Step, adamw_seconds
+
+WIDTH = 96
+VERBS = {
+    "all_reduce": "all-reduce, float32",
+    "all_reduce_bf16": "all-reduce, bf16",
+    "all_to_all": "all-to-all of bytes",
+    "all_gather": "all-gather of bytes",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The probe's findings.
+
+    Attributes:
+        options: what was asked for.
+        place: what was measured, in words.
+        world_size: ranks.
+        samples: times by verb, and of "compressed_all_reduce".
+        losses: seconds of computing lost to a message, by verb.
+        misfit: median relative error of each line, by verb.
+        local: costs on the device.
+        costs, model: what the predictions were made from.
+        steps: a predicted step, by method.
+        rehearsal: seconds of a compressed OneBitAdam.step() of ``local.params`` parameters, measured and predicted.
+        break_even: bit/s, by method; see :func:`commopt.probe.predict.break_even`.
+        run: how much faster than DDP a run is with 20 and with 15 % warm-up, by method.
+        advice: the recommendation.
+    """
+
+    options: Options
+    place: str
+    world_size: int
+    samples: dict[str, list[Sample]]
+    losses: dict[str, list[Sample]]
+    misfit: dict[str, float]
+    local: Local
+    costs: Costs
+    model: Model
+    steps: dict[str, Step]
+    rehearsal: tuple[float, float]
+    break_even: dict[str, float | None]
+    run: dict[str, tuple[float, float]]
+    advice: str
+
+
+def to_json(result: Result) -> str:
+    """Everything. An infinite number is the string "inf"."""
+    return json.dumps(_finite(asdict(result)), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def render(result: Result) -> str:
+    """The report, at most 100 columns wide."""
+    options, steps = result.options, result.steps
+    lines = [
+        f"{result.world_size} ranks: {result.place}",
+        f"a model of {count(options.params)} parameters, {options.step_time:g} s per step on one device",
+        "",
+        f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit within':>12}{'computing lost to 1 MB':>26}",
+        *(_network(result, verb) for verb in VERBS),
+        "",
+        f"{'message':>12}{'all-reduce':>14}{'compressed':>14}{'':>10}",
+        *_sizes(result),
+        "",
+        *_device(result),
+        "",
+        f"{'a step of your model':28}{'seconds':>10}{'of them network':>18}{'MB sent':>12}{'speed of DDP':>16}",
+        *(_step(NAMES[name], step, steps["ddp"].seconds) for name, step in steps.items()),
+        "",
+        *_check(result),
+        _break_even(result),
+        "recommendation: " + result.advice,
+    ]
+    return "".join(
+        part + "\n" for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])
+    )
+
+
+def _network(result: Result, verb: str) -> str:
+    line, loss = result.costs.link[verb], result.costs.loss[verb]
+    return (
+        f"{VERBS[verb]:24}{seconds(line.latency):>12}{bandwidth(line):>16}{result.misfit[verb]:>11.0%} "
+        f"{seconds(loss(2**20)):>26}"
+    )
+
+
+def _sizes(result: Result) -> list[str]:
+    packed = {s.size: s.seconds for s in result.samples["compressed_all_reduce"]}
+    return [
+        f"{size(s.size):>12}{seconds(s.seconds):>14}{seconds(packed[s.size]):>14}{s.seconds / packed[s.size]:>8.2f} x"
+        for s in result.samples["all_reduce"]
+        if s.size in packed
+    ]
+
+
+def _device(result: Result) -> list[str]:
+    kernels, params = result.local.kernels, result.options.params
+    rates = ", ".join(f"{name.replace('_', ' ')} {1e-9 / cost:.3g}" for name, cost in kernels.items())
+    ours = sum(result.local.onebit.values()) * params
+    return [
+        f"device: {rates} G elements/s",
+        f"your model's update, no network: AdamW {seconds(result.local.adamw * params)}, "
+        f"OneBitAdam with compression {seconds(ours)}",
+    ]
+
+
+def _step(name: str, step: Step, ddp: float) -> str:
+    return (
+        f"{name:28}{step.seconds:>10.4g}{step.communication:>18.4g}{step.nbytes / 1e6:>12.4g}"
+        f"{ddp / step.seconds:>14.2f} x"
+    )
+
+
+def _check(result: Result) -> list[str]:
+    measured, predicted = result.rehearsal
+    out = [
+        f"check: OneBitAdam.step() of {count(result.local.params)} parameters took {seconds(measured)} over this "
+        f"network, {seconds(predicted)} by these figures"
+    ]
+    if adamw_seconds(result.costs, result.model) >= result.options.step_time:
+        out.append(
+            f"note: AdamW alone takes {seconds(result.local.adamw * result.options.params)} here, no less than "
+            f"--step-time={result.options.step_time:g}: was that measured on another device?"
+        )
+    return out
+
+
+def _break_even(result: Result) -> str:
+    now = result.costs.link["all_reduce"].bits_per_second
+    words = "; ".join(f"{NAMES[name]} {_below(value)}" for name, value in result.break_even.items())
+    return f"break-even: faster than DDP, at an all-reduce bandwidth (now {rate(now)}) of: {words}"
+
+
+def _below(value: float | None) -> str:
+    if value is None:
+        return "unknown, no message was large enough"
+    if math.isinf(value):
+        return "any: its update is cheaper than DDP's copies and AdamW"
+    return f"less than {rate(value)}" if value > 0 else "none: it is slower on any link"
+
+
+def bandwidth(line: Line) -> str:
+    """Bandwidth of a line in words."""
+    return rate(line.bits_per_second)
+
+
+def rate(bits_per_second: float) -> str:
+    """Bits per second with a unit."""
+    if math.isinf(bits_per_second):
+        return "not measurable"
+    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_second >= unit:
+            return f"{bits_per_second / unit:.3g} {name}"
+    return f"{bits_per_second / 1e3:.3g} kbit/s"
+
+
+def seconds(value: float) -> str:
+    """Seconds with a unit."""
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def size(nbytes: int) -> str:
+    """Bytes with a unit, in powers of 1024."""
+    return f"{nbytes >> 20} MB" if nbytes >= 2**20 else f"{nbytes >> 10} KB"
+
+
+def count(n: int) -> str:
+    """A number of parameters with a unit."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= unit:
+            return f"{n / unit:.4g}{name}"
+    return str(n)

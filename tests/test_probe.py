@@ -1,0 +1,357 @@
+"""The probe: fits, predictions and their limits, mistakes, and a real run of two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from commopt.cli import main
+from commopt.compress import Sign
+from commopt.probe.advice import recommend
+from commopt.probe.fit import Line, fit_line, line_through, misfit
+from commopt.probe.options import parse, parse_count
+from commopt.probe.predict import (
+    METHODS,
+    Clock,
+    Costs,
+    Model,
+    adamw_seconds,
+    at_bandwidth,
+    break_even,
+    plain,
+    predict,
+    split,
+    whole_run,
+)
+
+VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+NOTHING = Line(0.0, 0.0)
+MODEL = Model(params=100_000_000, step_time=0.5, last_params=0, bucket_bytes=25 * 2**20, compressor=Sign())
+
+
+def costs(link: Line = NOTHING, loss: Line = NOTHING, world_size: int = 2, copies: float = 0.0) -> Costs:
+    """Every verb over the same link. AdamW takes 0.1 s for ``MODEL``, and so does OneBitAdam."""
+    return Costs(
+        world_size=world_size,
+        link=dict.fromkeys(VERBS, link),
+        loss=dict.fromkeys(VERBS, loss),
+        adamw=1e-9,
+        copies={"all_reduce": copies, "all_reduce_bf16": 2 * copies},
+        onebit={"all_reduce": 1e-10, "all_to_all": 3e-10, "all_gather": 2e-10, "end": 4e-10},
+    )
+
+
+def ethernet(gbit: float) -> Line:
+    return Line(1e-4, 8e-9 / gbit)
+
+
+# fit ------------------------------------------------------------------------------------------------------------------
+
+SIZES = [4096 * 4**i for i in range(8)]
+
+
+@pytest.mark.parametrize("latency", [0.0, 2e-5, 1e-3])
+@pytest.mark.parametrize("gbit", [0.1, 1, 100])
+def test_a_line_is_found_again(latency: float, gbit: float) -> None:
+    line = Line(latency, 8e-9 / gbit)
+    found = fit_line(SIZES, [line(n) for n in SIZES])
+    assert found.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
+    assert found.bits_per_second == pytest.approx(gbit * 1e9, rel=1e-6)
+    assert misfit(found, SIZES, [line(n) for n in SIZES]) < 1e-6
+
+
+def test_noise_and_an_outlier_move_a_line_little() -> None:
+    line, draw = ethernet(1), np.random.default_rng(0)
+    times = [line(n) * draw.uniform(0.95, 1.05) for n in SIZES]
+    times[3] *= 10
+    found = fit_line(SIZES, times)
+    assert found.latency == pytest.approx(line.latency, rel=0.1)
+    assert found.bits_per_second == pytest.approx(1e9, rel=0.1)
+    assert 0.005 < misfit(found, SIZES, times) < 0.05
+
+
+def test_lines_never_go_below_zero() -> None:
+    falling = fit_line([1000, 2000, 4000], [3e-4, 2e-4, 1e-4])
+    assert falling.per_byte == 0
+    assert 1e-4 < falling.latency < 3e-4
+    assert falling.bits_per_second == math.inf
+    steep = fit_line([1000, 2000, 4000], [1e-4, 4e-4, 16e-4])
+    assert steep.latency == 0
+    assert steep.per_byte > 1e-7
+
+
+def test_a_line_through_two_points() -> None:
+    assert line_through((10, 3.0), (20, 5.0)) == Line(1.0, 0.2)
+    assert line_through((10, 3.0), (20, 1.0)) == Line(3.0, 0.0)
+    assert line_through((10, 1.0), (20, 3.0)) == Line(0.0, 0.2)
+
+
+# the clock and the buckets --------------------------------------------------------------------------------------------
+
+
+def test_messages_follow_each_other_and_slow_computing_down() -> None:
+    clock = Clock(costs(link=Line(1.0, 0.0), loss=Line(0.25, 0.0)))
+    first, second = (clock.send("all_reduce", 5) for _ in range(2))
+    assert (first, second) == (1.0, 2.0)
+    clock.compute(0.75)  # just what fits beside the first
+    assert clock.now == pytest.approx(1.0)
+    clock.compute(1.0)  # 0.75 beside the second, the rest alone
+    assert clock.now == pytest.approx(2.25)
+    clock.wait(1.5)
+    assert clock.now == pytest.approx(2.25)
+    assert clock.step().communication == pytest.approx(0.5)
+    assert clock.step().nbytes == 10
+
+
+def test_a_message_that_takes_the_whole_device_leaves_nothing() -> None:
+    clock = Clock(costs(link=Line(1.0, 0.0), loss=Line(3.0, 0.0)))
+    clock.send("all_reduce", 5)
+    clock.compute(0.5)
+    assert clock.now == pytest.approx(1.5)
+
+
+def test_buckets() -> None:
+    assert split(100, 0, 4, 40) == [1, *[10] * 9, 9]
+    assert split(100, 30, 80) == [20, 20, 20, 10, 30]
+    assert split(100, 5, 80) == [20, 20, 20, 20, 20]
+    assert split(100, 100, 80) == [100]
+    assert split(3, 0, 80) == [3]
+    for last in (0, 1, 999, 1_000_000):
+        assert sum(split(10**6, last, 2**20, 2**22)) == 10**6
+
+
+# limits of the predictions --------------------------------------------------------------------------------------------
+
+
+def test_without_a_network_every_method_costs_what_none_costs() -> None:
+    for name, step in predict(costs(), MODEL).items():
+        assert step.seconds == pytest.approx(0.5), name
+        assert step.communication == pytest.approx(0.0, abs=1e-12), name
+    assert recommend(predict(costs(), MODEL), True).startswith("do not compress: communication is 0% of a step of DDP")
+
+
+def test_on_a_slow_link_only_bytes_count() -> None:
+    slow = costs(ethernet(1e-4))
+    steps = predict(slow, MODEL)
+    fp32, ours = steps["ddp"], steps["onebit_adam"]
+    assert fp32.nbytes == 4 * MODEL.params
+    assert fp32.nbytes / ours.nbytes == pytest.approx(32 / (1 + 32 / 2048), rel=1e-3)
+    assert fp32.seconds / ours.seconds == pytest.approx(fp32.nbytes / ours.nbytes, rel=0.02)
+    assert fp32.seconds / steps["ddp_bf16"].seconds == pytest.approx(2, rel=0.01)
+    assert recommend(steps, True).startswith("use OneBitAdam: a compressed step takes")
+
+
+@pytest.mark.parametrize("gbit", [0.1, 1, 10, 100])
+@pytest.mark.parametrize("loss", [NOTHING, Line(1e-5, 1e-10)])
+def test_order_of_the_methods(gbit: float, loss: Line) -> None:
+    steps = predict(costs(ethernet(gbit), loss), MODEL)
+    floor = steps["none"].seconds
+    assert all(step.seconds >= floor - 1e-9 for step in steps.values())
+    assert steps["onebit_adam_overlap"].seconds <= steps["onebit_adam"].seconds + 1e-9
+    assert steps["ddp_bf16"].seconds <= steps["ddp"].seconds
+    wire = 8 * steps["ddp"].nbytes / (gbit * 1e9)
+    assert max(floor, wire) <= steps["ddp"].seconds <= 1.5 * floor + 1.1 * wire
+
+
+def test_backward_hides_what_it_can_and_the_last_bucket_is_exposed() -> None:
+    fast = costs(ethernet(20))
+    whole = replace(MODEL, params=(1 + 15 * 25) * 2**18)  # DDP's buckets are full: of 1 MB, and 15 of 25 MB
+    steps = predict(fast, whole)
+    assert steps["ddp"].communication == pytest.approx(8 * 25 * 2**20 / 20e9 + 1e-4, rel=1e-3)
+    tied = predict(fast, replace(MODEL, last_params=40_000_000))
+    assert tied["ddp"].communication == pytest.approx(8 * 4 * 40e6 / 20e9, rel=0.01)
+
+
+def test_losses_make_hidden_communication_cost_something() -> None:
+    free, paid = (predict(costs(ethernet(20), loss), MODEL)["ddp"] for loss in (NOTHING, Line(0.0, 1e-10)))
+    assert paid.seconds - free.seconds == pytest.approx(1e-10 * free.nbytes, rel=0.15)
+
+
+def test_the_update_is_part_of_the_step_time() -> None:
+    assert adamw_seconds(costs(), MODEL) == pytest.approx(0.1)
+    assert plain(costs(), MODEL).seconds == 0.5
+    short = replace(MODEL, step_time=0.05)  # shorter than AdamW
+    assert adamw_seconds(costs(), short) == 0.05
+    assert predict(costs(), short)["ddp"].seconds == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+def test_break_even(world_size: int) -> None:
+    slow_update = replace(costs(ethernet(1), world_size=world_size), onebit=dict.fromkeys(costs().onebit, 4e-10))
+    at = break_even(slow_update, MODEL)
+    assert at is not None
+    assert 1e8 < at < 1e11
+    for factor, pays in ((0.8, True), (1.25, False)):
+        there = at_bandwidth(slow_update, at * factor)
+        assert (METHODS["onebit_adam"](there, MODEL).seconds < METHODS["ddp"](there, MODEL).seconds) is pays
+
+
+def test_break_even_at_the_ends() -> None:
+    cheap = replace(costs(ethernet(1), copies=1e-9), onebit=dict.fromkeys(costs().onebit, 1e-11))
+    assert break_even(cheap, MODEL) == math.inf
+    dear = replace(costs(ethernet(1)), onebit=dict.fromkeys(costs().onebit, 1e-2))
+    assert break_even(dear, MODEL) == 0
+    assert break_even(costs(), MODEL) is None
+
+
+def test_another_bandwidth_keeps_latency_and_proportions() -> None:
+    here = replace(costs(ethernet(1)), link={**costs(ethernet(1)).link, "all_to_all": Line(3e-4, 16e-9)})
+    there = at_bandwidth(here, 1e8)
+    assert there.link["all_reduce"] == Line(1e-4, pytest.approx(8e-8))
+    assert there.link["all_to_all"] == Line(3e-4, pytest.approx(16e-8))
+    bound = at_bandwidth(replace(here, loss=dict.fromkeys(VERBS, Line(0.0, 1e-9))), 1e12)
+    assert bound.link["all_reduce"].per_byte == pytest.approx(1e-9)  # what its computing takes
+    assert at_bandwidth(here, 1e9).link["all_reduce"].per_byte == pytest.approx(8e-9)
+
+
+def test_a_run_counts_its_warm_up() -> None:
+    assert whole_run(1.0, 0.1, 0.2) == pytest.approx(1 / 0.28)
+    assert whole_run(1.0, 0.1, 1.0) == 1
+
+
+def test_bf16_is_recommended_where_it_is_as_good() -> None:
+    steps = predict(costs(ethernet(8)), MODEL)
+    assert steps["ddp"].seconds > 1.2 * steps["none"].seconds > 1.1 * steps["ddp_bf16"].seconds
+    assert recommend(steps, True).startswith("do not compress to 1 bit: DDP with bf16_compress_hook")
+    assert recommend(steps, False).startswith("use OneBitAdam")
+
+
+# what the user says ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("340M", 340_000_000), ("1.3B", 1_300_000_000), ("1.3g", 1_300_000_000), ("7.5k", 7500), ("25000", 25000)],
+)
+def test_counts(text: str, number: int) -> None:
+    assert parse_count(text) == number
+
+
+def test_defaults() -> None:
+    options = parse(["--params=340M", "--step-time=0.3", "--device=cpu"])
+    assert (options.params, options.step_time, options.last_params) == (340_000_000, 0.3, 0)
+    assert (options.device, options.backend, options.json) == ("cpu", "gloo", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--params=0 --step-time=1", "--params: 0 is not allowed, it must be at least 1"),
+        ("--params=-5 --step-time=1", "--params: '-5' is not a count; expected a whole number such as 25000, 340M"),
+        ("--params=340X --step-time=1", "--params: '340X' is not a count"),
+        ("--params=1.5 --step-time=1", "--params: '1.5' is not a count"),
+        ("--params=nan --step-time=1", "--params: 'nan' is not a count"),
+        ("--params=1M --step-time=0", "--step-time: '0' is not allowed: seconds must be a number > 0, such as 0.3"),
+        ("--params=1M --step-time=-1", "--step-time: '-1' is not allowed"),
+        ("--params=1M --step-time=inf", "--step-time: 'inf' is not allowed"),
+        ("--params=1M --step-time=fast", "--step-time: 'fast' is not allowed"),
+        ("--params=1M", "the following arguments are required: --step-time"),
+        ("--params=1M --step-time=1 --parms=2", "unrecognized arguments: --parms=2"),
+        ("--params=1M --step-time=1 --last-params=2M", "--last-params: 2000000 is more than --params, 1000000"),
+        ("--params=1M --step-time=1 --backend=mpi", "--backend: 'mpi' is not allowed with --device=cpu, only gloo"),
+        ("--params=1M --step-time=1 --backend=nccl", "--backend: 'nccl' is not allowed with --device=cpu, only gloo"),
+        ("--params=1M --step-time=1 --device=tpu", "--device: invalid choice: 'tpu'"),
+        ("--params=1M --step-time=1 --block=12", "--block: block must be None or a positive multiple of 8, got 12"),
+        ("--params=1M --step-time=1 --max-mb=0", "--max-mb: 0 is not allowed, it must be from 0.0625 to 1024"),
+        ("--params=1M --step-time=1 --max-mb=nan", "--max-mb: nan is not allowed"),
+        ("--params=1M --step-time=1 --json=/nowhere/x", "--json: cannot write '/nowhere/x'; expected a file in a fold"),
+        ("--params=1M --step-time=1", "start one process per device, at least 2: torchrun --nproc-per-node=2"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    device = [] if "--device" in words else ["--device=cpu"]
+    assert main(["probe", *words.split(), *device]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"commopt: error: {message}")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--params", "--step-time", "--last-params", "--backend", "--json"))
+
+
+# processes ------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
+    """``python -m commopt probe`` with the arguments of each rank; exit code and output by rank. Each rank is the first
+    of its machine, and says what is wrong."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {"WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "commopt", "probe", *words],
+            env={**os.environ, **common, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, words in enumerate(arguments)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, outputs)]
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank() -> None:
+    good = ["--params=100K", "--step-time=0.01"]
+    results = on_ranks(good, ["--params=100K", "--step-time=-1"])
+    assert [code for code, _, _ in results] == [2, 2]
+    assert "commopt: error: rank 1 refused its arguments: --step-time: '-1' is not allowed" in results[0][2]
+    assert "commopt: error: --step-time: '-1' is not allowed: seconds must be a number > 0" in results[1][2]
+
+
+def test_ranks_that_were_asked_for_different_things_say_so() -> None:
+    results = on_ranks(["--params=100K", "--step-time=0.01"], ["--params=200K", "--step-time=0.01"])
+    assert [code for code, _, _ in results] == [2, 2]
+    for _, out, err in results:
+        assert out == ""
+        assert "commopt: error: arguments differ between ranks: rank 1 has Options(params=200000, " in err
+
+
+def test_a_probe_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "probe.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt",
+            "probe", "--params=100K", "--step-time=0.01", "--last-params=30K", "--max-mb=0.25", f"--json={file}",
+        ],
+        capture_output=True, text=True, timeout=200, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recommendation: ") == 1  # rank 0 alone reports
+    for words in (
+        "2 ranks: ", "a model of 100K parameters, 0.01 s per step", "all-reduce, float32", "all-to-all of bytes",
+        "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even: ", "elements/s", "check: ",
+    ):  # fmt: skip
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+    found = json.loads(file.read_text())
+    assert found["world_size"] == 2
+    assert [s["size"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]
+    assert [s["nbytes"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]  # 2 (W-1) / W = 1
+    assert found["samples"].keys() == {*VERBS, "compressed_all_reduce"}
+    assert all(s["seconds"] > 0 for samples in found["samples"].values() for s in samples)
+    assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(VERBS)
+    assert found["costs"]["onebit"].keys() == {"all_reduce", "all_to_all", "all_gather", "end"}
+    assert all(seconds > 0 for seconds in found["costs"]["onebit"].values())
+    assert found["steps"].keys() == set(METHODS)
+    assert found["steps"]["none"]["seconds"] == 0.01
+    assert found["steps"]["ddp"]["nbytes"] == 400_000
+    assert found["options"]["last_params"] == 30_000
+    assert found["break_even"].keys() == found["run"].keys() == {"onebit_adam", "onebit_adam_overlap"}
+    assert found["advice"] in " ".join(done.stdout.split())
