@@ -260,12 +260,12 @@ class NetBed(Loopback):
         with enter(self.spaces[host]):
             yield
 
-    def goodput(self, seconds: float = 1.0) -> float:
-        """Bits per second that one TCP connection brings from host 0 to host 1, headers not counted."""
-        with self.inside(0):
-            listener = socket.create_server((self.address(0), 0))
+    def goodput(self, seconds: float = 1.0, source: int = 0, target: int = 1) -> float:
+        """Bits per second that one TCP connection brings from host to host, headers not counted."""
+        with self.inside(source):
+            listener = socket.create_server((self.address(source), 0))
         with listener:
-            with self.inside(1):
+            with self.inside(target):
                 receiver = socket.create_connection(listener.getsockname())
             sender, _ = listener.accept()
         with receiver, sender:

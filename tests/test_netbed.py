@@ -1,0 +1,246 @@
+"""scripts/netbed.py leaves nothing behind and shapes what it says; scripts/bench_network.py measures on it.
+
+What needs network namespaces is skipped without root or iproute2, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import netbed  # noqa: E402
+import network_report  # noqa: E402
+
+
+def why_no_bed() -> str:
+    try:
+        netbed.NetBed(1, 10**6).close()
+    except netbed.BedError as error:
+        return str(error)
+    return ""
+
+
+NO_BED = why_no_bed()
+needs_bed = pytest.mark.skipif(bool(NO_BED), reason=f"no network namespaces here: {NO_BED}")
+
+
+def traces() -> set[str]:
+    """Names that network namespaces and interfaces have in this system."""
+    return {name for folder in ("/run/netns", "/sys/class/net") if os.path.isdir(folder) for name in os.listdir(folder)}
+
+
+def running(mark: str) -> list[str]:
+    """Processes with ``mark`` in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Put it into the environment of what is started; checks that within 3 s of the test all of that is gone.
+
+    A namespace without a name and without a process does not exist.
+    """
+    name = f"netbed-{uuid.uuid4().hex}"
+    before = traces()
+    yield name
+    deadline = time.monotonic() + 3
+    while (left := running(name)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+    assert traces() <= before
+
+
+def command(mark: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*options.pop("before", []), sys.executable, str(SCRIPTS / "netbed.py"), *arguments],
+        env={**os.environ, "MARK": mark, **options.pop("env", {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "100", "0mbit", "-1mbit", "1bit", "101gbit", "1e3mbit", "nanmbit"])
+def test_a_rate_that_cannot_be_made_is_refused(rate: str) -> None:
+    with pytest.raises(netbed.BedError, match="expected"):
+        netbed.parse_rate(rate)
+
+
+def test_rates() -> None:
+    assert netbed.parse_rate("none") is None
+    assert [netbed.parse_rate(r) for r in ("64kbit", "2.5gbit", "100Mbit")] == [64_000, 2_500_000_000, 100_000_000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "0"], "0 hosts: expected 1 to 250"),
+        (["--hosts", "251"], "251 hosts: expected 1 to 250"),
+        (["--ranks-per-host", "0"], "0 ranks per host: expected 1"),
+        (["--cores", "0"], "0 cores per host: expected 1"),
+        (["--rate", "1bit"], "rate '1bit': expected 64kbit to 100gbit"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str, mark: str) -> None:
+    code, _, err = finish(command(mark, *arguments, "--", "true"))
+    assert code == 2
+    assert message in err
+
+
+def test_missing_tools_are_named(mark: str, tmp_path: Path) -> None:
+    code, _, err = finish(command(mark, "--", "true", env={"PATH": str(tmp_path)}))
+    assert code == 2
+    assert "ip not found" in err
+    assert "iproute2" in err
+
+
+def test_missing_root_is_named(mark: str) -> None:
+    drop: list[str] = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("setpriv not found: cannot give up the capabilities of root")
+        drop = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-sys_admin,-net_admin"]
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("iproute2 is not installed")
+    code, _, err = finish(command(mark, "--", "true", before=drop))
+    assert code == 2
+    assert "needs root" in err
+
+
+@needs_bed
+def test_a_kernel_without_tbf_is_named(mark: str, tmp_path: Path) -> None:
+    fake = tmp_path / "tc"
+    fake.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2; exit 2\n")
+    fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    code, _, err = finish(command(mark, "--rate", "1mbit", "--", "true", env={"PATH": path}))
+    assert code == 2
+    assert "tbf" in err
+    assert "qdisc kind is unknown" in err
+
+
+@needs_bed
+def test_every_rank_is_told_who_it_is(mark: str) -> None:
+    words = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME"
+    arguments = ["--hosts", "3", "--ranks-per-host", "2", "--", "sh", "-c", f"echo {words}; cat /proc/self/net/dev"]
+    code, out, _ = finish(command(mark, *arguments))
+    assert code == 0
+    told = sorted(line for line in out.splitlines() if line.endswith(netbed.NIC))
+    assert told == [f"{rank} {rank % 2} 6 2 10.77.0.1 {netbed.NIC}" for rank in range(6)]
+    assert out.count(f" {netbed.NIC}:") == 6  # each sees its NIC
+
+
+@needs_bed
+@pytest.mark.parametrize(("ends", "expected"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_a_rank_that_fails_ends_the_others(mark: str, ends: str, expected: int) -> None:
+    body = f"test $RANK = 0 || {ends}; sleep 600 & sleep 600"
+    code, _, err = finish(command(mark, "--grace", "0.2", "--", "sh", "-c", body))
+    assert code == expected
+    assert "rank 1" in err
+
+
+@needs_bed
+def test_a_command_that_hangs_or_does_not_exist(mark: str) -> None:
+    code, _, err = finish(command(mark, "--timeout", "0.3", "--", "sleep", "600"))
+    assert code == 124
+    assert "not finished" in err
+    code, _, err = finish(command(mark, "--grace", "0.2", "--", "no-such-command"))
+    assert code == 127
+
+
+@needs_bed
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_survives_a_signal(mark: str, number: signal.Signals) -> None:
+    stubborn = "trap '' INT TERM HUP; echo up; sleep 600 & sleep 600"
+    process = command(mark, "--", "sh", "-c", stubborn)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    assert len(running(mark)) >= 5
+    process.send_signal(number)
+    code, _, _ = finish(process)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+
+
+@needs_bed
+def test_a_nic_is_as_fast_as_it_was_asked_to_be() -> None:
+    with netbed.NetBed(2) as free, netbed.NetBed(3, 20 * 10**6) as bed:
+        assert free.goodput(0.3) > 200e6
+        before = bed.counters(0)["tx_bytes"]
+        assert 12e6 < bed.goodput(0.5) < 20e6
+        assert bed.counters(0)["tx_bytes"] - before > 0.5 * 12e6 / 8
+        with ThreadPoolExecutor() as pool:
+            for pairs in ([(0, 2), (1, 2)], [(0, 1), (0, 2)]):  # two hosts into one, one host into two
+                assert 12e6 < sum(pool.map(lambda pair: bed.goodput(0.5, *pair), pairs)) < 20e6
+
+
+def test_methods_are_measured_side_by_side(mark: str, tmp_path: Path) -> None:
+    arguments = ["--methods", "none,ddp,onebit_adam", "--rate", "1gbit", "--rounds", "2", "--seconds", "0.02"]
+    arguments += ["--layers", "1", "--width", "64", "--vocab", "512", "--sequence", "16", "--timeout", "120"]
+    arguments += ["--json", str(tmp_path / "figures.json"), "--png", str(tmp_path / "figures.png")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_network.py"), *arguments],
+        env={**os.environ, "MARK": mark},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
+    if NO_BED:
+        assert run["bed"] == "loopback"
+        assert "LOOPBACK" in done.stdout
+        assert "LOOPBACK" in done.stderr
+    methods, payload = run["methods"], 4 * run["parameters"]  # 2 ranks each send as many bytes as the parameters have
+    assert methods["none"]["collectives"] == 0
+    assert methods["none"]["bytes_per_host"] < 0.02 * payload
+    assert payload < methods["ddp"]["bytes_per_host"] < 1.2 * payload
+    assert payload / 32 < methods["onebit_adam"]["bytes_per_host"] < payload / 16
+    assert methods["onebit_adam"]["collectives"] >= 3
+    assert all(len(method["seconds"]) == 2 and method["to_bound"] > 0 for method in methods.values())
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_is_made_from_the_figures(tmp_path: Path) -> None:
+    method = {"label": "Some", "seconds_median": 0.25, "to_none": 1.5, "to_bound": 1.25, "bytes_per_host": 2e6}
+    run = {"hosts": 2, "cores": 2, "ranks_per_host": 1, "bed": "namespaces", "parameters": 5e6, "others_share": 0.0}
+    runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3.0}}} for rate in ("1gbit", "none")]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
+    network_report.update_readme(runs, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "250 ms, 1.50 x, 1.25 x" in text
+    assert "2.00 MB, 3" in text
+    assert "old" not in text
+    readme.write_text("no markers")
+    with pytest.raises(SystemExit, match="has no"):
+        network_report.update_readme(runs, readme)
