@@ -34,6 +34,7 @@ import torch.distributed as dist
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate, read_counters
 from network_report import caveats, draw, table, title, update_readme
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,11 +139,11 @@ class Trainee:
 def measure(step: Callable[[], None], count: int) -> dict[str, float]:
     """A block of ``count`` steps between two barriers: seconds, bytes that this rank's NIC sends and collectives, per
     step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
-    nic, world = os.environ["GLOO_SOCKET_IFNAME"], dist.group.WORLD
 
     def clocks() -> tuple[float, ...]:
-        sent = read_counters(nic)["tx_bytes"]
-        return time.perf_counter(), sent, world._get_sequence_number_for_group(), time.process_time(), busy_seconds()
+        sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
+        collectives = sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
+        return time.perf_counter(), sent, collectives, time.process_time(), busy_seconds()
 
     dist.barrier()
     before = clocks()
