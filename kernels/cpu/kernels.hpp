@@ -1,8 +1,8 @@
 // What an instruction set provides: functions on one run of elements, on one thread.
 //
 // Each of avx512.cpp, avx2.cpp, neon.cpp and plain.cpp defines 16-wide vectors and compiles segments.inc with them;
-// dispatch.cpp chooses one table at run time. Everything above (blocks, rows, lists, threads) is written once, in
-// sign.cpp and lists.cpp. Sums run over 16 lanes in every table, so that all tables give the same bits.
+// dispatch.cpp chooses one table at run time. Everything above (blocks, rows, lists, threads) is written once, in the
+// other files. Sums run over 16 lanes in every table, so that all tables give the same bits.
 //
 // An output may be one of the inputs of the same type, element for element; there is no other overlap.
 // stream: bypass the caches; parallel_for waits for such stores.

@@ -8,8 +8,6 @@
 namespace commopt {
 namespace {
 
-constexpr int64_t kTask = 1 << 16;
-
 // One tensor, or tensors of one shape that go together, as the caller lays it out: 64-bit numbers in this order.
 template <int POINTERS>
 struct Entry {

@@ -13,6 +13,9 @@ namespace commopt {
 // hundreds where its threads have gone to sleep or the cores are busy.
 constexpr int64_t kWorkPerThread = 1 << 16;
 
+// Elements of a task where nothing else says how to cut the work.
+constexpr int64_t kTask = 1 << 16;
+
 // Orders stores that bypassed the caches before whatever this thread does next.
 inline void flush_streams() {
 #if defined(__x86_64__)
