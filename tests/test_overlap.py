@@ -140,7 +140,7 @@ def backward_without(model: Toy, t: int, backend: Any, without: set[nn.Parameter
 # in backward ---------------------------------------------------------------------------------------------------------
 
 
-def test_all_buckets_start_in_backward_and_all_but_the_last_have_gone_on():
+def test_all_buckets_start_in_backward():
     def run(backend):
         model = Used()
         optimizer = optimizer_of(model, backend, True)
@@ -154,7 +154,8 @@ def test_all_buckets_start_in_backward_and_all_but_the_last_have_gone_on():
             seen.append({verb: now[verb] - calls.get(verb, 0) for verb in now})
             optimizer.step()
         assert seen[3]["all_reduce"] == buckets
-        assert seen[5] == {**dict.fromkeys(seen[5], 0), "all_to_all": buckets, "all_gather": buckets - 2}
+        assert seen[5]["all_to_all"] == buckets
+        assert seen[5]["all_reduce"] == 0
 
     on_threads(2, run)
 

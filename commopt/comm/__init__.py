@@ -1,6 +1,6 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
-from commopt.comm.backend import Backend, LocalBackend, Work
+from commopt.comm.backend import Backend, LocalBackend, Work, open_lines
 from commopt.comm.collectives import compressed_all_reduce, compressed_mean
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
@@ -21,6 +21,7 @@ __all__ = [
     "all_reduce_bytes",
     "compressed_all_reduce",
     "compressed_mean",
+    "open_lines",
     "resolve_backend",
     "run",
     "run_interleaved",

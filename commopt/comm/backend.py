@@ -17,6 +17,9 @@ class Work(Protocol):
     def wait(self) -> Any:
         """Blocks (on CUDA: makes the current stream wait) until the result is there. Raises what went wrong."""
 
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would return, or raise, at once."""
+
 
 @runtime_checkable
 class Backend(Protocol):
@@ -44,11 +47,25 @@ class Backend(Protocol):
         """x <- rank ``src``'s x, in place."""
 
 
+def open_lines(backend: Backend, n: int) -> list[Backend]:
+    """``n`` backends of the same ranks, whose collectives do not wait for each other's: each needs its collectives
+    started in one order on every rank, but any order between lines will do.
+
+    Empty where ``backend`` has no method ``lines(n)`` that gives them. All ranks must call this at the same point; it
+    may communicate.
+    """
+    make = getattr(backend, "lines", None)
+    return make(n) if make is not None else []
+
+
 class Done:
     """Work that has nothing left to do."""
 
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class LocalBackend:

@@ -14,7 +14,11 @@ from commopt.compress.feedback import Feedback
 
 
 def compressed_mean(
-    compress: Callable[[Tensor], None], feedback: Feedback, compressor: Compressor, backend: Backend
+    compress: Callable[[Tensor], None],
+    feedback: Feedback,
+    compressor: Compressor,
+    backend: Backend,
+    back: Backend | None = None,
 ) -> Generator[Work, None, Tensor]:
     """The mean over all ranks of what each compresses, still as bytes: the same on every rank.
 
@@ -32,6 +36,7 @@ def compressed_mean(
         feedback: this rank's residuals, of D elements; D a multiple of W.
         compressor: the same on every rank.
         backend: the ranks, W of them.
+        back: the line for the way back, if it is another one.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
@@ -50,7 +55,7 @@ def compressed_mean(
     own = send[rank]  # its bytes have been sent: the place is free
     live = feedback.live_rows(world)
     compressor.reduce(received, server, own, None if live is None else live[rank], feedback.next_server)
-    yield backend.all_gather(received, own)
+    yield (back or backend).all_gather(received, own)
 
     return received
 

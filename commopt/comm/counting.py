@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, Work
+from commopt.comm.backend import Backend, Work, open_lines
 
 
 @dataclass
@@ -43,14 +43,29 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * -(-nbytes // world_size)
 
 
-class CountingBackend:
-    """``inner``, with its traffic counted in ``step`` (the last one that ended) and ``total``."""
+class Meter:
+    """What has been counted: ``step`` (the last one that ended) and ``total``."""
 
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
+    def __init__(self) -> None:
         self.step = Tally()
         self.total = Tally()
         self._running = Tally()
+
+    def end_step(self) -> None:
+        """Closes the count of a step: all since the last call."""
+        self.step, self._running = self._running, Tally()
+
+    def add(self, verb: str, nbytes: int) -> None:
+        self._running.add(verb, nbytes)
+        self.total.add(verb, nbytes)
+
+
+class CountingBackend:
+    """``inner``, with its traffic counted in ``meter``."""
+
+    def __init__(self, inner: Backend, meter: Meter | None = None) -> None:
+        self.inner = inner
+        self.meter = meter or Meter()
 
     @property
     def rank(self) -> int:
@@ -60,13 +75,26 @@ class CountingBackend:
     def world_size(self) -> int:
         return self.inner.world_size
 
+    @property
+    def step(self) -> Tally:
+        """Traffic of the last step that ended."""
+        return self.meter.step
+
+    @property
+    def total(self) -> Tally:
+        """All traffic so far."""
+        return self.meter.total
+
     def end_step(self) -> None:
         """Closes the count of a step: all since the last call."""
-        self.step, self._running = self._running, Tally()
+        self.meter.end_step()
+
+    def lines(self, n: int) -> list[CountingBackend]:
+        """``n`` lines of ``inner``, if it has any; their traffic goes into the same counts."""
+        return [CountingBackend(line, self.meter) for line in open_lines(self.inner, n)]
 
     def _count(self, verb: str, nbytes: int) -> None:
-        self._running.add(verb, nbytes)
-        self.total.add(verb, nbytes)
+        self.meter.add(verb, nbytes)
 
     def all_reduce(self, x: Tensor) -> Work:
         self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))

@@ -6,6 +6,7 @@ on the order of the tasks, never on what has arrived.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from commopt.comm.backend import Work
 
 Task = Iterator[Work]
+
+NAP = 5e-5
+"""Seconds between two looks at collectives in flight, when there is nothing else to do."""
 
 
 class CollectiveError(RuntimeError):
@@ -27,8 +31,6 @@ def wait(work: Work, where: str) -> None:
     """
     try:
         work.wait()
-    except CollectiveError:
-        raise
     except (RuntimeError, TimeoutError) as error:
         raise CollectiveError(f"{where}: {error}") from error
 
@@ -43,41 +45,67 @@ class _Running:
 class Pipeline:
     """Tasks that run in turn: while one waits for the network, the others compute.
 
-    ``launch()`` starts a task, up to its first collective, when its input is there; ``finish()`` runs all to their
-    end. In between, launches also take tasks that were launched as ``early`` to their second collective, all but the
-    last ``ahead`` of them, so that the network has that to do as well.
+    ``launch()`` starts a task, up to its first collective; ``finish()`` runs all tasks to their end. In between,
+    ``progress()`` takes tasks that were launched as ``early`` to their second collective, in launch order, as soon as
+    the first is done: it never waits. That is how a pipeline is driven while something else computes, and then second
+    collectives must go over lines of their own (:func:`commopt.comm.open_lines`), because when they start differs from
+    rank to rank.
+
+    Args:
+        barrier: work on which tasks may be stopped for good. Its errors are passed on as they are.
     """
 
-    def __init__(self, ahead: int = 2) -> None:
-        self.ahead = ahead
-        self._first: deque[_Running] = deque()
+    def __init__(self, barrier: Work | None = None) -> None:
+        self.barrier = barrier
+        self._early: deque[_Running] = deque()
         self._later: deque[_Running] = deque()
 
     def launch(self, task: Task, where: str = "a collective", early: bool = False) -> None:
         """Starts ``task``; ``where`` says in an error what it was about."""
-        self._advance(task, where, self._first if early else self._later)
-        if len(self._first) > self.ahead:
-            self._resume(self._first.popleft())
+        self._advance(task, where, self._early if early else self._later)
+
+    def progress(self) -> bool:
+        """Takes the oldest early tasks to their second collective, as far as their first is done; whether any was."""
+        moved = False
+        while self._early and self._early[0].work.is_completed():
+            self._resume(self._early.popleft())
+            moved = True
+        return moved
 
     def finish(self) -> None:
         """Runs every task to its end."""
-        self._later.extend(self._first)
-        self._first.clear()
-        while self._later:
-            self._resume(self._later.popleft())
+        while self._early or self._later:
+            self._step()
 
-    def drain(self, barrier: Work) -> None:
-        """Closes all tasks where they are, and waits for what is in flight, ``barrier`` excepted."""
-        running = [*self._later, *self._first]
-        self._later.clear()
-        self._first.clear()
-        for each in running:
-            each.task.close()  # type: ignore[attr-defined]
-            if each.work is not barrier:
-                wait(each.work, each.where)
+    def stop(self) -> None:
+        """Runs every task to where it yields ``barrier``, so that all ranks have started the same collectives, and
+        closes it there."""
+        for queue in (self._early, self._later):
+            while queue:
+                running = queue.popleft()
+                if running.work is self.barrier:
+                    running.task.close()  # type: ignore[attr-defined]
+                else:
+                    self._resume(running)
+
+    def _step(self) -> None:
+        """Resumes one task: an early one if its time has come, else the oldest of the others whose has."""
+        while self._early:
+            ready = next((r for r in self._later if r.work.is_completed()), None)
+            if self.progress():
+                return
+            if ready is not None:
+                self._later.remove(ready)
+                self._resume(ready)
+                return
+            time.sleep(NAP)
+        self._resume(self._later.popleft())
 
     def _resume(self, running: _Running) -> None:
-        wait(running.work, running.where)
+        if running.work is self.barrier:
+            running.work.wait()
+        else:
+            wait(running.work, running.where)
         self._advance(running.task, running.where, self._later)
 
     def _advance(self, task: Task, where: str, to: deque[_Running]) -> None:

@@ -10,7 +10,9 @@ well.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ from torch import Tensor
 from commopt.comm.backend import Work
 
 T = TypeVar("T")
+Call = tuple[int, int]
+"""A collective: the line, and its number on it."""
 
 
 class ThreadWorld:
@@ -36,8 +40,8 @@ class ThreadWorld:
         self.world_size = world_size
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.posted: dict[int, dict[int, tuple[str, Tensor]]] = {}
-        self.taken: dict[int, int] = {}
+        self.posted: dict[Call, dict[int, tuple[str, Tensor]]] = {}
+        self.taken: dict[Call, int] = {}
         self.failed: BaseException | None = None
 
     def run(self, fn: Callable[[ThreadBackend], T]) -> list[T]:
@@ -65,25 +69,31 @@ class ThreadWorld:
             raise failed
         return results
 
-    def post(self, call: int, rank: int, verb: str, x: Tensor) -> None:
+    def post(self, call: Call, rank: int, verb: str, x: Tensor) -> None:
         with self.changed:
             self.posted.setdefault(call, {})[rank] = (verb, x)
             self.changed.notify_all()
 
-    def take(self, call: int) -> list[Tensor]:
-        """What every rank posted at its ``call``-th collective, by rank, once all have."""
+    def complete(self, call: Call) -> bool:
+        """Whether every rank has posted its ``call``, or will not."""
+        with self.changed:
+            return self.failed is not None or len(self.posted.get(call, ())) == self.world_size
+
+    def take(self, call: Call, deadline: float) -> list[Tensor]:
+        """What every rank posted at its ``call``-th collective, by rank, once all have. Waits up to ``deadline``."""
         with self.changed:
             ready = self.changed.wait_for(
-                lambda: self.failed is not None or len(self.posted.get(call, ())) == self.world_size, self.timeout
+                lambda: self.failed is not None or len(self.posted.get(call, ())) == self.world_size,
+                deadline - time.monotonic(),
             )
             if self.failed is not None:
                 raise RuntimeError(f"another rank failed: {self.failed!r}") from self.failed
             if not ready:
-                raise TimeoutError(f"collective {call}: only ranks {sorted(self.posted.get(call, {}))} joined")
+                raise TimeoutError(f"collective {call[1]}: only ranks {sorted(self.posted.get(call, {}))} joined")
             posts = self.posted[call]
             verbs = {posts[rank][0] for rank in posts}
             if len(verbs) > 1:
-                raise RuntimeError(f"collective {call}: ranks called different verbs: {sorted(verbs)}")
+                raise RuntimeError(f"collective {call[1]}: ranks called different verbs: {sorted(verbs)}")
             self.taken[call] = self.taken.get(call, 0) + 1
             if self.taken[call] == self.world_size:
                 del self.posted[call], self.taken[call]
@@ -91,24 +101,34 @@ class ThreadWorld:
 
 
 class _ThreadWork:
-    def __init__(self, world: ThreadWorld, call: int, finish: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, world: ThreadWorld, call: Call, finish: Callable[[list[Tensor]], None]) -> None:
         self.world, self.call, self.finish = world, call, finish
+        self.deadline = time.monotonic() + world.timeout
 
     def wait(self) -> None:
-        self.finish(self.world.take(self.call))
+        self.finish(self.world.take(self.call, self.deadline))
+
+    def is_completed(self) -> bool:
+        return self.world.complete(self.call) or time.monotonic() > self.deadline
 
 
 class ThreadBackend:
     """One rank of a :class:`ThreadWorld`."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, line: int = 0) -> None:
         self.world = world
         self.rank = rank
         self.world_size = world.world_size
+        self.line = line
         self.calls = 0
+        self._lines = itertools.count(line + 1)
+
+    def lines(self, n: int) -> list[ThreadBackend]:
+        """``n`` backends that count calls by themselves."""
+        return [ThreadBackend(self.world, self.rank, next(self._lines)) for _ in range(n)]
 
     def _start(self, verb: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
-        call, self.calls = self.calls, self.calls + 1
+        call, self.calls = (self.line, self.calls), self.calls + 1
         self.world.post(call, self.rank, verb, give.clone())
         return _ThreadWork(self.world, call, finish)
 

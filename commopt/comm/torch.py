@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +47,51 @@ class TorchBackend:
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return dist.broadcast(x, dist.get_global_rank(self.group, src), group=self.group, async_op=True)
+
+    def lines(self, n: int) -> list[GlooLine]:
+        """``n`` lines of the same ranks and timeout; none unless this group is Gloo.
+
+        NCCL has no use for them: waiting for it does not block, and groups whose collectives start in different orders
+        on different ranks could block each other.
+        """
+        if self.world_size == 1 or dist.get_backend(self.group) != "gloo":
+            return []
+        name = torch.randint(2**62, (1,))  # new_group() would count groups, and ranks may have different numbers
+        self.broadcast(name).wait()
+        store = dist.PrefixStore(f"commopt/{name.item()}", dist.distributed_c10d._get_process_group_store(self.group))
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        return [GlooLine(dist.PrefixStore(str(i), store), self.rank, self.world_size, timeout) for i in range(n)]
+
+
+class GlooLine:
+    """Some of the ranks of a Gloo group once more, with connections of their own.
+
+    Collectives that are in flight together take ten times as long in one Gloo group as in several.
+
+    Args:
+        store: where the ranks find each other; no other group uses it.
+        rank, world_size: of this rank, and how many there are.
+        timeout: of each collective.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self.group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_reduce(self, x: Tensor) -> Any:
+        x.div_(self.world_size)
+        return self.group.allreduce([x])
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Any:
+        return self.group.alltoall_base(out, inp, [], [])
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Any:
+        # the same bytes as Gloo's own, which takes more than twice as long
+        return self.group.alltoall_base(out, inp.expand(self.world_size, -1).contiguous(), [], [])
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Any:
+        return self.group.broadcast(x, src)
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

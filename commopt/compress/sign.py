@@ -69,8 +69,6 @@ class Sign(Compressor):
     def compress_momentum(
         self, momentum: Momentum, error: Tensor, wire: Tensor, live: Tensor | None, new_error: Tensor
     ) -> None:
-        if new_error is error:
-            return super().compress_momentum(momentum, error, wire, live, new_error)
         of = momentum
         ops.sign_compress_momentum(
             of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), wire,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, CollectiveError, wait
+from commopt.comm import Backend, Work, wait
 
 _TEXT = 448
 _ROW = 64 + _TEXT
@@ -115,6 +115,10 @@ class StepSkipped(Exception):
     """All ranks skip the step; the verdict says why."""
 
 
+class StepRefused(RuntimeError):
+    """All ranks refuse the step, because one cannot take it or they do not fit together."""
+
+
 class Agreement:
     """What all ranks decide about one step, and a :class:`Work` that is done when they have.
 
@@ -128,6 +132,7 @@ class Agreement:
     def __init__(self) -> None:
         self.verdict: Verdict | None = None
         self._backend: Backend | None = None
+        self._work: Work | None = None
 
     def start(self, backend: Backend, device: torch.device, view: LocalView, where: str) -> None:
         """Tells the other ranks this rank's ``view``; ``where`` says in an error which step it was about."""
@@ -150,12 +155,16 @@ class Agreement:
         )
         self._work = backend.all_reduce(self._message)
 
+    def is_completed(self) -> bool:
+        """Whether the first all-reduce is done."""
+        return self.verdict is not None or self._work is None or self._work.is_completed()
+
     def wait(self) -> Verdict:
         """Learns the verdict. May be called again.
 
         Raises:
-            view.error: on the rank that has one; the others raise CollectiveError.
-            CollectiveError: if ranks hold different numbers of trainable parameters.
+            view.error: on the rank that has one; the others raise StepRefused.
+            StepRefused: if ranks hold different numbers of trainable parameters.
             StepSkipped: if some gradient on some rank is inf or NaN.
         """
         assert self._backend is not None
@@ -176,14 +185,15 @@ class Agreement:
     def _settle(self) -> Verdict:
         view, backend = self._view, self._backend
         assert backend is not None
+        assert self._work is not None
         wait(self._work, self._where)
         non_finite, square, missing, unaveraged, failed, count, count_square = self._message.tolist()
         if view.error is not None:
             raise view.error
         if failed > 0:
-            raise CollectiveError("another rank cannot take this step; its own error says why")
+            raise StepRefused("another rank cannot take this step; its own error says why")
         if not math.isclose(count_square, count**2, rel_tol=1e-12):
-            raise CollectiveError(
+            raise StepRefused(
                 f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on "
                 "average; freeze and unfreeze the same ones on every rank"
             )

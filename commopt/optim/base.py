@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, CountingBackend, Work, all_reduce_bytes, resolve_backend
+from commopt.comm import Backend, CollectiveError, CountingBackend, Work, all_reduce_bytes, resolve_backend
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
 from commopt.optim.agreement import LocalView, StepSkipped, Verdict, agree_on_setup, equalize
@@ -32,6 +32,9 @@ from commopt.optim.flight import Flight, Overlap, Step
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
+
+LINES = 3
+"""Lines that buckets take in turn, in each direction, where the backend has several."""
 
 
 class CommOptimizer(PackedOptimizer):
@@ -95,6 +98,7 @@ class CommOptimizer(PackedOptimizer):
         self._ready = True
         self._flight: Flight | None = None
         self._watching: Overlap | None = None
+        self._lines: list[CountingBackend] | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
@@ -194,9 +198,14 @@ class CommOptimizer(PackedOptimizer):
         flight = self.flight()
         try:
             self._fly(flight, refused)
+        except CollectiveError:
+            raise
         except StepSkipped:
-            flight.pipeline.drain(flight.agreement)
+            flight.pipeline.stop()
             self._skip(flight.agreement.verdict)
+        except Exception:
+            flight.pipeline.stop()
+            raise
         finally:
             self._flight = None
             self._watch()
@@ -264,6 +273,14 @@ class CommOptimizer(PackedOptimizer):
     def accumulating(self) -> bool:
         """Whether an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
+
+    def lines_of(self, index: int) -> tuple[Backend, Backend]:
+        """The lines of bucket ``index``: out, and back. All ranks open them together, in their first step."""
+        if self._lines is None:
+            self._lines = self.backend.lines(2 * LINES) if self.backend.world_size > 1 else []
+        if not self._lines:
+            return self.backend, self.backend
+        return self._lines[index % LINES], self._lines[LINES + index % LINES]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Pipeline
+from commopt.comm import Backend, Pipeline
 from commopt.optim.agreement import Agreement
 from commopt.optim.packed import StateBucket
 
@@ -36,11 +36,14 @@ class Step:
         scale: factor of this rank's gradients: the clip coefficient over the scale of its GradScaler, negative to
             maximize.
         average: whether gradients still have to be averaged; False on one rank, and where DDP has done so.
+        line, back: the ranks, on the lines that are this bucket's: for what goes out, and for what comes back.
         flight: the step of all buckets.
     """
 
     scale: float
     average: bool
+    line: Backend
+    back: Backend
     flight: Flight
 
     @property
@@ -69,7 +72,7 @@ class Flight:
         self.buckets = list(optimizer.buckets)
         self.launched = 0
         self.agreement = Agreement()
-        self.pipeline = Pipeline()
+        self.pipeline = Pipeline(self.agreement)
         self.params: list[Tensor] = []
         self._present: frozenset[int] | None = None
         self._groups = optimizer.group_of()
@@ -97,9 +100,11 @@ class Flight:
         bucket = self.buckets[self.launched]
         group = self._group(bucket)
         where = self.where(f"bucket {self.launched} of {len(self.buckets)} ({bucket.describe()})")
-        now = Step(-scale if group["maximize"] else scale, average, self)
+        line, back = self.optimizer.lines_of(self.launched)
+        now = Step(-scale if group["maximize"] else scale, average, line, back, self)
         self.launched += 1
-        early = not self.optimizer.wants_average(group)  # an average is one collective: there is nothing to go on to
+        # an average is one collective: there is nothing to go on to
+        early = back is not line and not self.optimizer.wants_average(group)
         self.pipeline.launch(self.optimizer.bucket_step(bucket, group, now), where, early)
 
     def _group(self, bucket: StateBucket) -> dict[str, Any]:
@@ -138,6 +143,7 @@ class Flight:
                 "the optimizer with overlap=False"
             )
         self._waiting[index].discard(id(p))
+        self.pipeline.progress()
         while self.launched < len(self.buckets) and not self._waiting[self.launched]:
             bucket = self.buckets[self.launched]
             if bucket.stale() or any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params):

@@ -152,7 +152,7 @@ class OneBitAdam(CommOptimizer):
             return
         if now.average:
             flat = bucket.pack_gradients(now.scale)
-            yield self.backend.all_reduce(flat)
+            yield now.line.all_reduce(flat)
         yield now.agreed
         moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
         if now.average:
@@ -181,7 +181,7 @@ class OneBitAdam(CommOptimizer):
             worker, after = feedback.worker_rows(world)
             self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(world), after)
 
-        wires = yield from compressed_mean(compress, feedback, self.compressor, self.backend)
+        wires = yield from compressed_mean(compress, feedback, self.compressor, now.line, now.back)
         yield now.agreed
         feedback.commit()
         self.compressor.decompress_live(wires, momentum.view(world, -1), feedback.live_rows(world))
