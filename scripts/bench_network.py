@@ -34,7 +34,6 @@ import torch.distributed as dist
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate, read_counters
 from network_report import caveats, draw, table, title, update_readme
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,24 +134,30 @@ class Trainee:
             assert self.optimizer.phase == "compressed"
             assert self.optimizer.skipped_steps == 0
 
+    def collectives(self) -> int:
+        """Collectives that one step starts."""
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        self.step()
+        if isinstance(self.optimizer, commopt.OneBitAdam):  # it has groups of its own, and counts
+            return self.optimizer.comm_stats()["step"]["calls"]
+        return dist.group.WORLD._get_sequence_number_for_group() - before
+
 
 def measure(step: Callable[[], None], count: int) -> dict[str, float]:
-    """A block of ``count`` steps between two barriers: seconds, bytes that this rank's NIC sends and collectives, per
-    step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
+    """A block of ``count`` steps between two barriers: seconds, and bytes that this rank's NIC sends, per step; and of
+    the whole block the CPU seconds of this rank, and those of everything on this machine."""
 
     def clocks() -> tuple[float, ...]:
         sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
-        collectives = sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
-        return time.perf_counter(), sent, collectives, time.process_time(), busy_seconds()
+        return time.perf_counter(), sent, time.process_time(), busy_seconds()
 
     dist.barrier()
     before = clocks()
     for _ in range(count):
         step()
     dist.barrier()
-    seconds, sent, collectives, own, busy = (b - a for a, b in zip(before, clocks()))
-    per_step = {"seconds": seconds / count, "bytes": sent / count, "collectives": (collectives - 1) / count}
-    return per_step | {"own": own, "busy": busy, "block": seconds}
+    seconds, sent, own, busy = (b - a for a, b in zip(before, clocks()))
+    return {"seconds": seconds / count, "bytes": sent / count, "own": own, "busy": busy, "block": seconds}
 
 
 def busy_seconds() -> float:
@@ -174,11 +179,12 @@ def rank_main(spec: dict[str, Any], out: Path) -> None:
             trainees[name].step()
             blocks[name].append(measure(trainees[name].step, trainees[name].count))
         order.append(order.pop(0))  # nobody always follows the same one
+    collectives = {name: trainee.collectives() for name, trainee in trainees.items()}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, blocks)
     if dist.get_rank() == 0:
-        parameters = next(iter(trainees.values())).parameters
-        out.write_text(json.dumps({"parameters": parameters, "providers": providers(), "blocks": everywhere}))
+        facts = {"parameters": next(iter(trainees.values())).parameters, "providers": providers()}
+        out.write_text(json.dumps({"facts": facts, "collectives": collectives, "blocks": everywhere}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -210,7 +216,7 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         if code:
             raise BedError(f"a rank failed; exit code {code}")
         measured = json.loads(out.read_text())
-    blocks = measured.pop("blocks")
+    methods = summarise(measured["blocks"], bed, args.batch * args.sequence)
     return {
         "hosts": bed.hosts,
         "ranks_per_host": bed.ranks_per_host,
@@ -219,9 +225,9 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "rate": rate,
         "bed": spec["bed"],
         **{key: spec[key] for key in SHAPE},
-        **measured,
-        "others_share": others_share(blocks),
-        "methods": summarise(blocks, bed, args.batch * args.sequence),
+        **measured["facts"],
+        "others_share": others_share(measured["blocks"]),
+        "methods": {name: method | {"collectives": measured["collectives"][name]} for name, method in methods.items()},
     }
 
 
@@ -265,7 +271,6 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
             "seconds_quartiles": [quartiles[0], quartiles[2]],
             "tokens_per_second": tokens * len(blocks) / quartiles[1],
             "bytes_per_host": statistics.median(sent),
-            "collectives": statistics.median(block["collectives"] for block in first),
         }
     for method in methods.values():
         for other in {"none", "ddp"} & methods.keys():

@@ -26,7 +26,7 @@ def table(run: dict[str, Any]) -> str:
         low, high = (1e3 * s for s in m["seconds_quartiles"])
         cells = [m["label"], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
         cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
-        cells += [f"{m['collectives']:g}", *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
+        cells += [str(m["collectives"]), *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def growth(runs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """MB that a rank sends in a step, by number of ranks."""
     return {
         f"{run['hosts']} ranks": {
-            key: f"{method['bytes_per_host'] / run['ranks_per_host'] / 1e6:.2f} MB, {method['collectives']:g}"
+            key: f"{method['bytes_per_host'] / run['ranks_per_host'] / 1e6:.2f} MB, {method['collectives']}"
             for key, method in run["methods"].items()
         }
         for run in runs

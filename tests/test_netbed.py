@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,48 +44,66 @@ def traces() -> set[str]:
     return {name for folder in ("/run/netns", "/sys/class/net") if os.path.isdir(folder) for name in os.listdir(folder)}
 
 
-def running(mark: str) -> list[str]:
-    """Processes with ``mark`` in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
+class Started:
+    """Commands of one test, with a mark in their environment by which all that they start is found."""
+
+    def __init__(self) -> None:
+        self.mark = f"netbed-{uuid.uuid4().hex}"
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def __call__(self, script: str, *arguments: str, before: Sequence[str] = (), path: str = "") -> Any:
+        self.processes.append(
+            subprocess.Popen(
+                [*before, sys.executable, str(SCRIPTS / script), *arguments],
+                env={**os.environ, "MARK": self.mark, **({"PATH": path} if path else {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self.processes[-1]
+
+    def netbed(self, *arguments: str, **options: Any) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        return finish(self("netbed.py", *arguments, **options))
+
+    def running(self) -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it has just ended, or is not ours
+                continue
+        return found
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=150)
+    assert "Traceback" not in err, err
+    return process.returncode, out, err
 
 
 @pytest.fixture
-def mark() -> Iterator[str]:
-    """Put it into the environment of what is started; checks that within 3 s of the test all of that is gone.
+def start() -> Iterator[Started]:
+    """Starts commands; in the end, within 3 s, nothing of them may be left.
 
-    A namespace without a name and without a process does not exist.
+    A network namespace without a name and without a process does not exist.
     """
-    name = f"netbed-{uuid.uuid4().hex}"
-    before = traces()
-    yield name
-    deadline = time.monotonic() + 3
-    while (left := running(name)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
+    before, started = traces(), Started()
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.communicate(timeout=10)
+    until(lambda: not started.running())
+    assert started.running() == []
     assert traces() <= before
 
 
-def command(mark: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*options.pop("before", []), sys.executable, str(SCRIPTS / "netbed.py"), *arguments],
-        env={**os.environ, "MARK": mark, **options.pop("env", {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
-    assert "Traceback" not in err
-    return process.returncode, out, err
+def until(condition: Callable[[], bool], seconds: float = 3) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "100", "0mbit", "-1mbit", "1bit", "101gbit", "1e3mbit", "nanmbit"])
@@ -109,20 +127,20 @@ def test_rates() -> None:
         (["--rate", "1bit"], "rate '1bit': expected 64kbit to 100gbit"),
     ],
 )
-def test_bad_arguments_are_named(arguments: list[str], message: str, mark: str) -> None:
-    code, _, err = finish(command(mark, *arguments, "--", "true"))
+def test_bad_arguments_are_named(arguments: list[str], message: str, start: Started) -> None:
+    code, _, err = start.netbed(*arguments, "--", "true")
     assert code == 2
     assert message in err
 
 
-def test_missing_tools_are_named(mark: str, tmp_path: Path) -> None:
-    code, _, err = finish(command(mark, "--", "true", env={"PATH": str(tmp_path)}))
+def test_missing_tools_are_named(start: Started, tmp_path: Path) -> None:
+    code, _, err = start.netbed("--", "true", path=str(tmp_path))
     assert code == 2
     assert "ip not found" in err
     assert "iproute2" in err
 
 
-def test_missing_root_is_named(mark: str) -> None:
+def test_missing_root_is_named(start: Started) -> None:
     drop: list[str] = []
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
@@ -130,28 +148,28 @@ def test_missing_root_is_named(mark: str) -> None:
         drop = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-sys_admin,-net_admin"]
     if shutil.which("ip") is None or shutil.which("tc") is None:
         pytest.skip("iproute2 is not installed")
-    code, _, err = finish(command(mark, "--", "true", before=drop))
+    code, _, err = start.netbed("--", "true", before=drop)
     assert code == 2
     assert "needs root" in err
 
 
 @needs_bed
-def test_a_kernel_without_tbf_is_named(mark: str, tmp_path: Path) -> None:
+def test_a_kernel_without_tbf_is_named(start: Started, tmp_path: Path) -> None:
     fake = tmp_path / "tc"
     fake.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2; exit 2\n")
     fake.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    code, _, err = finish(command(mark, "--rate", "1mbit", "--", "true", env={"PATH": path}))
+    code, _, err = start.netbed("--rate", "1mbit", "--", "true", path=path)
     assert code == 2
     assert "tbf" in err
     assert "qdisc kind is unknown" in err
 
 
 @needs_bed
-def test_every_rank_is_told_who_it_is(mark: str) -> None:
+def test_every_rank_is_told_who_it_is(start: Started) -> None:
     words = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME"
     arguments = ["--hosts", "3", "--ranks-per-host", "2", "--", "sh", "-c", f"echo {words}; cat /proc/self/net/dev"]
-    code, out, _ = finish(command(mark, *arguments))
+    code, out, _ = start.netbed(*arguments)
     assert code == 0
     told = sorted(line for line in out.splitlines() if line.endswith(netbed.NIC))
     assert told == [f"{rank} {rank % 2} 6 2 10.77.0.1 {netbed.NIC}" for rank in range(6)]
@@ -160,30 +178,28 @@ def test_every_rank_is_told_who_it_is(mark: str) -> None:
 
 @needs_bed
 @pytest.mark.parametrize(("ends", "expected"), [("exit 7", 7), ("kill -9 $$", 137)])
-def test_a_rank_that_fails_ends_the_others(mark: str, ends: str, expected: int) -> None:
+def test_a_rank_that_fails_ends_the_others(start: Started, ends: str, expected: int) -> None:
     body = f"test $RANK = 0 || {ends}; sleep 600 & sleep 600"
-    code, _, err = finish(command(mark, "--grace", "0.2", "--", "sh", "-c", body))
+    code, _, err = start.netbed("--grace", "0.2", "--", "sh", "-c", body)
     assert code == expected
     assert "rank 1" in err
 
 
 @needs_bed
-def test_a_command_that_hangs_or_does_not_exist(mark: str) -> None:
-    code, _, err = finish(command(mark, "--timeout", "0.3", "--", "sleep", "600"))
+def test_a_command_that_hangs_or_does_not_exist(start: Started) -> None:
+    code, _, err = start.netbed("--timeout", "0.3", "--", "sleep", "600")
     assert code == 124
     assert "not finished" in err
-    code, _, err = finish(command(mark, "--grace", "0.2", "--", "no-such-command"))
+    code, _, err = start.netbed("--grace", "0.2", "--", "no-such-command")
     assert code == 127
 
 
 @needs_bed
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_survives_a_signal(mark: str, number: signal.Signals) -> None:
-    stubborn = "trap '' INT TERM HUP; echo up; sleep 600 & sleep 600"
-    process = command(mark, "--", "sh", "-c", stubborn)
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-    assert len(running(mark)) >= 5
+def test_nothing_survives_a_signal(start: Started, number: signal.Signals) -> None:
+    process = start("netbed.py", "--", "sh", "-c", "trap '' INT TERM HUP; sleep 600 & sleep 600")
+    until(lambda: sum(line.startswith("sleep") for line in start.running()) == 4)
+    assert sum(line.startswith("sleep") for line in start.running()) == 4
     process.send_signal(number)
     code, _, _ = finish(process)
     assert code == (-number if number == signal.SIGKILL else 128 + number)
@@ -201,23 +217,17 @@ def test_a_nic_is_as_fast_as_it_was_asked_to_be() -> None:
                 assert 12e6 < sum(pool.map(lambda pair: bed.goodput(1.0, *pair), pairs)) < 30e6  # or 40e6
 
 
-def test_methods_are_measured_side_by_side(mark: str, tmp_path: Path) -> None:
+def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> None:
     arguments = ["--methods", "none,ddp,onebit_adam", "--rate", "1gbit", "--rounds", "2", "--seconds", "0.02"]
     arguments += ["--layers", "1", "--width", "64", "--vocab", "512", "--sequence", "16", "--timeout", "120"]
     arguments += ["--json", str(tmp_path / "figures.json"), "--png", str(tmp_path / "figures.png")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench_network.py"), *arguments],
-        env={**os.environ, "MARK": mark},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
+    code, out, err = finish(start("bench_network.py", *arguments))
+    assert code == 0, err
     (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
     if NO_BED:
         assert run["bed"] == "loopback"
-        assert "LOOPBACK" in done.stdout
-        assert "LOOPBACK" in done.stderr
+        assert "LOOPBACK" in out
+        assert "LOOPBACK" in err
     methods, payload = run["methods"], 4 * run["parameters"]  # 2 ranks each send as many bytes as the parameters have
     assert methods["none"]["collectives"] == 0
     assert methods["none"]["bytes_per_host"] < 0.02 * payload
@@ -231,7 +241,7 @@ def test_methods_are_measured_side_by_side(mark: str, tmp_path: Path) -> None:
 def test_the_readme_is_made_from_the_figures(tmp_path: Path) -> None:
     method = {"label": "Some", "seconds_median": 0.25, "to_none": 1.5, "to_bound": 1.25, "bytes_per_host": 2e6}
     run = {"hosts": 2, "cores": 2, "ranks_per_host": 1, "bed": "namespaces", "parameters": 5e6, "others_share": 0.0}
-    runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3.0}}} for rate in ("1gbit", "none")]
+    runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3}}} for rate in ("1gbit", "none")]
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
     network_report.update_readme(runs, readme)
