@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2**26, help="elements of the large table (default: 64 Mi)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: PyTorch's)")
     parser.add_argument("--repetitions", type=int, default=7, help="rounds of which the median is taken (default: 7)")
-    parser.add_argument("--isa", default="", help="instruction set: avx512, avx2 or plain (default: the best)")
+    parser.add_argument("--isa", default="", help="instruction set: avx512, avx2, neon or plain (default: the best)")
     parser.add_argument("--small", action="store_true", help="only the table of small sizes")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     arguments = parser.parse_args()

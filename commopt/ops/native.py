@@ -66,7 +66,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def use_isa(name: str) -> bool:
-    """Makes the kernels use instruction set ``name`` ("avx512", "avx2", "plain", or "" for the best there is).
+    """Makes the kernels use instruction set ``name`` ("avx512", "avx2", "neon", "plain", or "" for the best).
 
     For tests. Returns False, and changes nothing, where this machine or build does not have it.
     """
