@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +57,7 @@ class TorchBackend:
         """
         if self.world_size == 1 or dist.get_backend(self.group) != "gloo":
             return []
-        name = torch.randint(2**62, (1,))  # new_group() would count groups, and ranks may have different numbers
+        name = torch.tensor([secrets.randbits(62)])  # not a count of groups: ranks may have different numbers of them
         self.broadcast(name).wait()
         store = dist.PrefixStore(f"commopt/{name.item()}", dist.distributed_c10d._get_process_group_store(self.group))
         timeout = self.group._get_backend(torch.device("cpu")).options._timeout
