@@ -42,32 +42,40 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """A panel per run: seconds per step of every method, and the bound of each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     from commopt.train.plot import BLUE, GREY, ORANGE
 
     rows = max(len(run["methods"]) for run in runs)
-    figure = Figure(figsize=(6.2 * len(runs), 1.2 + 0.38 * rows), dpi=130, layout="constrained")
+    figure = Figure(figsize=(6.2 * len(runs), 1.3 + 0.36 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
-        names = list(run["methods"])
-        methods = [run["methods"][name] for name in names]
-        ms = [1e3 * m["seconds_median"] for m in methods]
-        spread = [[1e3 * abs(m["seconds_quartiles"][i] - m["seconds_median"]) for m in methods] for i in (0, 1)]
-        colors = [BLUE if name.startswith("onebit") else GREY for name in names]
-        axes.barh(names, ms, xerr=spread, color=colors, ecolor="black", height=0.7)
-        for row, (m, value) in enumerate(zip(methods, ms)):
-            label = f" {value:.0f} ms" + (f", {m['to_none']:.2f} x none" if "to_none" in m else "")
-            axes.text(value + 1e3 * (m["seconds_quartiles"][1] - m["seconds_median"]), row, label, va="center")
-            if "bound_seconds" in m:
-                bound = 1e3 * m["bound_seconds"]
-                axes.plot([bound, bound], [row - 0.42, row + 0.42], color=ORANGE, linewidth=2.2)
-        axes.plot([], [], color=ORANGE, linewidth=2.2, label="bound: max(compute, bytes / rate)")
+        for row, (name, method) in enumerate(run["methods"].items()):
+            color = BLUE if name.startswith("onebit") else GREY
+            median, quartiles = 1e3 * method["seconds_median"], [1e3 * s for s in method["seconds_quartiles"]]
+            axes.plot(quartiles, [row, row], color=color, linewidth=3, solid_capstyle="butt")
+            axes.plot(median, row, "o", color=color, markersize=7)
+            times = f"{method['to_none']:.2f} x" if "to_none" in method else f"{median:.0f} ms"
+            axes.annotate(times, (quartiles[1], row), (9, 0), textcoords="offset points", va="center", fontsize=9)
+            if "bound_seconds" in method:
+                axes.plot(1e3 * method["bound_seconds"], row, "|", color=ORANGE, markersize=15, markeredgewidth=2)
+        for label, marker, color in (
+            ("median, quartiles, x none", "o", GREY),
+            ("max(compute, bytes / rate)", "|", ORANGE),
+        ):
+            axes.plot([], [], marker, color=color, markersize=9, markeredgewidth=2, label=label)
         axes.set_title(title(run), fontsize=10)
-        axes.set_xlabel("ms per step")
-        axes.set_xlim(0, 1.45 * max(ms))
-        axes.invert_yaxis()
+        axes.set_yticks(range(len(run["methods"])), run["methods"])
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("ms per step, logarithmic")
+        axes.margins(x=0.15)
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2, fontsize=9)
     aside = path.with_name(f".{path.name}")
     figure.savefig(aside, format="png")
     aside.rename(path)
