@@ -8,6 +8,8 @@ from commopt.probe.predict import Step, whole_run
 
 WORTH = 1.05
 """What a change must bring to be recommended; predictions are no better than that."""
+ACCURACY = 1.25
+"""A smaller gain than that is one that the probe cannot be sure of."""
 WARM_UP = (0.20, 0.15)
 """Shares of a run that are warm-up, usually."""
 
@@ -43,15 +45,16 @@ def recommend(steps: Mapping[str, Step], bf16_available: bool) -> str:
     if max(gain, halved) < WORTH:
         share = steps["ddp"].communication / ddp
         return (
-            f"do not compress: communication is {share:.0%} of a step of DDP, and over a run {NAMES[ours]} is "
-            f"{gain:.2f} to {most:.2f} x as fast."
+            f"do not compress: communication is {share:.0%} of a step of DDP, and a whole run with {NAMES[ours]} would "
+            f"be {gain:.2f} x as fast."
         )
     if gain < WORTH * halved:
         return (
             f"do not compress to 1 bit: DDP with bf16_compress_hook is {halved:.2f} x as fast as DDP and needs no "
-            f"warm-up; over a run {NAMES[ours]} is {gain:.2f} to {most:.2f} x as fast."
+            f"warm-up; a whole run with {NAMES[ours]} would be {gain:.2f} to {most:.2f} x as fast."
         )
     return (
         f"use {NAMES[ours]}: a compressed step takes {steps[ours].seconds:.3g} s where DDP takes {ddp:.3g} s, "
         f"{ddp / steps[ours].seconds:.2f} x as fast; over a run with 15 to 20 % warm-up {gain:.2f} to {most:.2f} x."
+        + (" That is little for a prediction: try both." if gain < ACCURACY else "")
     )

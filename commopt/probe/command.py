@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import sys
@@ -50,25 +51,41 @@ def probe(argv: Sequence[str]) -> None:
     if "--help" in argv or "-h" in argv:
         make_parser().print_help()
         return
-    options, error = None, None
+    options, mistake = None, None
     try:
         options = parse(argv)
         check_place(options)
     except ProbeError as caught:
-        error = caught
+        mistake = str(caught)
     if "RANK" not in os.environ:
-        raise error or ProbeError(HOW_TO_START)
-    with meet(error) as control:
-        try:
-            agree_on_setup(control, torch.device("cpu"), {"arguments": repr(options)}, error, str(options))
-        except ValueError as refused:
-            raise ProbeError(str(refused)) from None
-        assert options is not None
-        result = measure_all(options, control)
+        raise ProbeError(mistake or HOW_TO_START)
+    with meet(mistake) as control:
+        mistake = disagreement(options, mistake, control)
+        result = measure_all(options, control) if options is not None and mistake is None else None
+    gc.collect()  # a process group in some cycle would keep its threads, and they can abort the exit of the process
+    if result is None or options is None:
+        raise ProbeError(mistake)
     if control.rank == 0:
         if options.json is not None:
             Path(options.json).write_text(to_json(result))
         sys.stdout.write(render(result))
+
+
+def disagreement(options: Options | None, mistake: str | None, control: TorchBackend) -> str | None:
+    """What is wrong with the arguments of some rank, in words; every rank hears of it. None if all is well.
+
+    Args:
+        options: this rank's; None if they could not be read.
+        mistake: what is wrong with this rank's.
+        control: the ranks.
+    """
+    try:
+        facts = {"arguments": repr(options)}
+        agree_on_setup(control, torch.device("cpu"), facts, ProbeError(mistake) if mistake else None, str(options))
+    except ValueError as refused:
+        refused.__traceback__ = None  # it is in a cycle with ``control``
+        return str(refused)
+    return None
 
 
 def check_place(options: Options) -> None:
@@ -85,18 +102,25 @@ def check_place(options: Options) -> None:
 
 
 @contextlib.contextmanager
-def meet(error: ProbeError | None) -> Iterator[TorchBackend]:
-    """The ranks of torchrun's environment, over Gloo. ``error`` is this rank's, if they cannot meet to hear of it."""
+def meet(mistake: str | None) -> Iterator[TorchBackend]:
+    """The ranks of torchrun's environment, over Gloo; they part together. ``mistake`` is this rank's, if they cannot
+    meet to hear of it."""
     try:
         dist.init_process_group("gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as failed:
-        raise error or ProbeError(f"the ranks cannot meet: {' '.join(str(failed).split())}") from failed
+        raise ProbeError(mistake or f"the ranks cannot meet: {in_one_line(failed)}") from failed
     try:
         yield TorchBackend()
+        dist.barrier()
     except CollectiveError as lost:
-        raise ProbeError(f"a rank was lost or the network failed: {' '.join(str(lost).split())}") from lost
+        raise ProbeError(f"a rank was lost or the network failed: {in_one_line(lost)}") from lost
     finally:
         dist.destroy_process_group()
+
+
+def in_one_line(error: Exception) -> str:
+    """Its words."""
+    return " ".join(str(error).split())
 
 
 def measure_all(options: Options, control: TorchBackend) -> Result:

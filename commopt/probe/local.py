@@ -5,6 +5,7 @@ OneBitAdam itself is timed, over ranks that are mirror images of this one, and i
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import Work
+from commopt.comm import Backend, Work
 from commopt.comm.backend import Done
 from commopt.compress import Compressor
 from commopt.optim import OneBitAdam
@@ -79,60 +80,63 @@ class Mirrors:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.note("broadcast")
 
+    def time(self, stand: Stand, step: Callable[[], object]) -> dict[str, float]:
+        """Seconds that ``step()`` spends before each verb, and at the end: the median, on the slowest rank."""
+        steps: list[dict[str, float]] = []
+
+        def noted() -> None:
+            self.reset()
+            step()
+            self.note("end")
+            steps.append(self.seconds)
+
+        stand.time(noted)
+        verbs = list(steps[0])
+        return dict(zip(verbs, stand.largest([statistics.median(s[verb] for s in steps[1:]) for verb in verbs])))
+
 
 def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Compressor) -> Local:
     """Times a model of ``params`` parameters, or a part of it that is large enough."""
     count = min(params, max(SAMPLE[stand.device.type], 2 * bucket_bytes // 4))
-    tensors = make_params(count, bucket_bytes, stand.device)
-    onebit, rehearsal = time_onebit(stand, tensors, bucket_bytes, compressor)
-    adamw = torch.optim.AdamW(tensors, lr=1e-4)
+    tensors = make_params(count, bucket_bytes, stand)
+    copies = time_copies(stand, tensors)
+    adamw = torch.optim.AdamW(tensors, lr=0.0)  # parameters must stay as they are, equal on all ranks
+    adamw_seconds = stand.time(adamw.step)
+
+    def make_onebit(backend: Backend) -> OneBitAdam:
+        """In its compressed phase, with what AdamW has learnt."""
+        optimizer = OneBitAdam(
+            tensors, lr=0.0, weight_decay=0.01, freeze_step=1,
+            compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=backend,
+        )  # fmt: skip
+        optimizer.load_state_dict(adamw.state_dict())
+        return optimizer
+
+    mirrors = Mirrors(stand.world_size, stand.synchronize)
+    onebit = mirrors.time(stand, make_onebit(mirrors).step)
     return Local(
         params=count,
-        adamw=stand.time(adamw.step) / count,
+        adamw=adamw_seconds / count,
+        copies={verb: seconds / count for verb, seconds in copies.items()},
         onebit={verb: seconds / count for verb, seconds in onebit.items()},
-        rehearsal=rehearsal,
-        copies=time_copies(stand, tensors, count),
+        rehearsal=stand.time(make_onebit(stand.backend).step),
         kernels=time_kernels(stand, bucket_bytes, compressor),
     )
 
 
-def make_params(count: int, bucket_bytes: int, device: torch.device) -> list[Tensor]:
-    """``count`` parameters with gradients, four tensors to a bucket."""
+def make_params(count: int, bucket_bytes: int, stand: Stand) -> list[Tensor]:
+    """``count`` parameters, the same on every rank, in four tensors to a bucket; with gradients of each rank's own."""
     piece = max(1, bucket_bytes // 16)
     sizes = [piece] * (count // piece) + ([count % piece] if count % piece else [])
-    params: list[Tensor] = [nn.Parameter(torch.randn(n, device=device)) for n in sizes]
+    same, own = (torch.Generator(stand.device).manual_seed(seed) for seed in (0, 1 + stand.backend.rank))
+    params: list[Tensor] = [nn.Parameter(torch.randn(n, device=stand.device, generator=same)) for n in sizes]
     for p in params:
-        p.grad = torch.randn_like(p) * 1e-3
+        p.grad = torch.randn(p.shape, device=stand.device, generator=own) * 1e-3
     return params
 
 
-def time_onebit(
-    stand: Stand, params: list[Tensor], bucket_bytes: int, compressor: Compressor
-) -> tuple[dict[str, float], float]:
-    """Seconds of a compressed step by the verb that follows; and of one over the real network."""
-    mirrors = Mirrors(stand.world_size, stand.synchronize)
-    optimizer = OneBitAdam(
-        params, lr=1e-4, weight_decay=0.01, freeze_step=1,
-        compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=mirrors,
-    )  # fmt: skip
-    steps: list[dict[str, float]] = []
-
-    def step() -> None:
-        mirrors.reset()
-        optimizer.step()
-        mirrors.note("end")
-        steps.append(mirrors.seconds)
-
-    step()  # the only one of warm-up
-    stand.time(step)
-    verbs = ("all_reduce", "all_to_all", "all_gather", "end")
-    medians = [sorted(s[verb] for s in steps[2:])[len(steps[2:]) // 2] for verb in verbs]
-    optimizer.backend.inner = stand.backend
-    return dict(zip(verbs, stand.largest(medians))), stand.time(optimizer.step)
-
-
-def time_copies(stand: Stand, params: list[Tensor], count: int) -> dict[str, float]:
-    """DDP's copies: the gradient, divided, into a bucket, and back; its bf16 hook casts in between."""
+def time_copies(stand: Stand, params: list[Tensor]) -> dict[str, float]:
+    """Seconds of DDP's copies: the gradient, divided, into a bucket, and back; its bf16 hook casts in between."""
     grads = [p.grad for p in params if p.grad is not None]
     flat = torch.empty(sum(g.numel() for g in grads), device=stand.device)
     places = flat.split([g.numel() for g in grads])
@@ -146,8 +150,8 @@ def time_copies(stand: Stand, params: list[Tensor], count: int) -> dict[str, flo
             g.copy_(place)
 
     return {
-        "all_reduce": stand.time(lambda: copy(False)) / count,
-        "all_reduce_bf16": stand.time(lambda: copy(True)) / count,
+        "all_reduce": stand.time(lambda: copy(False)),
+        "all_reduce_bf16": stand.time(lambda: copy(True)),
     }
 
 

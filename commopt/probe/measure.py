@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, run, wait
+from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_lines, run, wait
 from commopt.compress import Compressor, Feedback
+from commopt.optim.base import LINES
 
 SMALLEST, FACTOR = 4096, 4
 """Bytes of the smallest message, and how much larger the next one is."""
@@ -54,7 +55,7 @@ class Stand:
     """Where things are measured: the ranks, and their device.
 
     Args:
-        backend: what is measured.
+        backend: what is measured; with lines of its own, if it has any, for what OneBitAdam sends over such.
         control: carries what the ranks tell each other about the measurement, over CPU tensors.
         device: of the tensors sent.
     """
@@ -62,6 +63,13 @@ class Stand:
     def __init__(self, backend: Backend, control: TorchBackend, device: torch.device) -> None:
         self.backend, self.control, self.device = backend, control, device
         self.world_size = backend.world_size
+        self._lines = open_lines(backend, 2 * LINES)
+
+    def lines(self, place: int) -> tuple[Backend, Backend]:
+        """The lines of the bucket at ``place``: out, and back."""
+        if not self._lines:
+            return self.backend, self.backend
+        return self._lines[place % LINES], self._lines[LINES + place % LINES]
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks; the ranks are at the same place then."""
@@ -74,9 +82,9 @@ class Stand:
         self.largest([0.0])
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Waits for what this process has asked of the device, but not for collectives in flight."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def seconds(self, do: Callable[[], object]) -> float:
         """Seconds of one ``do()``, the device included."""
@@ -145,15 +153,15 @@ def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UND
 def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[[int], Work], int]:
     """What starts "all_reduce", "all_to_all" or "all_gather" of ``size`` bytes at one of ``places``, and the bytes
     that a rank sends."""
-    world, backend = stand.world_size, stand.backend
+    world = stand.world_size
     if verb == "all_reduce":
         xs = torch.zeros(places, size // 4, device=stand.device)
         return lambda i: start_all_reduce(stand, xs[i]), all_reduce_bytes(xs[0].nbytes, world)
     row = max(16, size // world // 16 * 16)
     out, inp = (torch.zeros(places, world, row, dtype=torch.uint8, device=stand.device) for _ in range(2))
     starts: dict[str, Callable[[int], Work]] = {
-        "all_to_all": lambda i: backend.all_to_all(out[i], inp[i]),
-        "all_gather": lambda i: backend.all_gather(out[i], inp[i, 0]),
+        "all_to_all": lambda i: stand.lines(i)[0].all_to_all(out[i], inp[i]),
+        "all_gather": lambda i: stand.lines(i)[1].all_gather(out[i], inp[i, 0]),
     }
     return starts[verb], (world - 1) * row
 
@@ -173,7 +181,7 @@ def compressed(stand: Stand, sizes: Sequence[int], compressor: Compressor) -> li
         x = torch.randn(numel, device=stand.device)
         feedback = Feedback.zeros(numel, world, x.dtype, x.device)
         nbytes = 2 * (world - 1) * compressor.nbytes(numel // world)
-        return nbytes, lambda: run([compressed_all_reduce(x, feedback, compressor, stand.backend)])
+        return nbytes, lambda: run([compressed_all_reduce(x, feedback, compressor, stand.lines(0)[0])])
 
     return stand.sweep(sizes, prepare)
 
@@ -198,7 +206,7 @@ def losses(stand: Stand, verb: str, samples: Sequence[Sample]) -> list[Sample]:
 
     def one(size: int) -> Sample:
         once = stand.time(lambda: finish([exchange(stand, verb, size, 1)[0](0)]))
-        count = max(2, min(32, int(0.2 / once), 2**27 // size))
+        count = max(2, min(UNDER_WAY, int(0.2 / once)))
         start, nbytes = exchange(stand, verb, size, count)
         lost = []
         for _ in range(5):

@@ -80,7 +80,7 @@ def render(result: Result) -> str:
         f"{result.world_size} ranks: {result.place}",
         f"a model of {count(options.params)} parameters, {options.step_time:g} s per step on one device",
         "",
-        f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit within':>12}{'computing lost to 1 MB':>26}",
+        f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit error':>12}{'computing lost to 1 MB':>26}",
         *(_network(result, verb) for verb in VERBS),
         "",
         f"{'message':>12}{'all-reduce':>14}{'compressed':>14}{'':>10}",
@@ -88,11 +88,13 @@ def render(result: Result) -> str:
         "",
         *_device(result),
         "",
-        f"{'a step of your model':28}{'seconds':>10}{'of them network':>18}{'MB sent':>12}{'speed of DDP':>16}",
-        *(_step(NAMES[name], step, steps["ddp"].seconds) for name, step in steps.items()),
+        f"{'a step of your model':28}{'seconds':>10}{'network':>10}{'MB sent':>10}{'x as fast as DDP':>18}"
+        f"{'15-20 % warm-up':>18}",
+        *(_step(result, name) for name in steps),
         "",
         *_check(result),
-        _break_even(result),
+        *_break_even(result),
+        "",
         "recommendation: " + result.advice,
     ]
     return "".join(
@@ -128,10 +130,12 @@ def _device(result: Result) -> list[str]:
     ]
 
 
-def _step(name: str, step: Step, ddp: float) -> str:
+def _step(result: Result, name: str) -> str:
+    step, run = result.steps[name], result.run.get(name)
+    over_run = f"{min(run):.2f}-{max(run):.2f}" if run else ""
     return (
-        f"{name:28}{step.seconds:>10.4g}{step.communication:>18.4g}{step.nbytes / 1e6:>12.4g}"
-        f"{ddp / step.seconds:>14.2f} x"
+        f"{NAMES[name]:28}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
+        f"{result.steps['ddp'].seconds / step.seconds:>18.2f}{over_run:>18}"
     )
 
 
@@ -149,18 +153,18 @@ def _check(result: Result) -> list[str]:
     return out
 
 
-def _break_even(result: Result) -> str:
-    now = result.costs.link["all_reduce"].bits_per_second
-    words = "; ".join(f"{NAMES[name]} {_below(value)}" for name, value in result.break_even.items())
-    return f"break-even: faster than DDP, at an all-reduce bandwidth (now {rate(now)}) of: {words}"
+def _break_even(result: Result) -> list[str]:
+    now = rate(result.costs.link["all_reduce"].bits_per_second)
+    out = [f"break-even, as bandwidth of an all-reduce (now {now}); a step is faster than DDP's"]
+    return out + [f"  {NAMES[name]:26}{_below(value)}" for name, value in result.break_even.items()]
 
 
 def _below(value: float | None) -> str:
     if value is None:
-        return "unknown, no message was large enough"
+        return "unknown: no message was large enough to tell the bandwidth"
     if math.isinf(value):
-        return "any: its update is cheaper than DDP's copies and AdamW"
-    return f"less than {rate(value)}" if value > 0 else "none: it is slower on any link"
+        return "at any: what DDP copies, adds and updates costs more than compressing"
+    return f"below {rate(value)}" if value > 0 else "at no bandwidth"
 
 
 def bandwidth(line: Line) -> str:
