@@ -19,13 +19,11 @@ class Attachment:
     Attributes:
         averaged: id of each parameter whose gradient DDP has averaged -> the sum of squares of what this rank brought,
             0-d.
-        copies: how often DDP writes to a gradient after it has been accumulated.
     """
 
     def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.copies = 0 if model.gradient_as_bucket_view else 1
         self.averaged: dict[int, Tensor] = {}
 
     def accumulating(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -56,8 +57,8 @@ def listening() -> Iterator[list[str]]:
         logger.removeHandler(listener)
 
 
-def ddp(model: Toy) -> DistributedDataParallel:
-    return DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=3e-4)
+def ddp(model: Toy, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=3e-4, **options)
 
 
 def step(model: nn.Module, optimizer: Any, t: int, rank: int, world: int, parts: int = 1) -> None:
@@ -92,6 +93,66 @@ def run_attached(rank: int, world: int, parts: int = 1, **settings: Any) -> dict
             stats.append(optimizer.comm_stats()["step"])
             grads.append(model.module.weight.grad.clone())
     return {"params": params_of(model.module), "stats": stats, "grads": grads, "log": list(lines)}
+
+
+def run_overlapped(rank: int, world: int) -> dict[str, Any]:
+    """overlap=True, bare and attached, accumulated in no_sync() and not: parameters, and what backward had sent."""
+    out: dict[str, Any] = {}
+    for name, views, parts, overlap in [
+        ("bare", None, 1, True),
+        ("attached", False, 1, True),
+        ("attached to views", True, 1, True),
+        ("attached, accumulated", False, 2, True),
+        ("attached, accumulated, plain", False, 2, False),
+    ]:
+        inner = Toy()
+        inner.unused.requires_grad_(False)
+        model = inner if views is None else ddp(inner, gradient_as_bucket_view=views)
+        optimizer = OneBitAdam(model.parameters(), overlap=overlap, **SETTINGS)
+        if isinstance(model, DistributedDataParallel):
+            attach(model, optimizer)
+        sent, after = [], []
+        optimizer.register_step_pre_hook(
+            lambda o, *_, sent=sent: sent.append(o.backend.total.calls.get("all_to_all", 0))
+        )
+        optimizer.register_step_post_hook(
+            lambda o, *_, after=after: after.append(o.backend.total.calls.get("all_to_all", 0))
+        )
+        for t in range(STEPS):
+            step(model, optimizer, t, rank, world, parts)
+        out[name] = {
+            "params": params_of(inner),
+            "buckets": len(optimizer.buckets),
+            "in backward": sent[-1] - after[-2],
+            "in step": after[-1] - sent[-1],
+        }
+        before = params_of(inner)
+        model(tokens(STEPS, rank, world)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            out[name]["clipped"] = str(error)
+        out[name]["unchanged"] = same_bits(before, params_of(inner))
+    return out
+
+
+def run_alone(rank: int, world: int) -> dict[str, str]:
+    """Rank 1 stops taking part. A group of its own, because what timed out is broken for good."""
+    out: dict[str, str] = {}
+    for overlap in (False, True):
+        group = dist.new_group(list(range(world)), timedelta(seconds=2))
+        model = Toy()
+        model.unused.requires_grad_(False)
+        optimizer = OneBitAdam(model.parameters(), overlap=overlap, process_group=group, **SETTINGS)
+        train(model, optimizer, range(5), rank, world)
+        if rank == 0:
+            try:
+                train(model, optimizer, range(5, 6), rank, world)
+            except comm.CollectiveError as error:
+                out[str(overlap)] = str(error)
+        dist.barrier()
+    return out
 
 
 def run_unattached(rank: int, world: int) -> dict[str, Any]:
@@ -202,18 +263,6 @@ def trainable(*models: nn.Module) -> list[list[nn.Parameter]]:
     return [[p for p in model.parameters() if p.requires_grad] for model in models]
 
 
-def run_schedules(rank: int, world: int) -> list[Any]:
-    """Buckets one after another, and in turn."""
-    results = []
-    for schedule in (comm.run, comm.run_interleaved):
-        model = Toy()
-        optimizer = OneBitAdam(model.parameters(), **SETTINGS)
-        optimizer.schedule = schedule
-        train(model, optimizer, range(STEPS), rank, world)
-        results.append(params_of(model))
-    return results
-
-
 def scenes(rank: int, world: int) -> dict[str, Any]:
     return {
         "bare": run_bare(rank, world),
@@ -228,7 +277,8 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "nan": run_nan(rank, world),
         "groups": run_groups(rank, world),
         "dcp": run_dcp(rank, world),
-        "schedules": run_schedules(rank, world),
+        "overlapped": run_overlapped(rank, world),
+        "alone": run_alone(rank, world),
     }
 
 
@@ -344,7 +394,31 @@ def test_distributed_checkpoints_keep_replicas_equal_and_say_that_residuals_are_
     assert (a["warnings"], b["warnings"]) == (1, 0)
 
 
-def test_one_bucket_after_another_and_all_in_turn_give_the_same_bits(ranks):
-    one, turn = ranks[0]["schedules"]
-    assert same_bits(one, turn)
-    assert same_bits(turn, ranks[0]["bare"]["params"])
+@pytest.mark.parametrize("name", ["bare", "attached", "attached to views"])
+def test_overlap_gives_the_same_bits_and_starts_in_backward(ranks, name):
+    for r in ranks:
+        got = r["overlapped"][name]
+        assert (got["in backward"], got["in step"]) == (got["buckets"], 0)
+        for a, b in zip(got["params"], ranks[0]["overlapped"]["attached"]["params"]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_overlap_with_accumulation_in_ddp_no_sync_gives_the_same_bits(ranks):
+    for r in ranks:
+        over = r["overlapped"]
+        assert over["attached, accumulated"]["in backward"] == over["attached, accumulated"]["buckets"]
+        assert over["attached, accumulated, plain"]["in backward"] == 0
+        plain = ranks[0]["overlapped"]["attached, accumulated, plain"]["params"]
+        assert same_bits(over["attached, accumulated"]["params"], plain)
+
+
+@pytest.mark.parametrize("name", ["bare", "attached", "attached to views"])
+def test_clipping_after_an_overlapped_backward_is_refused(ranks, name):
+    for r in ranks:
+        assert "was changed between backward() and step()" in r["overlapped"][name]["clipped"]
+        assert r["overlapped"][name]["unchanged"]
+
+
+def test_a_rank_that_never_joins_is_an_error_within_the_timeout(ranks):
+    assert "step 6, agreement of the ranks" in ranks[0]["alone"]["False"]
+    assert "step 6, bucket 0 of" in ranks[0]["alone"]["True"]

@@ -132,7 +132,9 @@ class Agreement:
     def __init__(self) -> None:
         self.verdict: Verdict | None = None
         self._backend: Backend | None = None
-        self._work: Work | None = None
+        self._first: Work | None = None
+        self._second: Work | None = None
+        self._answer: list[float] | None = None
 
     def start(self, backend: Backend, device: torch.device, view: LocalView, where: str) -> None:
         """Tells the other ranks this rank's ``view``; ``where`` says in an error which step it was about."""
@@ -153,11 +155,19 @@ class Agreement:
             dtype=torch.float64,
             device=device,
         )
-        self._work = backend.all_reduce(self._message)
+        self._first = backend.all_reduce(self._message)
 
     def is_completed(self) -> bool:
-        """Whether the first all-reduce is done."""
-        return self.verdict is not None or self._work is None or self._work.is_completed()
+        """Whether wait() would not block. Starts the second all-reduce when its time has come."""
+        if self.verdict is not None or self._first is None:
+            return True
+        if self._answer is None and not self._first.is_completed():
+            return False
+        try:
+            self._read()
+        except Exception:  # wait() raises it
+            return True
+        return self._second is None or self._second.is_completed()
 
     def wait(self) -> Verdict:
         """Learns the verdict. May be called again.
@@ -182,12 +192,20 @@ class Agreement:
         norm = math.sqrt(view.square_norm) if finite else math.nan
         return Verdict(int(not finite), norm, view.present, False, False)
 
-    def _settle(self) -> Verdict:
+    def _read(self) -> list[float]:
+        """What the first all-reduce said; starts the second if it is needed.
+
+        Raises:
+            Exception: the step is refused.
+        """
+        if self._answer is not None:
+            return self._answer
         view, backend = self._view, self._backend
         assert backend is not None
-        assert self._work is not None
-        wait(self._work, self._where)
-        non_finite, square, missing, unaveraged, failed, count, count_square = self._message.tolist()
+        assert self._first is not None
+        wait(self._first, self._where)
+        answer = self._message.tolist()
+        _, _, missing, _, failed, count, count_square = answer
         if view.error is not None:
             raise view.error
         if failed > 0:
@@ -197,11 +215,20 @@ class Agreement:
                 f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on "
                 "average; freeze and unfreeze the same ones on every rank"
             )
-        present: Sequence[bool] = view.present
         if missing > 0:
-            shares = torch.tensor([float(p) for p in view.present], dtype=torch.float64, device=self._device)
-            wait(backend.all_reduce(shares), self._where)
-            present = [share > 0 for share in shares.tolist()]
+            self._shares = torch.tensor([float(p) for p in view.present], dtype=torch.float64, device=self._device)
+            self._second = backend.all_reduce(self._shares)
+        self._answer = answer
+        return answer
+
+    def _settle(self) -> Verdict:
+        non_finite, square, _, unaveraged, _, _, _ = self._read()
+        view, backend = self._view, self._backend
+        assert backend is not None
+        present: Sequence[bool] = view.present
+        if self._second is not None:
+            wait(self._second, self._where)
+            present = [share > 0 for share in self._shares.tolist()]
         return Verdict(
             non_finite=round(non_finite * backend.world_size),
             norm=math.sqrt(square),

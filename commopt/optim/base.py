@@ -216,14 +216,14 @@ class CommOptimizer(PackedOptimizer):
 
     def _fly(self, flight: Flight, refused: Exception | None) -> None:
         """The step, from wherever backward has taken it."""
-        if self._watching is not None:
+        early = self.starts_in_backward()
+        if early and self._watching is not None:
             self._watching.report(flight)
         self._follow(flight)
         flight.params = params = [p for bucket in self.buckets for p in bucket.params]
         device = params[0].device if params else torch.device("cpu")
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
-        early = self.starts_in_backward()
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
         if early:
             flight.launch_known()
@@ -256,7 +256,7 @@ class CommOptimizer(PackedOptimizer):
                 "scaler, or create the optimizer with overlap=False"
             )
         try:
-            flight.check(self._attachment.copies if self._attachment is not None else 0)
+            flight.check()
         except ValueError as error:
             return error
         return None

@@ -150,24 +150,25 @@ class Flight:
                 return  # step() reports it, or deals with it
             if not self._terms:
                 self._terms = [self._read(group) for group in self.optimizer.param_groups]
-            for q in bucket.params:
-                self._used.append((q, q.grad, 0 if q.grad is None else q.grad._version))
+                _after_backward(self._remember)
             self._launch_next(1.0, True)
+
+    def _remember(self) -> None:
+        """Remembers the gradients that were used, as they are when backward and DDP are done with them."""
+        params = [p for bucket in self.buckets[: self.launched] for p in bucket.params]
+        self._used = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
         return {key: copy.copy(group[key]) for key in self.optimizer.read_in_backward}
 
-    def check(self, copies: int) -> None:
+    def check(self) -> None:
         """Makes sure that what was sent in backward is still what the step is about.
-
-        Args:
-            copies: how often DDP writes to a gradient between the hook and the end of backward.
 
         Raises:
             ValueError: a gradient or a hyper-parameter has changed since.
         """
         for p, grad, version in self._used:
-            if p.grad is not grad or (grad is not None and grad._version - version not in (0, copies)):
+            if p.grad is not grad or (grad is not None and grad._version != version):
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and step(), "
                     "but overlap=True has sent it already. Clip, scale or edit gradients with overlap=False "
@@ -243,6 +244,12 @@ class Overlap:
                 "start in order. Freeze what is never used (requires_grad_(False)).",
                 type(optimizer).__name__, flight.launched, len(flight.buckets), names,
             )  # fmt: skip
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Calls ``call()`` when the backward under way ends, after what DDP does then."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 def _hook(overlap: weakref.ref[Overlap]) -> Callable[[Tensor], None]:

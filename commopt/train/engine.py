@@ -96,8 +96,8 @@ class SelfCommunicating:
         return self.optimizer.phase
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Nothing is sent in backward, so nothing has to be held back."""
-        return contextlib.nullcontext()
+        """Holds an overlapping optimizer back until the last backward."""
+        return contextlib.nullcontext() if last else self.optimizer.no_sync()
 
     def step(self) -> None:
         """One step of the optimizer."""
