@@ -15,7 +15,10 @@ class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> Any:
-        """Blocks (on CUDA: makes the current stream wait) until the result is there. Raises what went wrong."""
+        """Blocks (on CUDA: makes the current stream wait) until the result is there. Raises what went wrong.
+
+        Once it has returned, it returns at once.
+        """
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""

@@ -104,12 +104,15 @@ class _ThreadWork:
     def __init__(self, world: ThreadWorld, call: Call, finish: Callable[[list[Tensor]], None]) -> None:
         self.world, self.call, self.finish = world, call, finish
         self.deadline = time.monotonic() + world.timeout
+        self.done = False
 
     def wait(self) -> None:
-        self.finish(self.world.take(self.call, self.deadline))
+        if not self.done:
+            self.finish(self.world.take(self.call, self.deadline))
+            self.done = True
 
     def is_completed(self) -> bool:
-        return self.world.complete(self.call) or time.monotonic() > self.deadline
+        return self.done or self.world.complete(self.call) or time.monotonic() > self.deadline
 
 
 class ThreadBackend:
