@@ -225,9 +225,9 @@ class CommOptimizer(PackedOptimizer):
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
+        flight.agreement.start(self.backend, device, view, flight.where("agreement of the ranks on it"))
         if early:
             flight.launch_known()
-        flight.agreement.start(self.backend, device, view, flight.where("agreement of the ranks on it"))
         if flight.launched < len(self.buckets) or not early:
             verdict = flight.agreement.wait()
             self._report_equal_gradients(verdict)

@@ -131,7 +131,8 @@ class Flight:
 
     def arrive(self, index: int, p: Tensor) -> None:
         """The gradient of ``p``, of bucket ``index``, is there: starts all buckets whose turn it is and that have all
-        gradients.
+        gradients. The last one is left to step(), which first sends what the ranks agree by: a few bytes that would
+        wait behind the bucket's on a slow link.
 
         Raises:
             RuntimeError: the bucket has started already.
@@ -144,7 +145,7 @@ class Flight:
             )
         self._waiting[index].discard(id(p))
         self.pipeline.progress()
-        while self.launched < len(self.buckets) and not self._waiting[self.launched]:
+        while self.launched < len(self.buckets) - 1 and not self._waiting[self.launched]:
             bucket = self.buckets[self.launched]
             if bucket.stale() or any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params):
                 return  # step() reports it, or deals with it
@@ -184,7 +185,7 @@ class Flight:
 
     def blocking(self) -> list[Tensor]:
         """The parameters without a gradient that keep the next bucket, and all after it, from starting."""
-        if self.launched == len(self.buckets):
+        if self.launched >= len(self.buckets) - 1:
             return []
         return [p for p in self.buckets[self.launched].params if id(p) in self._waiting[self.launched]]
 
