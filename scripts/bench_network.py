@@ -9,8 +9,9 @@ A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
 step of a block is not counted. Seconds are from barrier to barrier, divided by the steps between; bytes are those that
 the NIC has counted in the same time, headers and acknowledgements included, mean of the hosts. OneBitAdam is in its
-compressed phase, PowerSGD past its warm-up. The bound is max(seconds of ``none``, bytes / rate): no order of
-communication and computation could be faster.
+compressed phase, PowerSGD past its warm-up. The bound is max(seconds of ``none``, bytes / rate): with that optimizer's
+arithmetic, no order of communication and computation could be faster. Rounds in which other processes had more than a
+tenth of the machine do not count, unless all are like that.
 """
 
 from __future__ import annotations
@@ -24,176 +25,19 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate, read_counters
+from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
+from network_rank import METHODS
 from network_report import caveats, draw, table, title, update_readme
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
-
-import commopt
-from commopt import ops
-from commopt.train.config import ModelConfig
-from commopt.train.models import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
+DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
-WARMUP = 6  # steps of every method before anything is measured; what has a warm-up of its own is through it by then
-
-# methods: model -> (model to call, optimizer) -------------------------------------------------------------------------
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
-
-
-def none(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    return model, adamw(model, **options)
-
-
-def ddp(model: nn.Module, hook: Callable[..., Any] | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    wrapped = DistributedDataParallel(model)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    return wrapped, adamw(model, **options)
-
-
-def bf16(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-    """torch's hook under another name: by its own, DDP refuses it without NCCL, though Gloo can sum bfloat16."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
-    """One bucket: the hook starts collectives from callbacks, whose order over several buckets differs between the
-    ranks over Gloo, which ends the run."""
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1 << 14)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return wrapped, adamw(model)
-
-
-def onebit_adam(model: nn.Module, attached: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    wrapped = DistributedDataParallel(model) if attached else model
-    optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-5, weight_decay=0.01, freeze_step=3, **options)
-    if attached:
-        commopt.attach(wrapped, optimizer)
-    return wrapped, optimizer
-
-
-METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
-    "none": ("AdamW, no communication", none, {}),
-    "none_fused": ("AdamW(fused), no communication", none, {"fused": True}),
-    "ddp": ("DDP, AdamW", ddp, {}),
-    "ddp_fused": ("DDP, AdamW(fused)", ddp, {"fused": True}),
-    "ddp_bf16": ("DDP, bf16 hook", ddp, {"hook": bf16}),
-    "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp_powersgd, {"rank": 4}),
-    "onebit_adam": ("OneBitAdam", onebit_adam, {}),
-    "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
-    "onebit_adam_ddp": ("OneBitAdam attached to DDP", onebit_adam, {"attached": True}),
-    "onebit_adam_ddp_overlap": ("the same, overlap=True", onebit_adam, {"attached": True, "overlap": True}),
-}
-
-# a rank ---------------------------------------------------------------------------------------------------------------
-
-
-class Trainee:
-    """One method with its model: ``step()`` trains once on this rank's tokens."""
-
-    def __init__(self, name: str, spec: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        heads = spec["width"] // 64 if spec["width"] % 64 == 0 else 1
-        config = ModelConfig(layers=spec["layers"], width=spec["width"], heads=heads)
-        model = GPT(config, spec["vocab"], spec["sequence"])
-        self.parameters = sum(p.numel() for p in model.parameters())
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.tokens = torch.randint(0, spec["vocab"], (spec["batch"], spec["sequence"]), generator=generator)
-        self.model, self.optimizer = METHODS[name][1](model, **METHODS[name][2])
-        self.count = 0
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.tokens, self.tokens).backward()
-        self.optimizer.step()
-
-    def warm_up(self, seconds: float) -> None:
-        """Past every warm-up; decides how many steps make a block of about ``seconds``."""
-        for _ in range(WARMUP):
-            self.step()
-        took = measure(self.step, 2)["seconds"]
-        count = torch.tensor([max(1, min(50, round(seconds / took)))])
-        dist.broadcast(count, 0)
-        self.count = int(count)
-        if isinstance(self.optimizer, commopt.OneBitAdam) and dist.get_world_size() > 1:
-            assert self.optimizer.phase == "compressed"
-            assert self.optimizer.skipped_steps == 0
-
-    def collectives(self) -> int:
-        """Collectives that one step starts."""
-        before = dist.group.WORLD._get_sequence_number_for_group()
-        self.step()
-        if isinstance(self.optimizer, commopt.OneBitAdam):  # it has groups of its own, and counts
-            return self.optimizer.comm_stats()["step"]["calls"]
-        return dist.group.WORLD._get_sequence_number_for_group() - before
-
-
-def measure(step: Callable[[], None], count: int) -> dict[str, float]:
-    """A block of ``count`` steps between two barriers: seconds, and bytes that this rank's NIC sends, per step; and of
-    the whole block the CPU seconds of this rank, and those of everything on this machine."""
-
-    def clocks() -> tuple[float, ...]:
-        sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
-        return time.perf_counter(), sent, time.process_time(), busy_seconds()
-
-    dist.barrier()
-    before = clocks()
-    for _ in range(count):
-        step()
-    dist.barrier()
-    seconds, sent, own, busy = (b - a for a, b in zip(before, clocks()))
-    return {"seconds": seconds / count, "bytes": sent / count, "own": own, "busy": busy, "block": seconds}
-
-
-def busy_seconds() -> float:
-    """CPU seconds that processes, and the machine's owner, have had of all cores; not interrupts."""
-    user, nice, system, _, _, _, _, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
-
-
-def rank_main(spec: dict[str, Any], out: Path) -> None:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
-    trainees = {name: Trainee(name, spec) for name in spec["methods"]}
-    for trainee in trainees.values():
-        trainee.warm_up(spec["seconds"])
-    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in trainees}
-    order = list(trainees)
-    for _ in range(spec["rounds"]):
-        for name in order:
-            trainees[name].step()
-            blocks[name].append(measure(trainees[name].step, trainees[name].count))
-        order.append(order.pop(0))  # nobody always follows the same one
-    collectives = {name: trainee.collectives() for name, trainee in trainees.items()}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, blocks)
-    if dist.get_rank() == 0:
-        facts = {"parameters": next(iter(trainees.values())).parameters, "providers": providers()}
-        out.write_text(json.dumps({"facts": facts, "collectives": collectives, "blocks": everywhere}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def providers() -> list[str]:
-    return sorted({by.get("cpu", by["default"]) for by in ops.report().values()})
-
-
-# a run: hosts, rate, model --------------------------------------------------------------------------------------------
 
 
 def make_bed(hosts: int, rate: str, args: argparse.Namespace) -> Loopback:
@@ -210,13 +54,14 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
     spec |= {"hosts": bed.hosts, "bed": "namespaces" if isinstance(bed, NetBed) else "loopback"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, __file__, "--rank", json.dumps(spec), str(out)]
+        command = [sys.executable, str(ROOT / "scripts" / "network_rank.py"), json.dumps(spec), str(out)]
         with contextlib.closing(bed.start(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})) as job:
             code = job.wait(args.timeout)
         if code:
             raise BedError(f"a rank failed; exit code {code}")
         measured = json.loads(out.read_text())
-    methods = summarise(measured["blocks"], bed, args.batch * args.sequence)
+    blocks = undisturbed(measured["blocks"])
+    methods = summarise(blocks, bed, args.batch * args.sequence)
     return {
         "hosts": bed.hosts,
         "ranks_per_host": bed.ranks_per_host,
@@ -226,9 +71,21 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "bed": spec["bed"],
         **{key: spec[key] for key in SHAPE},
         **measured["facts"],
-        "others_share": others_share(measured["blocks"]),
+        "rounds": args.rounds,
+        "rounds_used": len(next(iter(blocks[0].values()))),
+        "others_share": others_share(blocks),
         "methods": {name: method | {"collectives": measured["collectives"][name]} for name, method in methods.items()},
     }
+
+
+def undisturbed(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Only the rounds in which other processes had little of the machine; all if there are none. blocks: by rank."""
+
+    def only(rounds: list[int]) -> list[dict[str, Any]]:
+        return [{name: [all_rounds[i] for i in rounds] for name, all_rounds in rank.items()} for rank in blocks]
+
+    every = list(range(len(next(iter(blocks[0].values())))))
+    return only([i for i in every if others_share(only([i])) <= DISTURBED] or every)
 
 
 def others_share(blocks: list[dict[str, Any]]) -> float:
@@ -285,7 +142,7 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
 
 def positive(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        if (value := kind(text)) <= 0:
+        if not (value := kind(text)) > 0:
             raise ValueError
         return value
 
@@ -325,9 +182,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(json.loads(sys.argv[2]), Path(sys.argv[3]))
-        return 0
     args = arguments()
     if args.update_readme:
         update_readme(json.loads(FIGURES.read_text())["runs"], ROOT / "README.md")

@@ -32,7 +32,8 @@ def table(run: dict[str, Any]) -> str:
 
 
 def caveats(run: dict[str, Any]) -> str:
-    words = f"Other processes had {100 * run['others_share']:.0f} % of the machine's cores meanwhile."
+    words = f"Medians of {run['rounds_used']} of {run['rounds']} rounds; other processes had "
+    words += f"{100 * run['others_share']:.0f} % of the machine's cores meanwhile."
     if run["bed"] == "loopback":
         words += " ON LOOPBACK, without any rate: bytes are those of all hosts, divided by their number."
     return words
