@@ -335,7 +335,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("recommendation: ") == 1  # rank 0 alone reports
     for words in (
         "2 ranks: ", "a model of 100K parameters, 0.01 s per step", "all-reduce, float32", "all-to-all of bytes",
-        "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even: ", "elements/s", "check: ",
+        "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even, as bandwidth", "elements/s", "check: ",
     ):  # fmt: skip
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
