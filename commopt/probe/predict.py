@@ -177,9 +177,10 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
         clock.compute(per["all_gather"] * n)
         back.append((clock.send("all_gather", row_bytes(n, costs.world_size, model.compressor)), n))
 
-    for n in buckets:
+    early = buckets[:-1] if overlap else []
+    for i, n in enumerate(buckets):
         clock.compute(backward * n)
-        if overlap:
+        if i < len(early):
             launch(n)
             while there and there[0][0] <= clock.now:
                 turn()
@@ -187,8 +188,8 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     agreed = clock.send("all_reduce", all_reduce_bytes(AGREEMENT, costs.world_size))
     if not overlap:
         clock.wait(agreed)
-        for n in buckets:
-            launch(n)
+    for n in buckets[len(early) :]:
+        launch(n)
     while there:
         turn()
     clock.wait(agreed)
