@@ -6,6 +6,7 @@ The oracle is written from the text of ``commopt.ops`` alone, with sums by ``mat
 from __future__ import annotations
 
 import ctypes.util
+import itertools
 import logging
 import math
 import os
@@ -416,6 +417,32 @@ def test_frozen_adam(isa, provider, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cuts", [(0, 640, 1280, 2004), (0, 64, 1984, 2004), (0, 2004)])
+def test_rows_cut_at_blocks_are_compressed_and_moved_as_whole(isa, cuts, dtype):
+    rows, n, block = 3, 2004, 64
+    live = torch.randint(0, 256, (rows, (n + 7) // 8), dtype=torch.uint8)
+    m, error = torch.randn(2, rows * n, dtype=dtype)
+    ps = [torch.randn(700), torch.randn(9, 300).t(), torch.randn(n + 401).bfloat16()]
+    grads, offsets, then = [torch.randn_like(p) for p in ps], [5, 800, n + 1500], ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    results = []
+    for pieces in ([(0, n)], list(itertools.pairwise(cuts))):
+        moved, after, new_m = [p.clone() for p in ps], torch.zeros_like(error), torch.zeros_like(m)
+        for start, stop in pieces:
+            wire = new_wire(rows, stop - start, block)
+            columns = {"start": start, "stop": stop}
+            ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, after, wire, block, 2, live, **columns)
+            v = m.abs()
+            ops.sign_decompress_adam_(wire, new_m, v, moved, offsets, *then, 1e-8, 0.99, block, live, **columns)
+        results.append([after, new_m, *moved])
+    assert not any(bits_equal(p, q) for p, q in zip(ps, results[0][2:]))
+    for whole, cut in zip(*results):
+        if cut.is_contiguous():
+            assert bits_equal(whole, cut)
+        else:  # whole, no kernel reads it, and torch's square root rounds otherwise
+            torch.testing.assert_close(whole, cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [0, 8, 2048])
 @pytest.mark.parametrize("n", [2001, 2**18 + 5])  # the momentum of the second bypasses the caches
 def test_decompression_and_frozen_adam_in_one_equal_the_two(isa, threads, n, block, dtype):
@@ -501,13 +528,13 @@ def op_arguments() -> dict[str, tuple]:
         "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None, x.clone()),
         "sign_compress_momentum": (
             *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
-            *(row, 16, 2, live),
+            *(row, 16, 2, live, 0, 37),
         ),
         "sign_reduce": (wire, flat, torch.empty(37), row[0].clone(), 16, 2, bits),
         "sign_decompress": (wire, x, 16, live),
         "sign_decompress_adam_": (
             *(wire, torch.empty(74), torch.rand(74), [flat, other.bfloat16()], [0, 37], [0.1, 0.2], [0.5, 0.6]),
-            *(1e-8, 0.9, 16, live),
+            *(1e-8, 0.9, 16, live, 0, 37),
         ),
         "sign_decompress_mean": (wire, flat, 16),
         "pack_nonzero": (flat, bits),
@@ -599,6 +626,10 @@ def reduce(**wrong):
         (lambda: compress_momentum(block=9), "multiple of 8, got 9"),
         (lambda: compress_momentum(live=torch.ones(2, dtype=U8)), "live"),
         (lambda: compress_momentum(grads=[torch.ones(9)], offsets=[8]), "16 elements .*17"),
+        (lambda: compress_momentum(start=4), "multiples of 8 .*0 <= start <= stop <= 8, got 4, 8"),
+        (lambda: compress_momentum(start=8, stop=0), "got 8, 0"),
+        (lambda: compress_momentum(stop=16), "<= 8, got 0, 16"),
+        (lambda: compress_momentum(start=8), r"wire .*\(2, 0\)"),
         (lambda: decompress_adam(wire=new_wire(3, 8, 0)), "share the 16 elements equally"),
         (lambda: decompress_adam(exp_avg=torch.ones(2, 8)), "exp_avg .*1 dimensions"),
         (lambda: decompress_adam(exp_avg_sq=torch.ones(16, dtype=F64)), "exp_avg_sq .*float64"),

@@ -141,6 +141,8 @@ def sign_compress_momentum(
     block: int,
     norm: int,
     live: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> None:
     """:func:`momentum`, then :func:`sign_compress_with_feedback` of it, in one pass and to the same bits:
 
@@ -151,21 +153,27 @@ def sign_compress_momentum(
         grads, offsets, beta, alpha: as for :func:`momentum`.
         error: like m: the residual; unchanged unless it is ``new_error``.
         new_error: like m; written. It may be ``error`` itself; no two arguments may overlap otherwise.
-        wire: (r, sign_nbytes(n, block)) uint8, contiguous, r >= 1; written, in the format that the module states.
+        wire: (r, sign_nbytes(stop - start, block)) uint8, contiguous, r >= 1; written, in the format that the module
+            states.
         block: elements that share a scale, a positive multiple of 8, or 0 for one scale a row.
         norm: 2 (root mean square) or 1 (mean magnitude).
         live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+        start, stop: the columns of each row to work on, [start, stop); the others are not touched. Multiples of 8,
+            but that stop may be n, as it is if None. Cut at multiples of ``block``, a row is compressed to the same
+            values as whole.
 
     Raises:
-        ValueError: a shape, dtype, device, layout, offset, block or norm is not as above.
+        ValueError: a shape, dtype, device, layout, offset, column, block or norm is not as above.
     """
     _check_real("m", m, 1)
     _check_norm(norm)
-    _check_shared_rows(wire, m, block, live)
+    stop = _check_shared_rows(wire, m, block, live, start, stop)
     _check_like("error", error, m.shape, m.dtype, m.device)
     _check_like("new_error", new_error, m.shape, m.dtype, m.device)
     _check_runs("grads", grads, offsets, m)
-    _ops.sign_compress_momentum.default(m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live)
+    _ops.sign_compress_momentum.default(
+        m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
+    )
 
 
 def sign_reduce(
@@ -236,32 +244,38 @@ def sign_decompress_adam_(
     decay: float,
     block: int,
     live: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> None:
     """:func:`sign_decompress` to the momentum, then :func:`frozen_adam_apply_`, in one pass and to the same bits.
 
     Args:
-        wire: (r, sign_nbytes(n, block)) uint8, contiguous, r >= 1.
-        exp_avg: m, (r n,) float32 or float64, contiguous, seen as r rows of n; all of it is written.
+        wire: (r, sign_nbytes(stop - start, block)) uint8, contiguous, r >= 1.
+        exp_avg: m, (r n,) float32 or float64, contiguous, seen as r rows of n; written.
         exp_avg_sq: v, like m; unchanged.
         params: p, of any shape, floating dtype and layout; changed in place.
         offsets: for each of them the element of m and v where it starts; ascending, without overlap.
         step_sizes, sqrt_bias_corrections2, eps, decay: as for :func:`frozen_adam_apply_`.
         block: as it was for compression.
         live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all; m is 0 at the others.
+        start, stop: the columns of each row to work on, as for :func:`sign_compress_momentum`. Nothing else of m and
+            p is touched.
 
     Raises:
-        ValueError: the lists differ in length, or a shape, dtype, device, layout, offset or block is not as above.
+        ValueError: the lists differ in length, or a shape, dtype, device, layout, offset, column or block is not as
+            above.
     """
     _check_real("exp_avg", exp_avg, 1)
     _check_like("exp_avg_sq", exp_avg_sq, exp_avg.shape, exp_avg.dtype, exp_avg.device)
-    _check_shared_rows(wire, exp_avg, block, live)
+    stop = _check_shared_rows(wire, exp_avg, block, live, start, stop)
     _check_runs("params", params, offsets, exp_avg)
     if not len(params) == len(step_sizes) == len(sqrt_bias_corrections2):
         lengths = len(params), len(step_sizes), len(sqrt_bias_corrections2)
         raise ValueError(f"all lists must have the same length, got lengths {lengths}")
     _ops.sign_decompress_adam_.default(
-        wire, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps, decay, block, live
-    )
+        wire, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps, decay, block, live,
+        start, stop,
+    )  # fmt: skip
 
 
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -374,7 +388,8 @@ def frozen_adam_apply_(
         p <- decay p - step_size m / (sqrt(v) / sqrt_bias_correction2 + eps)
 
     Where v is 0 there was never a gradient, so that m is taken as 0 and p only decays. Everything is computed in the
-    dtype of the state, or of p where that is wider, and rounded once to the dtype of p.
+    dtype of the state, or of p where that is wider, and rounded once to the dtype of p. The fraction is expanded by the
+    correction, which leaves one division an element.
 
     Args:
         params: p, of any floating dtype and layout; changed in place.
@@ -427,11 +442,21 @@ def _check_rows(wire: Tensor, rows: int, n: int, block: int, live: Tensor | None
         _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
 
 
-def _check_shared_rows(wire: Tensor, flat: Tensor, block: int, live: Tensor | None) -> None:
+def _check_shared_rows(
+    wire: Tensor, flat: Tensor, block: int, live: Tensor | None, start: int, stop: int | None
+) -> int:
+    """Returns ``stop``, which is all columns if None."""
     n = flat.shape[0]
     if wire.dim() != 2 or wire.shape[0] == 0 or n % wire.shape[0]:
         raise ValueError(f"wire must have rows that share the {n} elements equally, got {_describe(wire)}")
-    _check_rows(wire, wire.shape[0], n // wire.shape[0], block, live, flat.device)
+    rows, n = wire.shape[0], n // wire.shape[0]
+    stop = n if stop is None else stop
+    if not 0 <= start <= stop <= n or start % 8 or (stop % 8 and stop < n):
+        raise ValueError(f"start and stop must be multiples of 8 with 0 <= start <= stop <= {n}, got {start}, {stop}")
+    _check_like("wire", wire, (rows, sign_nbytes(stop - start, block)), torch.uint8, flat.device)
+    if live is not None:
+        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, flat.device)
+    return stop
 
 
 def _check_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None) -> None:

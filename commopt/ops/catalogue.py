@@ -21,7 +21,7 @@ SCHEMAS = {
     ),
     "sign_compress_momentum": (
         "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
-        "Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
+        "Tensor(b!) wire, int block, int norm, Tensor? live, int start, int stop) -> ()"
     ),
     "sign_reduce": (
         "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int block, int norm, Tensor? live=None) "
@@ -31,7 +31,7 @@ SCHEMAS = {
     "sign_decompress_mean": "(Tensor wire, Tensor(a!) out, int block) -> ()",
     "sign_decompress_adam_": (
         "(Tensor wire, Tensor(a!) exp_avg, Tensor exp_avg_sq, Tensor(b!)[] params, int[] offsets, float[] step_sizes, "
-        "float[] sqrt_bias_corrections2, float eps, float decay, int block, Tensor? live=None) -> ()"
+        "float[] sqrt_bias_corrections2, float eps, float decay, int block, Tensor? live, int start, int stop) -> ()"
     ),
     "pack_nonzero": "(Tensor x, Tensor(a!) bits) -> ()",
     "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.ops import catalogue, reference
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -30,16 +30,16 @@ LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "sign_compress": [_P, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
-    "sign_compress_momentum": [_P, _P, _I64, _F32, _F32, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
+    "sign_compress_momentum": [_P, _P, _I64, _F32, _F32, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64, _I32, _I32],
     "sign_reduce": [_P, _P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32],
     "sign_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32],
     "sign_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32],
-    "sign_decompress_adam": [_P, _P, _P, _P, _P, _I64, _P, _F32, _F32, _I64, _I64, _I64, _I32],
+    "sign_decompress_adam": [_P, _P, _P, _P, _P, _I64, _P, _F32, _I64, _I64, _I64, _I64, _I64, _I32],
     "pack_nonzero": [_P, _P, _I64, _I32],
     "zero_dead": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
-    "frozen_adam": [_P, _I64, _P, _F32, _F32, _I32],
+    "frozen_adam": [_P, _I64, _P, _F32, _I32],
 }
 _logger = logging.getLogger("commopt")
 _calls: dict[str, Callable[..., int]] = {}
@@ -111,16 +111,18 @@ def _sign_compress_momentum(
     wire: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
     gradients = _gradients(m, grads, offsets)
     if gradients is None:
         return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
+            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
         )
     (runs, _), rows = gradients, wire.shape[0]
     pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
-    shape = rows, m.shape[0] // rows, block, norm
+    shape = rows, m.shape[0] // rows, start, stop, block, norm
     _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
 
 
@@ -150,17 +152,21 @@ def _sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
     rows, runs = wire.shape[0], _runs(params, offsets)
     if exp_avg.dtype != torch.float32 or runs is None:
-        _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
-        ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
-        return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
-    factors = array("f", (x for pair in zip(step_sizes, sqrt_bias_corrections2) for x in pair))
+        reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
+        return reference.adam_in_columns_(
+            _frozen_adam_apply_, rows, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
+            decay, start, stop,
+        )  # fmt: skip
+    factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
     pointers = wire.data_ptr(), _pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
-    shape = rows, exp_avg.shape[0] // rows, block
-    _call("sign_decompress_adam", *pointers, len(params), _address(factors), eps, decay, *shape)
+    shape = rows, exp_avg.shape[0] // rows, start, stop, block
+    _call("sign_decompress_adam", *pointers, len(params), _address(factors), decay, *shape)
     torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_
 
 
@@ -251,6 +257,11 @@ def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, a
     _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
 
+def _factors(step_sizes: Sequence[float], sqrt_bias_corrections2: Sequence[float], eps: float) -> array[float]:
+    """Of each parameter, what m is multiplied by, and what is added to sqrt(v)."""
+    return array("f", (x for s, c in zip(step_sizes, sqrt_bias_corrections2) for x in (s * c, eps * c)))
+
+
 def _frozen_adam_apply_(
     params: list[Tensor],
     exp_avgs: list[Tensor],
@@ -260,16 +271,16 @@ def _frozen_adam_apply_(
     eps: float,
     decay: float,
 ) -> None:
-    mine, factors = [], array("f")
+    mine, terms = [], []
     for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
         if _float32(m) and _float32(v) and _float32_or_bfloat16(p):
             mine.append((m, v, p))
-            factors.extend((step_size, correction))
+            terms.append((step_size, correction))
         else:
             reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
     if mine:
-        entries = _entries(mine)
-        _call("frozen_adam", _address(entries), len(mine), _address(factors), eps, decay)
+        entries, factors = _entries(mine), _factors([s for s, _ in terms], [c for _, c in terms], eps)
+        _call("frozen_adam", _address(entries), len(mine), _address(factors), decay)
         # Autograd keeps parameters for backward and finds out by this counter that one has changed since.
         torch.autograd.graph.increment_version([p for _, _, p in mine])
 

@@ -5,6 +5,8 @@ Written to be read. Speed is the native providers' business, but temporaries sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -93,12 +95,16 @@ def sign_compress_momentum(
     wire: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
     x = torch.empty_like(m)
     momentum(m, grads, offsets, beta, alpha, x)
-    rows = x.view(wire.shape[0], -1)
-    sign_compress_with_feedback(rows, error.view_as(rows), new_error.view_as(rows), wire, block, norm, live)
+    cut = slice(start, stop)
+    rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    sign_compress_with_feedback(rows, owed, after, wire, block, norm, mask)
 
 
 def sign_reduce(
@@ -125,6 +131,37 @@ def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None =
             out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
 
 
+def adam_in_columns_(
+    apply_: Callable[..., None],
+    rows: int,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: list[Tensor],
+    offsets: list[int],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+    start: int,
+    stop: int,
+) -> None:
+    """``apply_``, a provider of frozen_adam_apply_, on what of each parameter lies in the columns [start, stop)."""
+    n = exp_avg.shape[0] // rows
+    if stop - start == n:
+        ms, vs = views(exp_avg, params, offsets), views(exp_avg_sq, params, offsets)
+        return apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
+    places = [slice(r * n + start, r * n + stop) for r in range(rows)]
+    for p, offset, step_size, correction in zip(params, offsets, step_sizes, sqrt_bias_corrections2):
+        flat = p.reshape(-1)  # a copy where p is strided
+        for place in places:
+            low, high = max(offset, place.start), min(offset + p.numel(), place.stop)
+            if low < high:
+                piece, here = flat[low - offset : high - offset], slice(low, high)
+                apply_([piece], [exp_avg[here]], [exp_avg_sq[here]], [step_size], [correction], eps, decay)
+        if not p.is_contiguous():
+            p.copy_(flat.view(p.shape))
+
+
 def views(flat: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
     """The places of ``tensors`` in ``flat``, shaped like them."""
     return [flat[offset : offset + t.numel()].view(t.shape) for t, offset in zip(tensors, offsets)]
@@ -141,11 +178,17 @@ def sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
-    sign_decompress(wire, exp_avg.view(wire.shape[0], -1), block, live)
-    ms, vs = views(exp_avg, params, offsets), views(exp_avg_sq, params, offsets)
-    frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
+    rows = exp_avg.view(wire.shape[0], -1)
+    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    sign_decompress(wire, rows[:, start:stop], block, mask)
+    adam_in_columns_(
+        frozen_adam_apply_, len(rows), exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
+        decay, start, stop,
+    )  # fmt: skip
 
 
 def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -197,8 +240,7 @@ def frozen_adam_apply_(
         else:
             pieces = zip((p,), (m,), (v,))
         for p_, m_, v_ in pieces:
-            update = v_.sqrt().div_(correction).add_(eps)
-            torch.div(m_, update, out=update)
-            update.mul_(step_size).masked_fill_(v_ == 0, 0)
+            update = v_.sqrt().add_(eps * correction)
+            torch.div(m_ * (step_size * correction), update, out=update).masked_fill_(v_ == 0, 0)
             # Not p.mul_().sub_(): a half-precision p would be rounded twice.
             p_.copy_((p_.to(torch.promote_types(p.dtype, m.dtype)) * decay).sub_(update))

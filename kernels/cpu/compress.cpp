@@ -27,10 +27,11 @@ struct Given {
 
 struct MomentumRows {
     Momentum momentum;
-    int64_t n;
+    int64_t pitch, first;
 
     const float* operator()(int64_t row, int64_t i, int64_t count, float* scratch) const {
-        momentum.write(row * n + i, row * n + i + count, scratch);
+        const int64_t start = row * pitch + first + i;
+        momentum.write(start, start + count, scratch);
         return scratch;
     }
 };
@@ -57,14 +58,14 @@ struct Compression {
     const Kernels& k = kernels();
 
     const uint8_t* live_at(int64_t row, int64_t i) const {
-        return live ? live + row * at.mask_bytes() + i / 8 : nullptr;
+        return live ? live + row * at.mask_pitch() + i / 8 : nullptr;
     }
     uint8_t* row(int64_t r) const { return wire + r * at.nbytes; }
 
-    float* new_error_at(int64_t row, int64_t i) const { return error ? new_error + row * at.n + i : nullptr; }
+    float* new_error_at(int64_t row, int64_t i) const { return error ? new_error + row * at.pitch + i : nullptr; }
 
     Partial encode(int64_t r, int64_t i, int64_t n, float* scratch, float* z) const {
-        return k.encode(source(r, i, n, scratch), error ? error + r * at.n + i : nullptr, live_at(r, i), z,
+        return k.encode(source(r, i, n, scratch), error ? error + r * at.pitch + i : nullptr, live_at(r, i), z,
                         row(r) + at.signs() + i / 8, n, norm);
     }
     void residual(int64_t r, int64_t i, int64_t n, const float* z, float s) const {
@@ -154,12 +155,16 @@ int commopt_sign_compress(const float* x, const float* error, float* new_error, 
     return compress(Layout(rows, n, block), Given{x, n}, error, new_error, wire, live, norm, threads, stream);
 }
 
+// Of the rows of n elements, only the columns [start, stop).
 int commopt_sign_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
                                    const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
-                                   int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
-    const MomentumRows source = {{m, grads, count, beta, alpha}, n};
+                                   int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t norm,
+                                   int32_t threads) {
+    const MomentumRows source = {{m, grads, count, beta, alpha}, n, start};
+    const Layout at(rows, stop - start, block, n);
     const bool stream = rows * n >= kStream && new_error != error;
-    return compress(Layout(rows, n, block), source, error, new_error, wire, live, norm, threads, stream);
+    return compress(at, source, error + start, new_error + start, wire, live ? live + start / 8 : nullptr, norm,
+                    threads, stream);
 }
 
 int commopt_sign_reduce(const uint8_t* wires, const float* error, float* new_error, uint8_t* own, const uint8_t* live,

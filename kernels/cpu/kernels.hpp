@@ -39,10 +39,10 @@ struct Kernels {
     void (*scale)(const float* m, float* out, int64_t n, float beta);
     void (*momentum)(const float* m, const float* g, float* out, int64_t n, float beta, float alpha);
     void (*momentum_bf16)(const float* m, const uint16_t* g, float* out, int64_t n, float beta, float alpha);
-    void (*frozen_adam)(float* p, const float* m, const float* v, int64_t n, float step, float correction, float eps,
-                        float decay);
-    void (*frozen_adam_bf16)(uint16_t* p, const float* m, const float* v, int64_t n, float step, float correction,
-                             float eps, float decay);
+    // p = decay p - step m / (sqrt(v) + eps); where v is 0, only decay p.
+    void (*frozen_adam)(float* p, const float* m, const float* v, int64_t n, float step, float eps, float decay);
+    void (*frozen_adam_bf16)(uint16_t* p, const float* m, const float* v, int64_t n, float step, float eps,
+                             float decay);
 };
 
 #if defined(__x86_64__)

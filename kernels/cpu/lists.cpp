@@ -96,20 +96,19 @@ int commopt_momentum(const float* m, const Run* grads, int64_t count, float beta
     return 0;
 }
 
-// Entries: m, v, p. factors: for each entry its step size and its correction.
-int commopt_frozen_adam(const Entry<3>* entries, int64_t count, const float* factors, float eps, float decay,
-                        int32_t threads) {
+// Entries: m, v, p. factors: for each entry its step size and its eps.
+int commopt_frozen_adam(const Entry<3>* entries, int64_t count, const float* factors, float decay, int32_t threads) {
     const TaskList<3> tasks(entries, count);
     if (tasks.failed()) return 1;
     const Kernels& k = kernels();
     tasks.each(threads, [&](const Entry<3>& x, const Task& task, int64_t) {
         const float* m = at<float>(x.data[0], task);
         const float* v = at<float>(x.data[1], task);
-        const float step = factors[2 * task.entry], correction = factors[2 * task.entry + 1];
+        const float step = factors[2 * task.entry], eps = factors[2 * task.entry + 1];
         if (x.bfloat16) {
-            k.frozen_adam_bf16(at<uint16_t>(x.data[2], task), m, v, task.n, step, correction, eps, decay);
+            k.frozen_adam_bf16(at<uint16_t>(x.data[2], task), m, v, task.n, step, eps, decay);
         } else {
-            k.frozen_adam(at<float>(x.data[2], task), m, v, task.n, step, correction, eps, decay);
+            k.frozen_adam(at<float>(x.data[2], task), m, v, task.n, step, eps, decay);
         }
     });
     return 0;

@@ -16,16 +16,20 @@ constexpr int64_t kChunk = 1 << 14;
 // the first of them again.
 constexpr int64_t kStream = 1 << 18;
 
-// Rows of n elements in blocks, and where their bytes lie.
+// Rows of n elements in blocks, and where their bytes lie. In memory a row begins pitch elements after the one before:
+// n, or more where the rows are some columns of longer ones.
 struct Layout {
-    int64_t rows, n, block, nblocks, nbytes;
+    int64_t rows, n, block, pitch, nblocks, nbytes;
 
-    Layout(int64_t rows_, int64_t n_, int64_t block_) : rows(rows_), n(n_), block(block_ ? block_ : n_) {
+    Layout(int64_t rows_, int64_t n_, int64_t block_) : Layout(rows_, n_, block_, n_) {}
+    Layout(int64_t rows_, int64_t n_, int64_t block_, int64_t pitch_)
+        : rows(rows_), n(n_), block(block_ ? block_ : n_), pitch(pitch_) {
         nblocks = n ? (n + block - 1) / block : 0;
         nbytes = (4 * nblocks + (n + 7) / 8 + 15) / 16 * 16;
     }
     int64_t block_size(int64_t b) const { return b + 1 < nblocks ? block : n - b * block; }
     int64_t mask_bytes() const { return (n + 7) / 8; }
+    int64_t mask_pitch() const { return (pitch + 7) / 8; }
     int64_t signs() const { return 4 * nblocks; }
 };
 
