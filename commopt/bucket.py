@@ -59,6 +59,17 @@ class Bucket:
         multiple = 1 if self.world_size == 1 else self.world_size * ROW_MULTIPLE
         self.padded = -(-self.numel // multiple) * multiple
 
+    def cut(self, capacity: int, grain: int | None) -> list[tuple[int, int]]:
+        """The columns [start, stop) of the ranks' shares in which a bucket larger than ``capacity`` bytes is sent, so
+        that a part is on its way while the next is computed. Equal multiples of ``grain``, but the last; the whole,
+        if ``grain`` is None."""
+        share, nbytes = self.padded // self.world_size, self.numel * self.dtype.itemsize
+        if grain is None or nbytes <= capacity:
+            return [(0, share)]
+        width = -(-share // -(-nbytes // max(capacity, 1)))
+        width = -(-width // grain) * grain
+        return [(start, min(start + width, share)) for start in range(0, share, width)]
+
     def zeros(self) -> Tensor:
         """A new flat buffer, shape (padded,), filled with zeros."""
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
@@ -106,13 +117,13 @@ class Bucket:
 def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor]) -> int:
     """Most bytes of flat buffer in a bucket of ``params``: ``bucket_mb`` times 2**20.
 
-    None chooses: a 16th of all of them, so that the buckets form a pipeline, but at least 1 MB, so that latency does
+    None chooses: an 8th of all of them, so that the buckets form a pipeline, but at least 1 MB, so that latency does
     not rule, and at most 25 MB.
     """
     if bucket_mb is not None:
         return int(bucket_mb * 2**20)
     total = sum(p.numel() * buffer_dtype(p.dtype).itemsize for p in params)
-    return min(max(total // 16, 2**20), 25 * 2**20)
+    return min(max(total // 8, 2**20), 25 * 2**20)
 
 
 def partition(params: Iterable[Tensor], capacity: int) -> list[list[Tensor]]:

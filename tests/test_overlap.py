@@ -70,6 +70,42 @@ def test_parameters_and_state_are_those_without_overlap(world_size, kind, settin
     assert not same_bits(plain[0][0], params_of(kind()))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block", [8, 64])
+def test_a_tensor_that_is_sent_in_pieces_gives_the_same_bits(world_size, overlap, block):
+    def run(backend, bucket_mb):
+        model = nn.Sequential(nn.Linear(41, 97, bias=False), nn.Tanh(), nn.Linear(97, 31, bias=False))
+        for p in model.parameters():  # torch's own generator is shared with the other ranks' threads
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))) / 8
+        compressor = Sign(block=block)
+        groups = [[p] for p in model.parameters()]  # a bucket each
+        optimizer = OneBitAdam(
+            [{"params": g} for g in groups], 1e-2, freeze_step=3, bucket_mb=bucket_mb, compressor=compressor,
+            overlap=overlap, backend=backend,
+        )  # fmt: skip
+        for step in range(STEPS):
+            data = torch.Generator().manual_seed(100 * step + backend.rank)
+            model(torch.randn(5, 41, generator=data)).square().sum().backward()
+            if step == 6 and backend.rank == 1:
+                model[2].weight.grad[0, 0] = float("nan")
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        pieces = [len(bucket.columns) for bucket in optimizer.buckets]
+        calls = optimizer.comm_stats()["step"]["by_verb"]["all_to_all"]["calls"]
+        return params_of(model), tensors_in(optimizer.state_dict()), pieces, calls
+
+    whole = on_threads(world_size, partial(run, bucket_mb=25))
+    cut = on_threads(world_size, partial(run, bucket_mb=0.003))
+    for a, b in zip(whole, cut):
+        assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+        assert a[2] == [1, 1]
+        assert all(n > 2 for n in b[2])
+        assert b[3] == sum(b[2])
+
+
 def test_in_the_middle_of_a_run_a_state_goes_from_one_to_the_other():
     def run(backend, first, second):
         model = Used()

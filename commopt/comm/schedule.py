@@ -46,10 +46,10 @@ class Pipeline:
     """Tasks that run in turn: while one waits for the network, the others compute.
 
     ``launch()`` starts a task, up to its first collective; ``finish()`` runs all tasks to their end. In between,
-    ``progress()`` takes tasks that were launched as ``early`` to their second collective, in launch order, as soon as
-    the first is done: it never waits. That is how a pipeline is driven while something else computes, and then second
-    collectives must go over lines of their own (:func:`commopt.comm.open_lines`), because when they start differs from
-    rank to rank.
+    ``progress()`` takes tasks that were launched as ``early`` on to ``barrier``, in launch order, as far as what they
+    wait for is done: it never waits. That is how a pipeline is driven while something else computes, and then what
+    tasks start after their launch must go over lines of its own (:func:`commopt.comm.open_lines`), because when that
+    is differs from rank to rank. After the barrier they start no more.
 
     Args:
         barrier: work on which tasks may be stopped for good. Its errors are passed on as they are.
@@ -65,10 +65,10 @@ class Pipeline:
         self._advance(task, where, self._early if early else self._later)
 
     def progress(self) -> bool:
-        """Takes the oldest early tasks to their second collective, as far as their first is done; whether any was."""
+        """Takes the oldest early tasks on to the barrier, as far as what they wait for is done; whether any moved."""
         moved = False
         while self._early and self._early[0].work.is_completed():
-            self._resume(self._early.popleft())
+            self._resume_first()
             moved = True
         return moved
 
@@ -80,13 +80,14 @@ class Pipeline:
     def stop(self) -> None:
         """Runs every task to where it yields ``barrier``, so that all ranks have started the same collectives, and
         closes it there."""
-        for queue in (self._early, self._later):
-            while queue:
-                running = queue.popleft()
-                if running.work is self.barrier:
-                    running.task.close()  # type: ignore[attr-defined]
-                else:
-                    self._resume(running)
+        while self._early:
+            self._resume_first()
+        while self._later:
+            running = self._later.popleft()
+            if running.work is self.barrier:
+                running.task.close()  # type: ignore[attr-defined]
+            else:
+                self._resume(running, self._later)
 
     def _step(self) -> None:
         """Resumes one task: an early one if its time has come, else the oldest of the others whose has."""
@@ -96,22 +97,29 @@ class Pipeline:
                 return
             if ready is not None:
                 self._later.remove(ready)
-                self._resume(ready)
+                self._resume(ready, self._later)
                 return
             time.sleep(NAP)
-        self._resume(self._later.popleft())
+        self._resume(self._later.popleft(), self._later)
 
-    def _resume(self, running: _Running) -> None:
+    def _resume_first(self) -> None:
+        """Resumes the first early task, which stays the first until it has come to the barrier."""
+        waiting = len(self._early)
+        self._resume(self._early.popleft(), self._early)
+        if len(self._early) == waiting:
+            self._early.rotate(1)
+
+    def _resume(self, running: _Running, to: deque[_Running]) -> None:
         if running.work is self.barrier:
             running.work.wait()
         else:
             wait(running.work, running.where)
-        self._advance(running.task, running.where, self._later)
+        self._advance(running.task, running.where, to)
 
     def _advance(self, task: Task, where: str, to: deque[_Running]) -> None:
         work = next(task, None)
         if work is not None:
-            to.append(_Running(task, where, work))
+            (self._later if work is self.barrier else to).append(_Running(task, where, work))
 
 
 def run(tasks: Iterable[Task]) -> None:

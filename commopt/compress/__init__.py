@@ -1,8 +1,8 @@
 """Compressors: rows of floats <-> rows of bytes, and the residuals of what they lose."""
 
-from commopt.compress.compressor import Compressor, Momentum
+from commopt.compress.compressor import Columns, Compressor, FrozenAdam, Momentum
 from commopt.compress.feedback import Feedback
 from commopt.compress.identity import Identity
 from commopt.compress.sign import Sign
 
-__all__ = ["Compressor", "Feedback", "Identity", "Momentum", "Sign"]
+__all__ = ["Columns", "Compressor", "Feedback", "FrozenAdam", "Identity", "Momentum", "Sign"]

@@ -49,12 +49,46 @@ class Momentum:
     alpha: float
 
 
+@dataclass(frozen=True)
+class FrozenAdam:
+    """p <- decay p - step_size m / (sqrt(v) / sqrt_bias_correction2 + eps), for when m is known
+    (:func:`commopt.ops.frozen_adam_apply_`).
+
+    Attributes:
+        v: (D,) like m.
+        params: the parameters to move.
+        offsets: where each of them starts in m and v, in elements, ascending.
+        step_sizes, sqrt_bias_corrections2: one of each a parameter.
+        eps, decay: for all of them.
+    """
+
+    v: Tensor
+    params: Sequence[Tensor]
+    offsets: Sequence[int]
+    step_sizes: Sequence[float]
+    sqrt_bias_corrections2: Sequence[float]
+    eps: float
+    decay: float
+
+
+Columns = tuple[int, int]
+"""The columns [start, stop) of every row."""
+
+
 class Compressor(ABC):
     """Rows of floats, shape (r, n), <-> rows of bytes, shape (r, nbytes(n)), each row decodable by itself.
 
     Everything a row needs (scales too) travels inside the row. Both directions write into tensors that the caller
     gives.
+
+    Attributes:
+        grain: where a row may be cut and its pieces be compressed by themselves, to the same values: at multiples of
+            this many elements, itself a multiple of 8. None: nowhere.
     """
+
+    @property
+    def grain(self) -> int | None:
+        return None
 
     @abstractmethod
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
@@ -98,18 +132,48 @@ class Compressor(ABC):
         rest.sub_(sent)
 
     def compress_momentum(
-        self, momentum: Momentum, error: Tensor, wire: Tensor, live: Tensor | None, new_error: Tensor
+        self,
+        momentum: Momentum,
+        error: Tensor,
+        wire: Tensor,
+        live: Tensor | None,
+        new_error: Tensor,
+        columns: Columns | None = None,
     ) -> None:
         """As :meth:`compress_with_feedback`, of a momentum that need not be formed in memory.
 
         Args:
             momentum: of r * n elements; unchanged.
-            error, wire, live: as above.
+            error, live: as above.
+            wire: as above, but rows of the columns only.
             new_error: as above; may be ``error``.
+            columns: what to work on, or None for all; only if there is a ``grain``, of which they are multiples (or
+                end with the row).
         """
+        assert columns in (None, (0, error.shape[1])), "a compressor with a grain compresses columns itself"
         x = torch.empty_like(momentum.m)
         ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x)
         self.compress_with_feedback(x.view_as(error), error, wire, live, new_error)
+
+    def decompress_adam(
+        self, wire: Tensor, m: Tensor, then: FrozenAdam, live: Tensor | None, columns: Columns | None = None
+    ) -> None:
+        """:meth:`decompress_live` to ``m``, and then moves the parameters along it.
+
+        Args:
+            wire: (r, nbytes(n)) uint8; rows of the columns only.
+            m: (r n,) float32 or float64, written.
+            then: how parameters move.
+            live: (r, ceil(n / 8)) as above.
+            columns: as for :meth:`compress_momentum`.
+        """
+        rows = m.view(wire.shape[0], -1)
+        assert columns in (None, (0, rows.shape[1])), "a compressor with a grain decompresses columns itself"
+        self.decompress_live(wire, rows, live)
+        places = [slice(o, o + p.numel()) for o, p in zip(then.offsets, then.params)]
+        ms, vs = ([flat[at].view(p.shape) for at, p in zip(places, then.params)] for flat in (m, then.v))
+        corrections = then.sqrt_bias_corrections2
+        ops.frozen_adam_apply_(then.params, ms, vs, then.step_sizes, corrections, then.eps, then.decay)
 
     def decompress_mean(self, wire: Tensor, out: Tensor) -> None:
         """Writes to ``out`` (n,) the mean over the rows of ``wire`` (r, nbytes(n)), summed in row order."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Compressor, Momentum
+from commopt.compress.compressor import Columns, Compressor, FrozenAdam, Momentum
 
 _NORMS = {"l1": 1, "l2": 2}
 
@@ -49,6 +49,10 @@ class Sign(Compressor):
         if self.norm not in _NORMS:
             raise ValueError(f"norm must be 'l1' or 'l2', got {self.norm!r}")
 
+    @property
+    def grain(self) -> int | None:
+        return self.block
+
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         return ops.sign_nbytes(n, self.block or 0)
 
@@ -67,12 +71,26 @@ class Sign(Compressor):
         ops.sign_compress_with_feedback(x, error, wire, self.block or 0, _NORMS[self.norm], live, new_error)
 
     def compress_momentum(
-        self, momentum: Momentum, error: Tensor, wire: Tensor, live: Tensor | None, new_error: Tensor
+        self,
+        momentum: Momentum,
+        error: Tensor,
+        wire: Tensor,
+        live: Tensor | None,
+        new_error: Tensor,
+        columns: Columns | None = None,
     ) -> None:
         of = momentum
         ops.sign_compress_momentum(
             of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), wire,
-            self.block or 0, _NORMS[self.norm], live,
+            self.block or 0, _NORMS[self.norm], live, *(columns or ()),
+        )  # fmt: skip
+
+    def decompress_adam(
+        self, wire: Tensor, m: Tensor, then: FrozenAdam, live: Tensor | None, columns: Columns | None = None
+    ) -> None:
+        ops.sign_decompress_adam_(
+            wire, m, then.v, then.params, then.offsets, then.step_sizes, then.sqrt_bias_corrections2, then.eps,
+            then.decay, self.block or 0, live, *(columns or ()),
         )  # fmt: skip
 
     def decompress_mean(self, wire: Tensor, out: Tensor) -> None:

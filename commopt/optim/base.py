@@ -46,7 +46,7 @@ class CommOptimizer(PackedOptimizer):
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         max_grad_norm: clip to this norm, or None. The norm is the root mean square over the ranks of the 2-norm of all
             gradients that a rank brings: one number, the same on all ranks and in all phases.
-        bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for a 16th of the parameter group, but 1 to 25.
+        bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the parameter group, but 1 to 25.
         overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
         process_group: ProcessGroup or 1-d DeviceMesh; None for the default group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.comm import Backend, Work, compressed_mean
-from commopt.compress import Compressor, Momentum
+from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
-from commopt.optim.rules import adam_, frozen_adam_, scaled_gradient
+from commopt.optim.rules import adam_, frozen_adam_factors, scaled_gradient
 
 logger = logging.getLogger("commopt")
 
@@ -72,8 +72,9 @@ class OneBitAdam(CommOptimizer):
             is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks and in both
             phases. It is not below the norm of the averaged gradient (which nobody knows in the compressed phase), and
             equals it if all g_i are equal.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for a 16th of the parameter group, but 1 to 25. A
-            bucket costs one collective per step in warm-up and two in the compressed phase.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25. A
+            bucket costs one collective per step in warm-up and two in the compressed phase; there, a tensor larger
+            than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
             a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
@@ -147,8 +148,7 @@ class OneBitAdam(CommOptimizer):
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
         if self.phase_of(group) == "compressed":
-            yield from self._share_momentum(bucket, group, now)
-            frozen_adam_(*self._operands(bucket, now, variance_moves=False), group)
+            yield from self._compressed_step(bucket, group, now)
             return
         if now.average:
             flat = bucket.pack_gradients(now.scale)
@@ -165,8 +165,8 @@ class OneBitAdam(CommOptimizer):
         params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
         adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
-    def _share_momentum(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """m_i = b1 m + (1-b1) g_i, then m = their mean, compressed."""
+    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """m_i = b1 m + (1-b1) g_i;  m = their mean, compressed;  x moves along m, as v stands."""
         beta1 = group["betas"][0]
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
@@ -177,14 +177,19 @@ class OneBitAdam(CommOptimizer):
         here = bucket.gradients()
         mine = Momentum(momentum, [g for g, _ in here], [o for _, o in here], beta1, (1 - beta1) * now.scale)
 
-        def compress(wire: Tensor) -> None:
+        def compress(wire: Tensor, columns: Columns) -> None:
             worker, after = feedback.worker_rows(world)
-            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(world), after)
+            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(world), after, columns)
 
-        wires = yield from compressed_mean(compress, feedback, self.compressor, now.line, now.back)
+        arrivals = yield from compressed_mean(compress, feedback, self.compressor, now.line, now.back, bucket.columns)
         yield now.agreed
         feedback.commit()
-        self.compressor.decompress_live(wires, momentum.view(world, -1), feedback.live_rows(world))
+        params, _, _, clocks = self._operands(bucket, now, variance_moves=False)
+        offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in now.present]
+        then = FrozenAdam(bucket.buffers["exp_avg_sq"], params, offsets, *frozen_adam_factors(clocks, group))
+        for arrival in arrivals:
+            yield arrival.work
+            self.compressor.decompress_adam(arrival.wires, momentum, then, feedback.live_rows(world), arrival.columns)
 
     def _operands(
         self, bucket: StateBucket, now: Step, variance_moves: bool

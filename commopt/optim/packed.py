@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt.bucket import Bucket, bucket_bytes, partition
 from commopt.comm import CountingBackend, resolve_backend
-from commopt.compress import Compressor, Feedback
+from commopt.compress import Columns, Compressor, Feedback
 from commopt.optim.state import MERGED, RANK_LOCAL
 
 logger = logging.getLogger("commopt")
@@ -34,9 +34,11 @@ Origin = tuple[int, int, int]
 
 @dataclass
 class StateBucket(Bucket):
-    """A bucket with the residuals of its compressed all-reduce (None on one rank, which compresses nothing)."""
+    """A bucket with the residuals of its compressed all-reduce (None on one rank, which compresses nothing), and the
+    columns in which it is sent."""
 
     feedback: Feedback | None = field(init=False, default=None)
+    columns: list[Columns] = field(init=False, default_factory=list)
 
     def owed(self, rank: int) -> list[dict[str, Tensor]]:
         """The residuals of each parameter on ``rank``, as views; empty on one rank."""
@@ -81,8 +83,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         world = self.backend.world_size
         packed = {id(p) for bucket in self.buckets for p in bucket.params}
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
-        for run in partition(new, bucket_bytes(self.bucket_mb, new)):
+        capacity = bucket_bytes(self.bucket_mb, new)
+        for run in partition(new, capacity):
             bucket = StateBucket(run, world)
+            bucket.columns = bucket.cut(capacity, self.compressor.grain)
             self.init_bucket(bucket)
             if world > 1:
                 bucket.feedback = Feedback.zeros(bucket.padded, world, bucket.dtype, bucket.device, self.overlap)

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt import ops
-
 
 def adam_(
     params: list[Tensor],
@@ -51,19 +49,12 @@ def adam_(
             x.copy_(result)
 
 
-def frozen_adam_(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    clocks: list[tuple[float, float]],
-    group: dict[str, Any],
-) -> None:
-    """The second half of :func:`adam_`: x moves along m, while m and v stay. Where v is 0, x only decays."""
-    if not params:
-        return
-    step_sizes, sqrt_corrections = bias_corrections(clocks, group)
-    decay = weight_decay_factor(group)
-    ops.frozen_adam_apply_(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_corrections, group["eps"], decay)
+def frozen_adam_factors(
+    clocks: list[tuple[float, float]], group: dict[str, Any]
+) -> tuple[list[float], list[float], float, float]:
+    """What :class:`commopt.compress.FrozenAdam` needs for the second half of :func:`adam_`, in which x moves along m,
+    while m and v stay: step sizes, corrections, eps, decay."""
+    return (*bias_corrections(clocks, group), group["eps"], weight_decay_factor(group))
 
 
 def scaled_gradient(p: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

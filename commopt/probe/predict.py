@@ -159,43 +159,57 @@ def ddp(costs: Costs, model: Model, verb: str = "all_reduce", itemsize: int = 4)
     return clock.step()
 
 
+class Messages:
+    """What OneBitAdam has under way, in the order in which it was sent."""
+
+    def __init__(self, clock: Clock, model: Model) -> None:
+        self.clock, self.model, self.per = clock, model, clock.costs.onebit
+        self.out: list[tuple[float, int]] = []  # when it arrives, and how many parameters it is about
+        self.back: list[tuple[float, int]] = []
+
+    def launch(self, bucket: int) -> None:
+        for n in pieces(bucket, self.model.bucket_bytes):
+            self.clock.compute(self.per["all_to_all"] * n)
+            self.out.append((self._send("all_to_all", n), n))
+
+    def turn(self, until: float = float("inf")) -> None:
+        """Sends back the means of all that arrives up to ``until``."""
+        while self.out and self.out[0][0] <= until:
+            arrival, n = self.out.pop(0)
+            self.clock.wait(arrival)
+            self.clock.compute(self.per["all_gather"] * n)
+            self.back.append((self._send("all_gather", n), n))
+
+    def end(self) -> None:
+        for arrival, n in self.back:
+            self.clock.wait(arrival)
+            self.clock.compute(self.per["end"] * n)
+
+    def _send(self, verb: str, n: int) -> float:
+        return self.clock.send(verb, row_bytes(n, self.clock.costs.world_size, self.model.compressor))
+
+
 def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     """OneBitAdam in its compressed phase."""
-    clock, per = Clock(costs), costs.onebit
+    clock = Clock(costs)
+    messages = Messages(clock, model)
     backward = begin(clock, model)
     buckets = split(model.params, model.last_params, model.bucket_bytes)
-    there: list[tuple[float, int]] = []  # when the first message of a bucket arrives, its parameters
-    back: list[tuple[float, int]] = []  # the same of the second
-
-    def launch(n: int) -> None:
-        clock.compute(per["all_to_all"] * n)
-        there.append((clock.send("all_to_all", row_bytes(n, costs.world_size, model.compressor)), n))
-
-    def turn() -> None:
-        arrival, n = there.pop(0)
-        clock.wait(arrival)
-        clock.compute(per["all_gather"] * n)
-        back.append((clock.send("all_gather", row_bytes(n, costs.world_size, model.compressor)), n))
-
-    early = buckets[:-1] if overlap else []
+    early = len(buckets) - 1 if overlap else 0
     for i, n in enumerate(buckets):
         clock.compute(backward * n)
-        if i < len(early):
-            launch(n)
-            while there and there[0][0] <= clock.now:
-                turn()
-    clock.compute(per["all_reduce"] * model.params)
+        if i < early:
+            messages.launch(n)
+            messages.turn(clock.now)
+    clock.compute(costs.onebit["all_reduce"] * model.params)
     agreed = clock.send("all_reduce", all_reduce_bytes(AGREEMENT, costs.world_size))
     if not overlap:
         clock.wait(agreed)
-    for n in buckets[len(early) :]:
-        launch(n)
-    while there:
-        turn()
+    for n in buckets[early:]:
+        messages.launch(n)
+    messages.turn()
     clock.wait(agreed)
-    for arrival, n in back:
-        clock.wait(arrival)
-        clock.compute(per["end"] * n)
+    messages.end()
     return clock.step()
 
 
@@ -209,6 +223,12 @@ def begin(clock: Clock, model: Model) -> float:
 def adamw_seconds(costs: Costs, model: Model) -> float:
     """What AdamW takes of a step: not more than all of it."""
     return min(costs.adamw * model.params, model.step_time)
+
+
+def pieces(n: int, bucket_bytes: int) -> list[int]:
+    """The parts in which a bucket of ``n`` parameters is sent: several, if it is one large parameter."""
+    count = max(1, -(-4 * n // bucket_bytes))
+    return [n * (i + 1) // count - n * i // count for i in range(count)]
 
 
 def row_bytes(n: int, world_size: int, compressor: Compressor) -> int:
