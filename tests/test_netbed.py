@@ -234,7 +234,8 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     assert payload < methods["ddp"]["bytes_per_host"] < 1.2 * payload
     assert payload / 32 < methods["onebit_adam"]["bytes_per_host"] < payload / 16
     assert methods["onebit_adam"]["collectives"] >= 3
-    assert all(len(method["seconds"]) == 2 and method["to_bound"] > 0 for method in methods.values())
+    assert run["rounds_used"] in (1, 2)  # a round that others disturb does not count
+    assert all(len(m["seconds"]) == run["rounds_used"] and m["to_bound"] > 0 for m in methods.values())
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
