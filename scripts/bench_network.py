@@ -3,7 +3,7 @@
 
     scripts/bench_network.py --hosts 2 --rate 100mbit,1gbit --methods none,ddp,ddp_powersgd4,onebit_adam
     scripts/bench_network.py --hosts 2,3,4,8 --rate none --methods ddp,onebit_adam --rounds 2     # bytes per rank
-    scripts/bench_network.py --update-readme                                  # from benchmarks/network.json, no run
+    scripts/bench_network.py --update-readme          # and docs/network.png, from benchmarks/network.json, no run
 
 A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
@@ -168,7 +168,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--append", action="store_true", help="keep the runs of other beds and models in that file")
     parser.add_argument("--png", type=Path, help="draw the runs into this file")
-    parser.add_argument("--update-readme", action="store_true", help=f"its tables from {FIGURES.name}; no run")
+    parser.add_argument(
+        "--update-readme", action="store_true", help=f"its tables and picture from {FIGURES.name}; no run"
+    )
     args = parser.parse_args()
     try:
         args.hosts = [int(hosts) for hosts in args.hosts.split(",")]
@@ -184,7 +186,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     if args.update_readme:
-        update_readme(json.loads(FIGURES.read_text())["runs"], ROOT / "README.md")
+        kept = json.loads(FIGURES.read_text())["runs"]
+        update_readme(kept, ROOT / "README.md")
+        draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")
         return 0
     exit_on_signals()
     runs = []
