@@ -155,6 +155,25 @@ def run_alone(rank: int, world: int) -> dict[str, str]:
     return out
 
 
+def run_uneven(rank: int, world: int) -> dict[str, Any]:
+    """overlap=True, and in the first step rank 1 lacks the gradient that the first bucket waits for: it starts nothing
+    in backward, where rank 0 starts that bucket. Then the same with a copy, whose first step it is."""
+    group = dist.new_group(list(range(world)), timedelta(seconds=20))
+    first, last = (nn.Parameter(torch.arange(1.0, 901.0)) for _ in range(2))
+    optimizer = OneBitAdam([first, last], overlap=True, process_group=group, **{**SETTINGS, "bucket_mb": 3e-3})
+    out = []
+    for _ in range(2):
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        for t in range(STEPS):
+            optimizer.zero_grad()
+            used = params[:1] if rank == 1 and t == 0 else params
+            sum((p * (rank + t + 1)).sin().sum() for p in used).backward()
+            optimizer.step()
+        out += params_of(nn.ParameterList(params))
+        optimizer = copy.deepcopy(optimizer)
+    return {"params": out, "buckets": len(optimizer.buckets)}
+
+
 def run_unattached(rank: int, world: int) -> dict[str, Any]:
     model = ddp(Toy())
     optimizer = OneBitAdam(model.parameters(), **SETTINGS)
@@ -278,6 +297,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "groups": run_groups(rank, world),
         "dcp": run_dcp(rank, world),
         "overlapped": run_overlapped(rank, world),
+        "uneven": run_uneven(rank, world),
         "alone": run_alone(rank, world),
     }
 
@@ -410,6 +430,12 @@ def test_overlap_with_accumulation_in_ddp_no_sync_gives_the_same_bits(ranks):
         assert over["attached, accumulated, plain"]["in backward"] == 0
         plain = ranks[0]["overlapped"]["attached, accumulated, plain"]["params"]
         assert same_bits(over["attached, accumulated"]["params"], plain)
+
+
+def test_overlap_where_the_ranks_start_their_first_bucket_at_different_times(ranks):
+    a, b = (r["uneven"] for r in ranks)
+    assert a["buckets"] == 2
+    assert same_bits(a["params"], b["params"])
 
 
 @pytest.mark.parametrize("name", ["bare", "attached", "attached to views"])

@@ -162,6 +162,8 @@ class CommOptimizer(PackedOptimizer):
             logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
         for group in groups:
             self.make_buckets(group)
+        if self.overlap:
+            self._open_lines()
         self._watch()
         self.backend.end_step()
 
@@ -219,6 +221,7 @@ class CommOptimizer(PackedOptimizer):
         early = self.starts_in_backward()
         if early and self._watching is not None:
             self._watching.report(flight)
+        self._open_lines()
         self._follow(flight)
         flight.params = params = [p for bucket in self.buckets for p in bucket.params]
         device = params[0].device if params else torch.device("cpu")
@@ -265,8 +268,9 @@ class CommOptimizer(PackedOptimizer):
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (verdict.norm + 1e-6))
 
     def starts_in_backward(self) -> bool:
-        """Whether buckets of the next step start in backward: not where DDP averages the gradients first."""
-        if not self.overlap or self.backend.world_size == 1:
+        """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
+        first step of a copy, which has no lines yet."""
+        if not self.overlap or self._lines is None or self.backend.world_size == 1:
             return False
         return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
 
@@ -275,12 +279,16 @@ class CommOptimizer(PackedOptimizer):
         return self._attachment is not None and self._attachment.accumulating()
 
     def lines_of(self, index: int) -> tuple[Backend, Backend]:
-        """The lines of bucket ``index``: out, and back. All ranks open them together, in their first step."""
-        if self._lines is None:
-            self._lines = self.backend.lines(2 * LINES) if self.backend.world_size > 1 else []
+        """The lines of bucket ``index``: out, and back."""
         if not self._lines:
             return self.backend, self.backend
         return self._lines[index % LINES], self._lines[LINES + index % LINES]
+
+    def _open_lines(self) -> None:
+        """Opens the lines, if that has not been done. Never in backward: it communicates, and a rank whose first bucket
+        waits for a gradient would by then have started the agreement instead."""
+        if self._lines is None:
+            self._lines = self.backend.lines(2 * LINES) if self.backend.world_size > 1 else []
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
