@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+import time
 from collections.abc import Sequence
 
+from commopt.train import started
 from commopt.train.errors import UserError
 
 USAGE = """usage: commopt COMMAND ...
@@ -16,6 +17,7 @@ commands:
   probe   does compression pay on this network? torchrun ... -m commopt probe --params=340M --step-time=0.3
 
 Several processes: torchrun --nproc-per-node=N -m commopt train ...
+               or: mpirun -np N commopt train ... --comm.backend=mpi
 commopt COMMAND --help says more.
 """
 
@@ -31,20 +33,20 @@ def set_up_logging() -> None:
     if get_console().is_terminal:
         handler, layout = RichHandler(show_path=False, log_time_format="[%X]"), "%(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", handlers=[handler])
-    if os.environ.get("RANK", "0") == "0":
+    if started.rank() == 0:
         logging.getLogger("commopt").setLevel(logging.INFO)
 
 
 def train_command(argv: Sequence[str]) -> None:
     """``commopt train``."""
-    from commopt.train.engine import plan_optimizer
+    from commopt.train.engine import check_plan
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:
         make_parser().print_help()
         return
     config = parse([word for word in argv if word != "--print_config"])
-    plan_optimizer(config.optim)  # a wrong name ends here, and not after the corpus has been read
+    check_plan(config)  # a wrong name ends here, and not after the corpus has been read
     if "--print_config" in argv:
         sys.stdout.write(to_yaml(config))
         return
@@ -80,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")
         command(words[1:])
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks raise it: once per machine is enough
+        if started.local_rank() == 0:  # all ranks raise it: once per machine is enough
             sys.stderr.write(f"commopt: error: {error}\n")
+        elif started.by_mpirun():
+            time.sleep(1)  # mpirun ends all processes as soon as one has failed: first let the other one speak
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "commopt").split(".")[0] == "commopt":

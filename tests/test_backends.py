@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from worlds import on_processes, on_threads
+from worlds import needs_mpi, on_mpi, on_processes, on_threads
 
 from commopt.comm import (
     Backend,
     CountingBackend,
     LocalBackend,
+    MPIBackend,
     TorchBackend,
     all_reduce_bytes,
     compressed_all_reduce,
+    open_lines,
     run,
     run_interleaved,
 )
@@ -63,6 +65,31 @@ def test_threads(world_size):
 
 def test_gloo_with_three_processes():
     on_processes(3, in_process)
+
+
+def on_communicators() -> None:
+    """All of MPI's ranks, lines of them, and a part of them in another order."""
+    from mpi4py import MPI
+
+    conformance(MPIBackend())
+    conformance(CountingBackend(MPIBackend()))
+    for line in open_lines(MPIBackend(), 2):
+        conformance(line)
+    world = MPI.COMM_WORLD
+    part = world.Split(color=0 if world.rank else MPI.UNDEFINED, key=-world.rank)
+    if world.rank:
+        backend = MPIBackend(part)
+        assert (backend.rank, backend.world_size) == (world.size - 1 - world.rank, world.size - 1)
+        conformance(backend)
+    else:
+        with pytest.raises(ValueError, match="rank 0 of COMM_WORLD is not a member"):
+            MPIBackend(part)
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_mpi(world_size):
+    on_mpi(world_size, on_communicators)
 
 
 def test_threads_notice_ranks_that_call_different_verbs():

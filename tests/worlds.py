@@ -3,13 +3,19 @@ use."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
@@ -118,4 +124,45 @@ def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
     for result in results:
         if isinstance(result, Exception):
             raise result
+    return results
+
+
+HAS_MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
+needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no MPI: these need mpirun (Debian: openmpi-bin) and mpi4py")
+
+MPI_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    # Open MPI: as root, and more ranks than cores (4, then 5); no reading of each other's memory, which containers forbid
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+}
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def mpirun(world_size: int, *argv: str, patience: float = 150.0) -> subprocess.CompletedProcess[str]:
+    """``python argv...`` on ``world_size`` ranks under mpirun; fails if they do not end."""
+    env = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS} | MPI_SETTINGS
+    command = ["mpirun", "-np", str(world_size), sys.executable, *argv]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpirun takes its ranks along
+        out, err = process.communicate(timeout=30)
+        pytest.fail(f"mpirun {' '.join(argv)} hangs:\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def on_mpi(world_size: int, fn: Callable[..., Any], *args: str) -> list[Any]:
+    """``fn(*args)`` (a function of a module) on ranks under mpirun; the results by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = mpirun(world_size, str(Path(__file__).with_name("mpi_rank.py")), folder, fn.__module__, fn.__name__, *args)
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    failed = [result for result in results if isinstance(result, Exception)]
+    if failed or done.returncode:
+        raise failed[0] if failed else RuntimeError(f"exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return results

@@ -3,6 +3,7 @@
 from commopt.comm.backend import Backend, LocalBackend, Work, open_lines
 from commopt.comm.collectives import compressed_all_reduce, compressed_mean
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
+from commopt.comm.mpi import MPIBackend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.torch import TorchBackend, resolve_backend
@@ -12,6 +13,7 @@ __all__ = [
     "CollectiveError",
     "CountingBackend",
     "LocalBackend",
+    "MPIBackend",
     "Pipeline",
     "Task",
     "ThreadBackend",

@@ -114,6 +114,25 @@ class OptimConfig:
         _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
 
 
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+
+
+@dataclass
+class CommConfig:
+    """What the ranks talk over."""
+
+    backend: str = "auto"
+    """auto: NCCL where there is a GPU, else Gloo. gloo or nccl: that one. mpi: for processes started by mpirun; needs
+    commopt[mpi]. Or the dotted path of a class of your own, made on every rank after torch.distributed has joined them.
+    mpi and classes of your own are for commopt optimizers."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class behind mpi (timeout in seconds, cuda_aware) or of your own, checked against its
+    signature."""
+
+    def __post_init__(self) -> None:
+        _check("comm.backend", self.backend, bool(self.backend), f"{', '.join(BACKENDS)} or a dotted path")
+
+
 @dataclass
 class TrainConfig:
     """The loop: how long, how much per step, and what is written when."""
@@ -160,6 +179,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     resume: str = "none"
     """none: a new run. auto: go on from the newest good checkpoint of train.run_dir, or start where there is none.

@@ -7,13 +7,10 @@ what was sent.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -21,15 +18,20 @@ from torch import nn
 
 import commopt.compress
 import commopt.optim
-from commopt.comm import all_reduce_bytes
-from commopt.train.config import CompressorConfig, OptimConfig
+from commopt.comm import Backend, all_reduce_bytes
+from commopt.train.backend import backend_class
+from commopt.train.config import CompressorConfig, Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import count_parameters, parameter_groups
-from commopt.train.parse import nearest
+from commopt.train.named import build, check_arguments, find_class
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
-OWN_KEYS = ("lr", "weight_decay", "max_grad_norm", "compressor")
+OWN_KEYS = {
+    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
+    "backend": "comm.backend",
+    "process_group": "comm.backend",
+}
 """Arguments that have their own key in the config and so may not be in ``optim.args``."""
 
 # torch 2.13 renames the argument, and warns of the old name. The models' buffers are constants: nothing to send.
@@ -155,52 +157,12 @@ class DataParallel:
         return None
 
 
-def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type) -> type:
-    """The class that a config names: an attribute of one of ``modules``, or a dotted path.
-
-    Raises ConfigError, with the nearest valid name, where there is none.
-    """
-    if "." in name:
-        path, _, attribute = name.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(path), attribute, None)
-        except ImportError as error:
-            raise ConfigError(f"{key}={name!r}: cannot import {path}: {error}") from None
-    else:
-        found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        public = [n for m in modules for n, v in vars(m).items() if isinstance(v, type) and issubclass(v, base)]
-        places = " or ".join(module.__name__ for module in modules)
-        raise ConfigError(f"{key}={name!r} is no {base.__name__} of {places}{nearest(name, public)}")
-    return found
-
-
-def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for an argument that ``cls`` has not, naming the nearest that it has."""
-    parameters = inspect.signature(cls).parameters
-    for name in args:
-        if name in taken:
-            raise ConfigError(f"{key}.{name}: set optim.{name} instead")
-        if name not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            valid = [n for n in parameters if n not in (*taken, "params")]
-            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such argument{nearest(name, valid)}")
-
-
-def _build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Make ``cls``; what it says about its arguments becomes a ConfigError. YAML's lists are tuples for it."""
-    kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
-    try:
-        return cls(*args, **kwargs)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{key}: {cls.__name__}: {' '.join(str(error).split())}") from error
-
-
 def make_compressor(config: CompressorConfig) -> Any:
     """The compressor that a config names."""
     key = "optim.compressor"
     cls = find_class(config.name, f"{key}.name", (commopt.compress,), commopt.compress.Compressor)
     check_arguments(cls, config.args, f"{key}.args")
-    return _build(cls, key, **config.args)
+    return build(cls, key, **config.args)
 
 
 def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
@@ -218,15 +180,27 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     return cls, extra | config.args
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+def check_plan(config: Config) -> None:
+    """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
+    cls, _ = plan_optimizer(config.optim)
+    if backend_class(config.comm) is not None and not issubclass(cls, commopt.optim.CommOptimizer):
+        raise ConfigError(
+            f"comm.backend={config.comm.backend} is not allowed with optim.name={config.optim.name}: that is trained "
+            "under DistributedDataParallel, which has auto, gloo and nccl"
+        )
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:
     """The optimizer that a config names, over two named parameter groups."""
     cls, args = plan_optimizer(config)
-    return _build(cls, "optim", parameter_groups(model, config.weight_decay), **args)
+    if backend is not None:
+        args["backend"] = backend
+    return build(cls, "optim", parameter_groups(model, config.weight_decay), **args)
 
 
 def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:
     """The optimizer and whoever communicates for it."""
-    optimizer = make_optimizer(config, model)
+    optimizer = make_optimizer(config, model, world.backend)
     if isinstance(optimizer, commopt.optim.CommOptimizer):
         return SelfCommunicating(model, optimizer)
     return DataParallel(model, optimizer, config.max_grad_norm, world)

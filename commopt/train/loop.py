@@ -23,7 +23,7 @@ import commopt.ops
 from commopt.train import checkpoint, resume
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
-from commopt.train.engine import make_engine
+from commopt.train.engine import check_plan, make_engine
 from commopt.train.errors import ConfigError
 from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
@@ -41,7 +41,8 @@ def train(config: Config) -> Record:
     Raises:
         UserError: on every rank, for a config, corpus or checkpoint that cannot be used.
     """
-    with open_world() as world:
+    check_plan(config)
+    with open_world(config.comm) as world:
         return Trainer(config, world).run()
 
 

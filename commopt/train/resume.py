@@ -95,8 +95,8 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{section}.{name}": value
-        for section in ("model", "data", "optim", "train")
-        for name, value in tree[section].items()
+        for section in ("model", "data", "optim", "comm", "train")
+        for name, value in tree.get(section, {}).items()  # checkpoints from before there was comm have none
     }
 
 

@@ -1,7 +1,8 @@
 """The ranks of a run, and how they agree.
 
-Control messages (errors, stop flags, losses) go over a Gloo group of their own, so that they never wait for the GPU and
-never mix with the optimizer's traffic. Every method but ``open`` is a collective: all ranks call it, in the same order.
+Control messages (errors, stop flags, losses) go over a backend of their own (a Gloo group, or a communicator of MPI),
+so that they never wait for the GPU and never mix with the optimizer's traffic. Every method is a collective: all ranks
+call it, in the same order.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from commopt.comm import Backend, MPIBackend, TorchBackend
+from commopt.comm.mpi import load_mpi
+from commopt.train import started
+from commopt.train.backend import backend_class, make_backend
+from commopt.train.config import CommConfig
 from commopt.train.errors import ConfigError, RankError, UserError
 
 log = logging.getLogger(__name__)
@@ -26,12 +34,14 @@ PATIENCE = timedelta(hours=2)  # rank 0 may tokenise a large corpus while the ot
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others: ``rank`` in [0, size), its device, and the control group (None when alone)."""
+    """This process among the others: ``rank`` in [0, size), its device, what control messages go over (None when
+    alone), and what optimizers talk over (None for the default process group)."""
 
     rank: int
     size: int
     device: torch.device
-    control: Any = None
+    control: Backend | None = None
+    backend: Backend | None = None
 
     @property
     def is_main(self) -> bool:
@@ -39,24 +49,29 @@ class World:
         return self.rank == 0
 
     def gather(self, item: T) -> list[T]:
-        """One item per rank, in rank order, on every rank."""
+        """One (picklable) item per rank, in rank order, on every rank."""
         if self.control is None:
             return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.control)
-        return items
+        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._rows(torch.tensor([data.numel()]))]
+        rows = self._rows(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
-    def reduce(self, values: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Element-wise sum (or ``op``) over ranks, in float64."""
-        if self.control is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=op, group=self.control)
-        return tensor.tolist()
+    def reduce(self, values: list[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64."""
+        return self._rows(torch.tensor(values, dtype=torch.float64)).sum(0).tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return self.reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
+        return bool(self._rows(torch.tensor([flag])).any())
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Every rank's x, one below the other."""
+        rows = x.new_empty(self.size, *x.shape)
+        if self.control is None:
+            return rows.copy_(x)
+        self.control.all_gather(rows, x).wait()
+        return rows
 
     def together(self, work: Callable[[], T], name_rank: bool = True) -> T:
         """Run ``work`` on every rank and return its own result; if it fails anywhere, all raise, and none hangs.
@@ -92,32 +107,92 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     return RankError, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _place() -> tuple[torch.device, str]:
-    """This process' device and the backend for its traffic."""
+def _device(local_rank: int) -> torch.device:
+    """This process' device."""
     if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(f"LOCAL_RANK={index}, but this machine has {count} GPUs: start one process per GPU")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index), "nccl"
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(f"LOCAL_RANK={local_rank}, but this machine has {count} GPUs: start one process per GPU")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def open_world(config: CommConfig | None = None) -> contextlib.AbstractContextManager[World]:
+    """Join the other ranks: those of MPI where the config says so, else those of torchrun's environment.
+
+    Raises:
+        ConfigError: for a backend that cannot be had here, or that knows other ranks than the launcher.
+    """
+    config = config or CommConfig()
+    return _mpi_world(config) if config.backend == "mpi" else _torch_world(config)
 
 
 @contextlib.contextmanager
-def open_world() -> Iterator[World]:
-    """Join the other ranks as torchrun's environment says; without it, or with a world size of 1, be alone.
-
-    NCCL where there is a GPU, else Gloo. A default process group that exists already is used and left open.
-    """
-    device, backend = _place()
-    owned = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+def _torch_world(config: CommConfig) -> Iterator[World]:
+    """Without torchrun's environment, or with a world size of 1, be alone. A default process group that exists already
+    is used and left open."""
+    cls, others = backend_class(config), started.by_mpirun() or 1
+    if others > 1 and started.by_torchrun() is None and not dist.is_initialized():
+        raise ConfigError(
+            f"mpirun has started {others} processes, but with comm.backend={config.backend} each would train alone: "
+            "add --comm.backend=mpi, or start with torchrun"
+        )
+    device = _device(started.local_rank())
+    kind = config.backend if config.backend in ("gloo", "nccl") else "nccl" if device.type == "cuda" else "gloo"
+    if kind == "nccl" and device.type != "cuda":
+        raise ConfigError("comm.backend=nccl is not allowed: there is no GPU; without one there are gloo and mpi")
+    owned = not dist.is_initialized() and (started.by_torchrun() or 1) > 1
     if owned:
-        dist.init_process_group(backend)
+        dist.init_process_group(kind)
+    elif dist.is_initialized() and kind == config.backend != dist.get_backend():
+        raise ConfigError(f"comm.backend={kind} is not allowed: the process group there is has {dist.get_backend()}")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield World(0, 1, device)
         return
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo", timeout=PATIENCE))
+        control = TorchBackend(dist.new_group(backend="gloo", timeout=PATIENCE))
+        world = World(control.rank, control.world_size, device, control)
+        if cls is not None:
+            own = world.together(lambda: make_backend(cls, config, world.rank, world.size))
+            world = replace(world, backend=own)
+        yield world
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _mpi_world(config: CommConfig) -> Iterator[World]:
+    """The processes of MPI's COMM_WORLD. One that fails alone ends all of them, when it has said why: as MPI has it, it
+    would else wait for the others until they end."""
+    backend_class(config)
+    try:
+        mpi = load_mpi()
+    except RuntimeError as error:
+        raise ConfigError(f"comm.backend=mpi: {error}") from error
+    from mpi4py.run import set_abort_status
+
+    everyone = MPIBackend(mpi.COMM_WORLD.Dup(), PATIENCE.total_seconds())
+    rank, size = everyone.rank, everyone.world_size
+    world = World(rank, size, torch.device("cpu"), everyone if size > 1 else None)
+
+    def join() -> World:
+        for name, here in (("WORLD_SIZE", size), ("RANK", rank)):
+            if os.environ.get(name, str(here)) != str(here):
+                raise ConfigError(
+                    f"comm.backend=mpi: {name} is {os.environ[name]} in the environment and {here} in MPI: start with "
+                    "mpirun -np N commopt train ..., and without torchrun"
+                )
+        local_rank = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).rank
+        return replace(world, device=_device(local_rank), backend=make_backend(MPIBackend, config, rank, size))
+
+    try:
+        yield world.together(join)
+    except UserError:
+        raise  # all ranks do
+    except BaseException as error:
+        set_abort_status(error)
+        raise
+    else:
+        everyone.comm.Free()

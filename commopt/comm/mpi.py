@@ -1,0 +1,260 @@
+"""The backend over MPI, through mpi4py (extra ``commopt[mpi]``): any communicator, no torchrun.
+
+Every verb is one of MPI's non-blocking collectives on the memory of the tensors themselves. What MPI promises, and what
+is done here because it does not:
+
+* all ranks get the same bits from an Allreduce (MPI 4.0, section 6.9.6); the order of summation is its own affair, so
+  that with more than 2 ranks they may differ in the last bit from those of another backend;
+* MPI knows nothing of CUDA streams: a tensor on a GPU is waited for before MPI is given it. If MPI cannot read the
+  memory of GPUs, it is given a pinned copy on the host;
+* MPI has no 16-bit floats that it can sum: their mean is formed in float32 and rounded once;
+* MPI waits for ever: ``wait()`` gives up after ``timeout`` seconds. A collective cannot be taken back, so that its
+  tensors are kept until it is complete, whoever has given up on it;
+* MPI lets a process that ends wait for all others: a rank that fails alone must end the job, as ``python -m mpi4py``
+  sees to, and ``commopt train``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm.backend import Work
+
+SPIN = 1e-3
+"""Seconds that ``wait()`` looks without a pause: a collective moves on only while somebody looks."""
+NAP = 5e-5
+"""Seconds between two looks after that: the core may have better to do."""
+
+SUMMED_IN = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+"""Dtypes that have a mean, and what it is formed in."""
+
+
+def load_mpi() -> Any:
+    """``mpi4py.MPI``, ready to be used.
+
+    Raises:
+        RuntimeError: without mpi4py or an MPI library, before MPI is initialised or after it is finalised, and where it
+            may be called from the main thread only.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "MPIBackend needs mpi4py and an MPI library: pip install 'commopt[mpi]', and Open MPI from your system "
+            f"(Debian, Ubuntu: apt-get install openmpi-bin): {' '.join(str(error).split())}"
+        ) from error
+    check_running(MPI)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise RuntimeError(
+            "MPI was initialised for one thread, but backward() calls collectives from threads of its own: initialise "
+            "it with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py does, unless mpi4py.rc says otherwise)"
+        )
+    return MPI
+
+
+def check_running(mpi: Any) -> None:
+    """Raises RuntimeError unless MPI has been initialised and not been finalised: its calls would end the process."""
+    if not mpi.Is_initialized():
+        raise RuntimeError("MPI is not initialised: call MPI.Init() first, or leave mpi4py.rc.initialize as it is")
+    if mpi.Is_finalized():
+        raise RuntimeError("MPI is finalised: nothing can be sent any more")
+
+
+class MPIBackend:
+    """The ranks of an MPI communicator.
+
+    Args:
+        comm: an intra-communicator of mpi4py; ``MPI.COMM_WORLD`` if None. Collectives of your own on it must come in
+            the same order on every rank as everything else; give a ``comm.Dup()`` to be rid of that.
+        timeout: seconds after which a collective that has not completed counts as failed.
+        cuda_aware: whether MPI can read and write the memory of GPUs; None to ask it (Open MPI answers, others count as
+            not).
+
+    Raises:
+        ValueError: for something else than an intra-communicator, on a process that it does not contain, and for a
+            timeout that is not positive.
+        RuntimeError: see :func:`load_mpi`.
+    """
+
+    def __init__(self, comm: Any = None, timeout: float = 1800.0, cuda_aware: bool | None = None) -> None:
+        self._mpi = mpi = load_mpi()
+        self.comm = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(self.comm, mpi.Intracomm):
+            raise ValueError(f"comm must be an intra-communicator of mpi4py or None, got {comm!r}")
+        if self.comm == mpi.COMM_NULL:
+            raise ValueError(f"rank {mpi.COMM_WORLD.rank} of COMM_WORLD is not a member of the communicator given")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be > 0 seconds, got {timeout!r}")
+        self.timeout = timeout
+        self.cuda_aware = is_cuda_aware(mpi) if cuda_aware is None else cuda_aware
+        self.rank: int = self.comm.Get_rank()
+        self.world_size: int = self.comm.Get_size()
+        self._types = {torch.float64: mpi.DOUBLE, torch.float32: mpi.FLOAT}
+
+    def lines(self, n: int) -> list[MPIBackend]:
+        """``n`` duplicates of the communicator. MPI frees them when it ends."""
+        if self.world_size == 1:
+            return []
+        return [MPIBackend(self.comm.Dup(), self.timeout, self.cuda_aware) for _ in range(n)]
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """x <- mean of x over all ranks. float64, float32, bfloat16 or float16."""
+        if x.dtype not in SUMMED_IN:
+            allowed = ", ".join(_name(dtype) for dtype in SUMMED_IN)
+            raise ValueError(f"all_reduce of {_name(x.dtype)}: allowed are {allowed}")
+        self._check(x)
+        wide = x if SUMMED_IN[x.dtype] == x.dtype else x.to(SUMMED_IN[x.dtype])
+        sent = self._outgoing(wide.div_(self.world_size))
+        kind = self._types[wide.dtype]
+
+        def start() -> Any:
+            return self.comm.Iallreduce(self._mpi.IN_PLACE, [self._memory(sent), x.numel(), kind], self._mpi.SUM)
+
+        return self._start(start, (sent,), sent, x)
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        """Row r of ``inp`` goes to rank r; row r of ``out`` comes from rank r. Any dtype."""
+        self._check(out, inp)
+        if out.shape != inp.shape or inp.shape[:1] != (self.world_size,):
+            raise ValueError(
+                f"all_to_all of {tuple(inp.shape)} into {tuple(out.shape)}: both need {self.world_size} rows"
+            )
+        sent, received = self._outgoing(inp), self._incoming(out)
+        return self._start(
+            lambda: self.comm.Ialltoall(self._bytes(sent), self._bytes(received)), (sent, received), received, out
+        )
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        """Row r of ``out`` is rank r's ``inp``. Any dtype."""
+        self._check(out, inp)
+        if out.shape != (self.world_size, *inp.shape):
+            raise ValueError(
+                f"all_gather of {tuple(inp.shape)} into {tuple(out.shape)}: it needs {self.world_size} rows"
+            )
+        sent, received = self._outgoing(inp), self._incoming(out)
+        return self._start(
+            lambda: self.comm.Iallgather(self._bytes(sent), self._bytes(received)), (sent, received), received, out
+        )
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        """x <- rank ``src``'s x. Any dtype."""
+        self._check(x)
+        sent = self._outgoing(x)
+        return self._start(lambda: self.comm.Ibcast(self._bytes(sent), src), (sent,), sent, x)
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def _check(self, *tensors: Tensor) -> None:
+        """Raises before MPI, which sees addresses only, would write where nothing of the kind is."""
+        check_running(self._mpi)
+        first = tensors[0]
+        for t in tensors:
+            if t.device != first.device or t.dtype != first.dtype:
+                raise ValueError(
+                    f"tensors of one collective must agree: {_name(first.dtype)} on {first.device}, "
+                    f"{_name(t.dtype)} on {t.device}"
+                )
+            if t.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"MPI reads tensors on the CPU and on CUDA devices, got one on {t.device}")
+            if not t.is_contiguous():
+                raise ValueError(f"tensors must be contiguous, got shape {tuple(t.shape)} with strides {t.stride()}")
+
+    def _reads(self, x: Tensor) -> bool:
+        return x.device.type == "cpu" or self.cuda_aware
+
+    def _outgoing(self, x: Tensor) -> Tensor:
+        """x, or a copy that is on its way to where MPI can read it."""
+        return x if self._reads(x) else self._incoming(x).copy_(x, non_blocking=True)
+
+    def _incoming(self, x: Tensor) -> Tensor:
+        """x, or a place of its size where MPI can write."""
+        return x if self._reads(x) else _pinned(x)
+
+    @staticmethod
+    def _settle(device: torch.device) -> None:
+        """Waits until everything on the current stream has happened: then the tensors are as MPI may see them."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _memory(self, x: Tensor) -> Any:
+        return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)
+
+    def _bytes(self, x: Tensor) -> list[Any]:
+        return [self._memory(x), self._mpi.BYTE]
+
+    def _start(self, start: Callable[[], Any], kept: tuple[Tensor, ...], result: Tensor, x: Tensor) -> Work:
+        """Starts a collective that leaves in ``result`` what belongs into ``x``."""
+        self._settle(x.device)
+        finish = None if result is x else lambda: x.copy_(result, non_blocking=True)
+        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout)
+
+
+_in_flight: set[_MPIWork] = set()
+"""Collectives that MPI has not completed: it writes into their tensors, whether or not anybody still waits."""
+
+
+class _MPIWork:
+    def __init__(
+        self, mpi: Any, request: Any, tensors: tuple[Tensor, ...], finish: Callable[[], Any] | None, timeout: float
+    ) -> None:
+        self._mpi, self._request, self._tensors, self._finish, self._timeout = mpi, request, tensors, finish, timeout
+        self._deadline = time.monotonic() + timeout
+        self._error: Exception | None = None
+        _in_flight.add(self)
+
+    def is_completed(self) -> bool:
+        return self._complete() or time.monotonic() > self._deadline
+
+    def wait(self) -> None:
+        begin = time.monotonic()
+        while not self._complete():
+            now = time.monotonic()
+            if now > self._deadline:
+                raise TimeoutError(f"an MPI collective did not complete within {self._timeout:g} seconds")
+            time.sleep(NAP if now > begin + SPIN else 0)
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _complete(self) -> bool:
+        """Whether the collective has come to an end, be it a bad one."""
+        if self._request is None or self._error is not None:
+            return True
+        try:
+            check_running(self._mpi)
+            if not self._request.Test():
+                return False
+        except RuntimeError as error:  # MPI.Exception is one
+            self._error = error
+            return True
+        self._request, self._tensors = None, ()
+        _in_flight.discard(self)
+        return True
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """A place of the size of x on the host that a GPU reads and writes without being waited for."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+
+
+def is_cuda_aware(mpi: Any) -> bool:
+    """Whether the MPI library says that it can read and write the memory of GPUs, as Open MPI can be asked."""
+    query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and query() == 1
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

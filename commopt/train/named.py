@@ -1,0 +1,54 @@
+"""Classes that a config names, and their arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from commopt.train.errors import ConfigError
+from commopt.train.parse import nearest
+
+
+def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type) -> type:
+    """The class that a config names: an attribute of one of ``modules``, or a dotted path.
+
+    Raises ConfigError, with the nearest valid name, where there is none.
+    """
+    if "." in name:
+        path, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(path), attribute, None)
+        except ImportError as error:
+            raise ConfigError(f"{key}={name!r}: cannot import {path}: {error}") from None
+    else:
+        found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        public = [n for m in modules for n, v in vars(m).items() if isinstance(v, type) and issubclass(v, base)]
+        places = " or ".join(module.__name__ for module in modules)
+        raise ConfigError(f"{key}={name!r} is no {base.__name__} of {places}{nearest(name, public)}")
+    return found
+
+
+def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for an argument that ``cls`` has not, naming the nearest that it has, or that is ``taken``: set
+    by another key of the config."""
+    taken = taken or {}
+    parameters = inspect.signature(cls).parameters
+    for name in args:
+        if name in taken:
+            raise ConfigError(f"{key}.{name}: set {taken[name]} instead")
+        if name not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            valid = [n for n in parameters if n not in (*taken, "params")]
+            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such argument{nearest(name, valid)}")
+
+
+def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Make ``cls``; what it says about its arguments becomes a ConfigError. YAML's lists are tuples for it."""
+    kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+    try:
+        return cls(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}: {cls.__name__}: {' '.join(str(error).split())}") from error

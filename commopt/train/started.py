@@ -1,0 +1,32 @@
+"""What the launcher of this process says of it in the environment: torchrun, or the mpirun of Open MPI or MPICH.
+
+For what is needed before the ranks have joined each other, and without importing anything heavy.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def _read(*names: str, default: int) -> int:
+    return int(next((os.environ[name] for name in names if name in os.environ), default))
+
+
+def rank() -> int:
+    """This process among all; 0 without a launcher."""
+    return _read("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default=0)
+
+
+def local_rank() -> int:
+    """This process among those of its machine; 0 without a launcher."""
+    return _read("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0)
+
+
+def by_torchrun() -> int | None:
+    """How many processes torchrun has started; None if it was not torchrun."""
+    return _read("WORLD_SIZE", default=0) or None
+
+
+def by_mpirun() -> int | None:
+    """How many processes mpirun has started; None if it was not mpirun."""
+    return _read("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", default=0) or None
