@@ -132,7 +132,7 @@ needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no MPI: these need mpirun (D
 
 MPI_SETTINGS = {
     "OMP_NUM_THREADS": "1",
-    # Open MPI: as root, and more ranks than cores (4, then 5); no reading of each other's memory, which containers forbid
+    # Open MPI: as root; more ranks than cores (4.x, then 5.x); no reading of each other's memory: containers forbid it
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -159,7 +159,9 @@ def mpirun(world_size: int, *argv: str, patience: float = 150.0) -> subprocess.C
 def on_mpi(world_size: int, fn: Callable[..., Any], *args: str) -> list[Any]:
     """``fn(*args)`` (a function of a module) on ranks under mpirun; the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        done = mpirun(world_size, str(Path(__file__).with_name("mpi_rank.py")), folder, fn.__module__, fn.__name__, *args)
+        done = mpirun(
+            world_size, str(Path(__file__).with_name("mpi_rank.py")), folder, fn.__module__, fn.__name__, *args
+        )
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
     failed = [result for result in results if isinstance(result, Exception)]

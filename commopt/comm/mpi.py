@@ -127,9 +127,8 @@ class MPIBackend:
         """Row r of ``inp`` goes to rank r; row r of ``out`` comes from rank r. Any dtype."""
         self._check(out, inp)
         if out.shape != inp.shape or inp.shape[:1] != (self.world_size,):
-            raise ValueError(
-                f"all_to_all of {tuple(inp.shape)} into {tuple(out.shape)}: both need {self.world_size} rows"
-            )
+            rows = f"both must have one shape, of {self.world_size} rows"
+            raise ValueError(f"all_to_all from {tuple(inp.shape)} into {tuple(out.shape)}: {rows}")
         sent, received = self._outgoing(inp), self._incoming(out)
         return self._start(
             lambda: self.comm.Ialltoall(self._bytes(sent), self._bytes(received)), (sent, received), received, out
@@ -139,9 +138,8 @@ class MPIBackend:
         """Row r of ``out`` is rank r's ``inp``. Any dtype."""
         self._check(out, inp)
         if out.shape != (self.world_size, *inp.shape):
-            raise ValueError(
-                f"all_gather of {tuple(inp.shape)} into {tuple(out.shape)}: it needs {self.world_size} rows"
-            )
+            rows = f"it must be {self.world_size} such rows"
+            raise ValueError(f"all_gather from {tuple(inp.shape)} into {tuple(out.shape)}: {rows}")
         sent, received = self._outgoing(inp), self._incoming(out)
         return self._start(
             lambda: self.comm.Iallgather(self._bytes(sent), self._bytes(received)), (sent, received), received, out

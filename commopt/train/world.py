@@ -184,7 +184,9 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
                     f"comm.backend=mpi: {name} is {os.environ[name]} in the environment and {here} in MPI: start with "
                     "mpirun -np N commopt train ..., and without torchrun"
                 )
-        local_rank = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).rank
+        here = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+        local_rank = here.rank
+        here.Free()
         return replace(world, device=_device(local_rank), backend=make_backend(MPIBackend, config, rank, size))
 
     try:
