@@ -47,7 +47,7 @@ def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             },
         }  # fmt: skip
         for section, values in overrides.items():
-            tree[section] = tree[section] | values if isinstance(values, dict) else values
+            tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
         return from_dict(tree)
 
     return make
