@@ -1,8 +1,9 @@
 # Sourced by the other scripts: one virtual environment, .venv, with the pinned requirements and the package itself.
 #
 #   ensure_env EXTRAS     make or refresh .venv for pyproject.toml's extras, for example train or train,test
+#   ensure_mpi            make sure that there is an mpirun, or say that there is none
 #
-# It installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
+# ensure_env installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -62,4 +63,22 @@ ensure_env() { # EXTRAS
     fi
     PATH="$VENV/bin:$PATH"
     export PATH
+}
+
+ensure_mpi() { # installs Open MPI from the system's packages if nobody has; goes on without it if that cannot be done
+    local packages=openmpi-bin as_root=() skipped="$(basename "$0"): no mpirun: the tests of the MPI backend are skipped"
+    command -v mpirun >/dev/null && return
+    if [ "$(id -u)" != 0 ]; then as_root=(sudo -n); fi
+    if ! command -v apt-get >/dev/null || ! "${as_root[@]}" true 2>/dev/null; then
+        echo "$(basename "$0"): no Open MPI, and installing it needs root or sudo without a password, and apt-get" >&2
+        echo "$skipped" >&2
+        return
+    fi
+    echo "installing Open MPI ($packages)"
+    local install=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive timeout 300
+        apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20)
+    # the second time with a fresh list of packages
+    "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null ||
+        { "${install[@]}" update && "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null; } ||
+        printf '%s\n' "$(basename "$0"): apt-get failed: the lines above say why" "$skipped" >&2
 }

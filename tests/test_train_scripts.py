@@ -39,10 +39,47 @@ def test_every_requirement_is_pinned() -> None:
     extras = project["optional-dependencies"]
     asked = {
         canonical(re.split(r"[\[><=!~; ]", line)[0])
-        for line in (*project["dependencies"], *extras["train"], *extras["test"])
+        for line in (*project["dependencies"], *extras["train"], *extras["mpi"], *extras["test"])
     }
-    assert {"torch", "numpy", "transformers", "pytest"} <= asked
+    assert {"torch", "numpy", "transformers", "mpi4py", "pytest"} <= asked
     assert asked <= {pin.split("==")[0] for pin in pins}
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ({"mpirun": "exit 0"}, ""),
+        ({"id": "echo 1000"}, "installing it needs root or sudo without a password, and apt-get"),
+        ({"id": "echo 1000", "sudo": "exit 1", "apt-get": "exit 0"}, "installing it needs root or sudo"),
+        ({"id": "echo 0"}, "installing it needs root or sudo"),
+        (
+            {"id": "echo 0", "apt-get": "echo no network >&2; exit 100"},
+            "no network\nno network\ntest.sh: apt-get failed",
+        ),
+        ({"id": "echo 0", "apt-get": "echo $* >> $LOG"}, ""),
+        ({"id": "echo 1000", "sudo": 'test "$1" = -n && shift && "$@"', "apt-get": "echo $* >> $LOG"}, ""),
+    ],
+    ids=["there already", "no sudo", "password", "no apt-get", "fails", "root", "sudo"],
+)
+def test_open_mpi_is_installed_where_one_may_and_else_the_tests_go_on(
+    tmp_path: Path, tools: dict[str, str], said: str
+) -> None:
+    bin_dir, log = tmp_path / "bin", tmp_path / "log"
+    bin_dir.mkdir()
+    for name in ("bash", "env", "timeout", "basename", "dirname"):
+        (bin_dir / name).symlink_to(str(shutil.which(name)))
+    for name, text in tools.items():
+        (bin_dir / name).write_text(f"#!{bin_dir}/bash\n{text}\n")
+        (bin_dir / name).chmod(0o755)
+    script = tmp_path / "test.sh"
+    script.write_text(f"set -euo pipefail\nsource {ROOT}/scripts/env.sh\nensure_mpi\necho goes on\n")
+    env = {"PATH": str(bin_dir), "LOG": str(log)}
+    done = subprocess.run([bin_dir / "bash", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "goes on"), done.stderr
+    assert said in done.stderr
+    assert ("tests of the MPI backend are skipped" in done.stderr) == bool(said)
+    installed = log.exists() and "openmpi-bin" in log.read_text()
+    assert installed == ("$LOG" in tools.get("apt-get", ""))
 
 
 def copy_of_scripts(tmp_path: Path) -> Path:
