@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels beside the package; everything else is in pyproject.toml.
+"""Builds the native CPU kernels beside the package, and puts the CUDA sources there; all else is in pyproject.toml.
 
 They are a plain C library (no Python, no torch headers), so that one build serves every version of both. Without a
 working C++ compiler the installation goes on, and the PyTorch reference serves at run time.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 # -ffp-contract=off: results must be those of the reference, bit for bit. The other two let square roots and
 # conditions be vectorised, and change no value. Never -march: one binary serves every machine and chooses at run time.
@@ -52,14 +53,35 @@ class BuildLibrary(build_ext):
         log.warning("commopt is installed without native CPU kernels: install a C++ compiler and reinstall")
 
 
+class CopySources(build_py):
+    """Modules, and the CUDA sources, compiled where they are used. An editable install reads the originals."""
+
+    def run(self) -> None:
+        """Copies both."""
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._sources().items():
+                self.mkpath(os.path.dirname(target))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """What it writes."""
+        return [*super().get_outputs(include_bytecode), *self._sources().values()]
+
+    def _sources(self) -> dict[str, str]:
+        folder = os.path.join(self.build_lib, "commopt", "ops", "cuda_sources")
+        return {path: os.path.join(folder, os.path.basename(path)) for path in CUDA_SOURCES}
+
+
 # setuptools wants paths relative to this file, and sorted ones give the same build everywhere.
 HERE = Path(__file__).resolve().parent
 SOURCES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("kernels/cpu/*.cpp"))
 HEADERS = sorted(
     str(path.relative_to(HERE)) for pattern in ("*.hpp", "*.inc") for path in HERE.glob(f"kernels/cpu/{pattern}")
 )
+CUDA_SOURCES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("kernels/cuda/*.cu*"))
 
 setup(
     ext_modules=[Extension(NAME, SOURCES, depends=HEADERS, optional=True)],
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"build_ext": BuildLibrary, "build_py": CopySources},
 )

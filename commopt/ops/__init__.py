@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue
-from commopt.ops import native as native  # for its registrations
+from commopt.ops import cuda as cuda  # for their registrations
+from commopt.ops import native as native
 
 __all__ = [
     "frozen_adam_apply_",

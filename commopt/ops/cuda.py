@@ -1,0 +1,329 @@
+"""Native CUDA providers: ``kernels/cuda`` through CuPy.
+
+What a kernel does not handle (float64, a strided parameter, a wire that is not on 4 bytes, thousands of tiny tensors)
+goes to the reference, as in :mod:`commopt.ops.native`. Nothing here waits for the device.
+
+Rows may be strided: a row tensor of two dimensions has its own ``stride(0)``, and the offsets of gradients and
+parameters count from its first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import catalogue, reference
+from commopt.ops import tiles as t
+from commopt.ops.launch import launch, provider, with_warning
+
+SUM_TILE = 16384
+"""Elements of a partial sum of squares."""
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _shape(x: Tensor, rows: int) -> tuple[int, int]:
+    """The length of a row, and how far rows are apart; a flat tensor is ``rows`` of them end to end."""
+    return (x.shape[1], x.stride(0)) if x.dim() == 2 else (x.shape[0] // rows,) * 2
+
+
+def _serves(x: Tensor, *wires: Tensor) -> bool:
+    """Whether the kernels can read x, and scales where they lie."""
+    return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
+
+
+def _gradients(grads: list[Tensor]) -> list[Tensor] | None:
+    """The gradients as the kernels can read them: copies of those with strides. None where one is float64."""
+    if any(g.dtype not in t.KINDS for g in grads):
+        return None
+    return [g.contiguous() for g in grads]
+
+
+# compression ----------------------------------------------------------------------------------------------------------
+
+
+def _compress(
+    name: str,
+    pieces: Sequence[tuple[int, int, Callable[[Structure], Structure]]],
+    tiling: t.Tiling,
+    error: Tensor | None,
+    new_error: Tensor | None,
+    wire: Tensor,
+    norm: int,
+    live: Tensor | None,
+) -> None:
+    """Runs kernel ``name`` on each piece, with the argument that the piece makes of ``struct Compression``; then, where
+    blocks have several tiles, what has to wait for all of them."""
+    rows, device, partials = tiling.rows, wire.device, None
+    if tiling.tiles_per_block > 1:
+        partials = torch.empty((tiling.tiles, 2), dtype=torch.float64, device=device)
+    strides = [0 if x is None else _shape(x, rows)[1] for x in (error, new_error, live)]
+    pointers = [_pointer(x) for x in (error, new_error, wire, live, partials)]
+    for first, last, argument in pieces:
+        to = t.Compression(tiling.layout(first, last), *pointers, *strides, norm)
+        tiling.launch(name, argument(to), device, first, last)
+    if partials is None:
+        return
+    to = t.Compression(tiling.layout(0, tiling.tiles), *pointers, *strides, norm)
+    x = min(1024, 32 * -(-tiling.tiles_per_block // 32))
+    launch("sign_scales", rows * tiling.nblocks, (x, 1), to, device)
+    if error is not None:
+        tiling.launch("sign_residuals", to, device, 0, tiling.tiles)
+
+
+def _compress_rows(
+    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, block: int, norm: int, live: Tensor | None
+) -> None:
+    rows, n = x.shape
+    if rows and n:
+        tiling = t.Tiling.of(rows, n, block, wire.shape[1])
+        piece = 0, tiling.tiles, lambda to: t.CompressRows(to, x.data_ptr(), x.stride(0))
+        _compress("sign_compress", [piece], tiling, error, new_error, wire, norm, live)
+
+
+def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
+    if not _serves(x, wire):
+        return reference.sign_compress(x, wire, block, norm, live)
+    _compress_rows(x, None, None, wire, block, norm, live)
+
+
+def _sign_compress_with_feedback(
+    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+) -> None:
+    if not _serves(x, wire):
+        return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
+    _compress_rows(x, error, new_error, wire, block, norm, live)
+
+
+def _sign_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    block: int,
+    norm: int,
+    live: Tensor | None = None,
+) -> None:
+    rows = wire.shape[0]
+    n, stride = _shape(m, rows)
+    if n == 0:
+        return
+    mine = _gradients(grads) if _serves(m, wire) else None
+    if mine is None:
+        return reference.sign_compress_momentum(
+            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
+        )
+    tiling = t.Tiling.of(rows, n, block, wire.shape[1])
+    pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
+    if pieces is None:
+        x = torch.empty_like(m)
+        reference.momentum(m, grads, offsets, beta, alpha, x)
+        whole = x.view(rows, -1), error.view(rows, -1), new_error.view(rows, -1)
+        return _compress_rows(*whole, wire, block, norm, live)
+
+    def with_runs(runs: Structure) -> Callable[[Structure], Structure]:
+        return lambda to: t.CompressMomentum(to, t.Momentum(m.data_ptr(), stride, beta, alpha, runs))
+
+    arguments = [(first, last, with_runs(runs)) for first, last, runs in pieces]
+    _compress("sign_compress_momentum", arguments, tiling, error, new_error, wire, norm, live)
+
+
+def _sign_reduce(
+    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+) -> None:
+    if not _serves(error, wires, own):
+        return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
+    ranks, nbytes = wires.shape
+    if error.shape[0]:
+        tiling = t.Tiling.of(1, error.shape[0], block, nbytes)
+        piece = 0, tiling.tiles, lambda to: t.Reduce(to, wires.data_ptr(), ranks)
+        _compress("sign_reduce", [piece], tiling, error, new_error, own, norm, live)
+
+
+# decompression --------------------------------------------------------------------------------------------------------
+
+
+def _decompression(
+    tiling: t.Tiling, first: int, last: int, wire: Tensor, out: Tensor, live: Tensor | None
+) -> Structure:
+    strides = [0 if x is None else _shape(x, tiling.rows)[1] for x in (out, live)]
+    return t.Decompression(tiling.layout(first, last), wire.data_ptr(), out.data_ptr(), _pointer(live), *strides)
+
+
+def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
+    if not _serves(out, wire):
+        return reference.sign_decompress(wire, out, block, live)
+    if out.numel():
+        tiling = t.Tiling.of(out.shape[0], out.shape[1], block, wire.shape[1])
+        argument = _decompression(tiling, 0, tiling.tiles, wire, out, live)
+        tiling.launch("sign_decompress", argument, out.device, 0, tiling.tiles)
+
+
+def _sign_decompress_adam_(
+    wire: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: list[Tensor],
+    offsets: list[int],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+    block: int,
+    live: Tensor | None = None,
+) -> None:
+    rows = wire.shape[0]
+    n, stride = _shape(exp_avg, rows)
+    if n == 0:
+        return
+    tiling, pieces = t.Tiling.of(rows, n, block, wire.shape[1]), None
+    if _serves(exp_avg, wire):
+        pieces = t.pieces(tiling, stride, params, offsets, [*zip(step_sizes, sqrt_bias_corrections2)])
+    if pieces is None:
+        _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
+        ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
+        return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
+    v_stride = _shape(exp_avg_sq, rows)[1]
+    for first, last, runs in pieces:
+        of = _decompression(tiling, first, last, wire, exp_avg, live)
+        argument = t.DecompressAdam(of, exp_avg_sq.data_ptr(), v_stride, t.Rule(eps, decay), runs)
+        tiling.launch("sign_decompress_adam", argument, exp_avg.device, first, last)
+    torch.autograd.graph.increment_version(params)  # as in native.py
+
+
+def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
+    if not _serves(out, wire):
+        return reference.sign_decompress_mean(wire, out, block)
+    ranks, nbytes = wire.shape
+    if out.shape[0]:
+        tiling = t.Tiling.of(1, out.shape[0], block, nbytes)
+        argument = t.DecompressMean(tiling.layout(0, tiling.tiles), wire.data_ptr(), out.data_ptr(), ranks)
+        tiling.launch("sign_decompress_mean", argument, out.device, 0, tiling.tiles)
+
+
+# masks, and lists of tensors ------------------------------------------------------------------------------------------
+
+
+def _mask(name: str, x: Tensor, bits: Tensor) -> None:
+    if x.shape[0]:
+        tiling = t.flat(x.shape[0])
+        argument = t.Mask(tiling.layout(0, tiling.tiles), x.data_ptr(), bits.data_ptr())
+        tiling.launch(name, argument, x.device, 0, tiling.tiles)
+
+
+def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
+    if x.dtype != torch.float32:
+        return reference.pack_nonzero(x, bits)
+    _mask("pack_nonzero", x, bits)
+
+
+def _zero_dead_(x: Tensor, bits: Tensor) -> None:
+    if x.dtype != torch.float32:
+        return reference.zero_dead_(x, bits)
+    _mask("zero_dead", x, bits)
+
+
+def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
+    if m.shape[0] == 0:
+        return
+    tiling = t.flat(m.shape[0])
+    mine = _gradients(grads) if m.dtype == torch.float32 else None
+    pieces = None if mine is None else t.pieces(tiling, m.shape[0], mine, offsets, [(0, 0)] * len(mine))
+    if pieces is None:
+        return reference.momentum(m, grads, offsets, beta, alpha, out)
+    for first, last, runs in pieces:
+        of = t.Momentum(m.data_ptr(), m.shape[0], beta, alpha, runs)
+        argument = t.MomentumTo(tiling.layout(first, last), out.data_ptr(), of)
+        tiling.launch("momentum", argument, m.device, first, last)
+
+
+def _each_batch(rows: list[Structure], tile: int) -> Iterator[tuple[list[Structure], int]]:
+    """``Entry`` rows a launch can take, with their first tiles filled in, and how many tiles they have."""
+    for k in range(0, len(rows), t.MAX_ENTRIES):
+        batch, tiles = rows[k : k + t.MAX_ENTRIES], 0
+        for entry in batch:
+            entry.first = tiles
+            tiles += -(-entry.n // tile)
+        yield batch, tiles
+
+
+def _square_sum(xs: list[Tensor]) -> Tensor:
+    # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
+    device, total = xs[0].device, torch.zeros((), dtype=torch.float64, device=xs[0].device)
+    rows = [
+        t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype])
+        for x in xs
+        if x.numel() and t.readable(x)
+    ]
+    if rows:
+        partials = torch.empty((sum(-(-r.n // SUM_TILE) for r in rows), 2), dtype=torch.float64, device=device)
+        done = 0
+        for batch, tiles in _each_batch(rows, SUM_TILE):
+            place = partials.data_ptr() + done * 16
+            argument = t.Entries(place, SUM_TILE, t.Rule(0, 0), len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
+            launch("square_sum", tiles, (256, 1), argument, device)
+            done += tiles
+        launch("total", 1, (1024, 1), t.Total(partials.data_ptr(), total.data_ptr(), done), device)
+    others = [x for x in xs if not t.readable(x)]
+    return total + reference.square_sum(others) if others else total
+
+
+def _frozen_adam_apply_(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    step_sizes: list[float],
+    sqrt_bias_corrections2: list[float],
+    eps: float,
+    decay: float,
+) -> None:
+    rows, moved = [], []
+    for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
+        if not (t.readable(p) and t.readable(m) and t.readable(v)):
+            reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
+        elif p.numel():
+            pointers = p.data_ptr(), m.data_ptr(), v.data_ptr()
+            rows.append(t.Entry(0, p.numel(), *pointers, step_size, correction, t.KINDS[p.dtype]))
+            moved.append(p)
+    for batch, tiles in _each_batch(rows, t.TILE):
+        argument = t.Entries(None, t.TILE, t.Rule(eps, decay), len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
+        launch("frozen_adam", tiles, (256, 1), argument, params[0].device)
+    torch.autograd.graph.increment_version(moved)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "sign_compress": _sign_compress,
+    "sign_compress_with_feedback": _sign_compress_with_feedback,
+    "sign_compress_momentum": _sign_compress_momentum,
+    "sign_reduce": _sign_reduce,
+    "sign_decompress": _sign_decompress,
+    "sign_decompress_mean": _sign_decompress_mean,
+    "sign_decompress_adam_": _sign_decompress_adam_,
+    "pack_nonzero": _pack_nonzero,
+    "zero_dead_": _zero_dead_,
+    "square_sum": _square_sum,
+    "momentum": _momentum,
+    "frozen_adam_apply_": _frozen_adam_apply_,
+}
+
+
+def _start() -> None:
+    served = provider()
+    for name, function in KERNELS.items():
+        if served == "cupy":
+            catalogue.register(name, "cuda", served, function)
+        elif served == "reference":
+            catalogue.register(name, "cuda", served, with_warning(getattr(reference, name)))
+
+
+_start()
