@@ -148,7 +148,8 @@ class CommOptimizer(PackedOptimizer):
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         # providers may differ in the last bit of an update; instruction sets of one provider do not
-        providers = {op: {d: p.split()[0] for d, p in by.items()} for op, by in ops.report().items()}
+        devices = sorted({p.device.type for group in groups for p in group["params"]})
+        providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
         settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, providers]
         params = [p for group in groups for p in group["params"]]
         facts = {
