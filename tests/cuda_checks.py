@@ -1,0 +1,285 @@
+"""What the CUDA kernels have to do, whatever runs them: a GPU (test_gpu.py), or a CPU (test_cuda_sources.py).
+
+Each check gets ``run``, with the operators as attributes, and the device of their tensors. What is expected comes from
+the reference on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from test_ops import bits_equal, mask_bits, new_wire, unpacked, values
+from torch import Tensor
+
+from commopt.ops import reference
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MARGIN = 64
+
+
+class Guarded:
+    """Tensors with a margin on both sides that nobody may write to."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device
+        self.buffers: list[Tensor] = []
+
+    def __call__(self, x: Tensor, shift: int = 0) -> Tensor:
+        """A copy of ``x`` on the device, ``shift`` elements away from where an allocation would be."""
+        buffer = torch.full((x.numel() + 2 * MARGIN + shift,), 0x5A).to(x.dtype).to(self.device)
+        self.buffers.append(buffer)
+        place = buffer[MARGIN + shift : MARGIN + shift + x.numel()].view(x.shape)
+        place.copy_(x)
+        return place
+
+    def check(self) -> None:
+        for buffer in self.buffers:
+            assert bool((buffer[:MARGIN].double() == 0x5A).all() and (buffer[-MARGIN:].double() == 0x5A).all())
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    # not contiguous(): a single element that has a stride counts as contiguous, and cannot be viewed as bytes
+    a, b = (x.cpu().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    return bits_equal(a, b)
+
+
+def tensors_in(total: int, sizes: list[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:
+    """Tensors of many sizes, dtypes and layouts that lie in ``total`` elements, with gaps between them."""
+    xs, offsets, at = [], [], 0
+    while at < total:
+        size = min(int(rng.choice(sizes)), total - at)
+        x = values("normal", (size,), rng).to(dtypes[rng.integers(len(dtypes))])
+        if rng.random() < 0.8:
+            xs.append(x.repeat_interleave(2)[::2] if rng.random() < 0.2 else x)
+            offsets.append(at)
+        at += size
+    return xs, offsets
+
+
+def check_sign(
+    run: Any, device: Any, rows: int, n: int, block: int, norm: int, flavour: str, mask: str, seed: int
+) -> None:
+    """The five operators on rows, in every way that residuals may be placed."""
+    rng, guard = np.random.default_rng(seed), Guarded(device)
+    x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
+    live = mask_bits(mask, rows, n, rng)
+    shift = int(rng.integers(4))
+    results = []
+    for provider, take in ((run, guard), (reference, lambda t, *_: t)):
+        plain, wire = take(new_wire(rows, n, block), 4 * shift), take(new_wire(rows, n, block), 4 * shift)
+        own = take(new_wire(1, n, block)[0])
+        x_, error_, live_ = take(x, shift), take(error), None if live is None else take(live, shift)
+        new_error, out, masked = (take(torch.empty(rows, n), shift) for _ in range(3))
+        mean, rest = take(torch.empty(n), shift), take(torch.empty(n))
+        provider.sign_compress(x_, plain, block, norm, live_)
+        provider.sign_compress_with_feedback(x_, error_, new_error, wire, block, norm, live_)
+        provider.sign_decompress(wire, out, block)
+        provider.sign_decompress(wire, masked, block, live_)
+        provider.sign_decompress_mean(wire, mean, block)
+        provider.sign_reduce(wire, error_[0], rest, own, block, norm, None if live_ is None else live_[0])
+        assert same(x_, x)
+        assert same(error_, error)
+        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+    for a, b in zip(*results):
+        assert same(a, b)
+    _, wire, new_error, _, _, _, own, rest = results[1]
+    live_ = None if live is None else live.to(device)
+    for i in range(2):  # the new residual may take the place of either
+        again, inputs = guard(new_wire(rows, n, block)), [guard(x), guard(error)]
+        run.sign_compress_with_feedback(*inputs, inputs[i], again, block, norm, live_)
+        assert same(again, wire)
+        assert same(inputs[i], new_error)
+    again, place = guard(new_wire(1, n, block)[0]), guard(error[0])
+    run.sign_reduce(wire.to(device), place, place, again, block, norm, None if live_ is None else live_[0])
+    assert same(again, own)
+    assert same(place, rest)
+    guard.check()
+
+
+def momentum_oracle(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float) -> Tensor:
+    """beta m rounded, then the sum rounded once, by way of float64 (exact but for one double rounding in 2^29)."""
+    beta, alpha = float(np.float32(beta)), float(np.float32(alpha))
+    out = m * beta
+    for g, o in zip(grads, offsets):
+        place = out[o : o + g.numel()]
+        place.copy_((place.double() + alpha * g.double().flatten()).float())
+    return out
+
+
+def check_momentum(
+    run: Any,
+    device: Any,
+    rows: int,
+    n: int,
+    block: int,
+    norm: int,
+    flavour: str,
+    mask: str,
+    seed: int,
+    sizes: list[int],
+) -> None:
+    """The momentum, and its compression in one."""
+    rng, guard = np.random.default_rng(seed), Guarded(device)
+    m, error = values(flavour, (rows * n,), rng), values(flavour, (rows * n,), rng)
+    live = mask_bits(mask, rows, n, rng)
+    grads, offsets = tensors_in(rows * n, sizes, [F32, F32, BF16, F16], rng)
+    x, wire, new_error = momentum_oracle(m, grads, offsets, 0.9, 0.1), new_wire(rows, n, block), torch.empty(rows, n)
+    reference.sign_compress_with_feedback(x.view(rows, n), error.view(rows, n), new_error, wire, block, norm, live)
+    grads, live_ = [g.to(device) if g.is_contiguous() else strided(g, device) for g in grads], None
+    if live is not None:
+        live_ = live.to(device)
+    m_, out, error_ = guard(m, 1), guard(m, 2), guard(error, 3)
+    run.momentum(m_, grads, offsets, 0.9, 0.1, out)
+    assert same(out, x)
+    for place in (guard(m), error_):  # the second in place
+        again = guard(new_wire(rows, n, block))
+        run.sign_compress_momentum(m_, grads, offsets, 0.9, 0.1, error_, place, again, block, norm, live_)
+        assert same(again, wire)
+        assert same(place, new_error)
+    assert same(m_, m)
+    run.momentum(m_, grads, offsets, 0.9, 0.1, m_)
+    assert same(m_, x)
+    guard.check()
+
+
+def strided(x: Tensor, device: Any) -> Tensor:
+    """``x`` of one dimension, with every second element in memory left out."""
+    return x.to(device).repeat_interleave(2)[::2]
+
+
+def check_adam(
+    run: Any, device: Any, rows: int, n: int, block: int, mask: str, seed: int, sizes: list[int], layouts: bool = False
+) -> None:
+    """The update of parameters, with and without decompression. layouts: also such as no kernel reads."""
+    rng, guard = np.random.default_rng(seed), Guarded(device)
+    wire = new_wire(rows, n, block)
+    reference.sign_compress(values("normal", (rows, n), rng), wire, block, 2)
+    live, v = mask_bits(mask, rows, n, rng), torch.from_numpy(rng.random(rows * n).astype(np.float32))
+    v[::3] = 0.0
+    ps, offsets = tensors_in(rows * n, sizes, [F32, F32, BF16, F16, F64] if layouts else [F32, BF16, F16], rng)
+    ps = ps if layouts else [p.contiguous() for p in ps]
+    steps, corrections = rng.random(len(ps)).tolist(), (rng.random(len(ps)) + 0.5).tolist()
+    m = torch.empty(rows * n)
+    reference.sign_decompress(wire, m.view(rows, n), block, live)
+    ms, vs = reference.views(m, ps, offsets), reference.views(v, ps, offsets)
+    moved = [guard(p, 1) if p.is_contiguous() else strided(p, device) for p in ps]
+    again = [guard(p) if p.is_contiguous() else strided(p, device) for p in ps]
+    versions, m_, v_ = [p._version for p in moved], guard(m * 0, 1), guard(v, 2)
+    live_ = None if live is None else live.to(device)
+    factors = steps, corrections, 1e-8, 0.99
+    run.sign_decompress_adam_(wire.to(device), m_, v_, moved, offsets, *factors, block, live_)
+    assert same(m_, m)
+    assert same(v_, v)
+    assert all(p._version > version for p, version in zip(moved, versions))
+    flat_m, flat_v = m_.clone(), v_.clone()
+    run.frozen_adam_apply_(again, reference.views(flat_m, ps, offsets), reference.views(flat_v, ps, offsets), *factors)
+    assert all(same(p, q) for p, q in zip(moved, again))
+    for p, before, m_i, v_i, step, correction in zip(moved, ps, ms, vs, steps, corrections):
+        update = torch.where(v_i == 0, 0, step * m_i.double() / (v_i.double().sqrt() / correction + 1e-8))
+        expected = before.double() * 0.99 - update
+        # Rounding of the state's arithmetic (six operations), and once to the dtype of p.
+        room = 6 * torch.finfo(F32).eps * (before.double().abs() + update.abs())
+        room += torch.finfo(p.dtype).eps / 2 * expected.abs() * 1.01 + 1e-7
+        assert bool(((p.cpu().double() - expected).abs() <= room).all())
+    guard.check()
+
+
+def check_columns(run: Any, device: Any, block: int, norm: int, low: int, high: int, seed: int) -> None:
+    """Rows that are a range of columns of wider ones: nothing else is read or written."""
+    rng, rows, width = np.random.default_rng(seed), 3, 3008
+    total, n = rows * width, high - low
+    m, error = values("normal", (total,), rng), values("normal", (total,), rng)
+    live = mask_bits("some", rows, width, rng)
+    v = torch.from_numpy(rng.random(total).astype(np.float32))
+    grads, offsets = tensors_in(total, [1, 60, 700, 2000], [F32, BF16, F16], rng)
+    relative = [o - low for o in offsets]
+
+    def part(x: Tensor, unit: int = 1) -> Tensor:
+        return x.view(rows, width // unit)[:, low // unit : high // unit]
+
+    x, wire, new_error = (
+        part(momentum_oracle(m, grads, offsets, 0.9, 0.1)),
+        new_wire(rows, n, block),
+        torch.empty(rows, n),
+    )
+    reference.sign_compress_with_feedback(x, part(error), new_error, wire, block, norm, part(live, 8))
+    m_, error_, live_, v_, wire_ = (t.to(device) for t in (m, error, live, v, new_wire(rows, n, block)))
+    after, grads_ = error_ * 0 + 7, [g.to(device) for g in grads]
+    arguments = 0.9, 0.1, part(error_), part(after), wire_, block, norm, part(live_, 8)
+    run.sign_compress_momentum(part(m_), grads_, relative, *arguments)
+    assert same(wire_, wire)
+    assert same(part(after), new_error)
+    outside = torch.ones(rows, width, dtype=torch.bool)
+    outside[:, low:high] = False
+    assert bool((after.cpu().view(rows, width)[outside] == 7).all())
+
+    run.sign_compress_with_feedback(part(m_), part(error_), part(after), wire_, block, norm, part(live_, 8))
+    reference.sign_compress_with_feedback(part(m), part(error), new_error, wire, block, norm, part(live, 8))
+    assert same(wire_, wire)
+    assert same(part(after), new_error)
+    assert bool((after.cpu().view(rows, width)[outside] == 7).all())
+
+    out, expected = after * 0 + 7, torch.empty(rows, n)
+    reference.sign_decompress(wire, expected, block, part(live, 8))
+    run.sign_decompress(wire_, part(out), block, part(live_, 8))
+    assert same(part(out), expected)
+    ps, moved = [g.contiguous() for g in grads], [g.contiguous().clone() for g in grads_]
+    factors = [0.1] * len(ps), [0.5] * len(ps), 1e-8, 0.99
+    out = out * 0 + 7
+    run.sign_decompress_adam_(wire_, part(out), part(v_), moved, relative, *factors, block, part(live_, 8))
+    assert same(part(out), expected)
+    assert bool((out.cpu().view(rows, width)[outside] == 7).all())
+    full_m = torch.zeros(rows, width)
+    full_m[:, low:high] = expected
+    outside = outside.flatten()
+    for p, q, o in zip(ps, moved, offsets):
+        at = slice(o, o + p.numel())
+        whole = p.to(device).clone()
+        run.frozen_adam_apply_([whole], [full_m.flatten()[at].to(device)], [v_[at].clone()], [0.1], [0.5], 1e-8, 0.99)
+        assert same(q, torch.where(outside[at], p, whole.cpu()))
+
+
+def check_square_sum(run: Any, device: Any, dtype: torch.dtype) -> None:
+    xs = [torch.randn(s).to(dtype) for s in ((), (0,), (3, 5), (20_001,))] + [torch.randn(8, 6).to(dtype).t()]
+    xs += [torch.randn(3).to(dtype) for _ in range(150)]
+    there = [x.to(device) if x.is_contiguous() else x.t().to(device).t() for x in xs]
+    expected = math.fsum(v * v for x in xs for v in x.flatten().tolist())
+    result = run.square_sum(there)
+    assert (result.shape, result.dtype, result.device) == ((), F64, there[0].device)
+    assert abs(float(result) - expected) <= 1e-13 * expected
+    assert same(result, run.square_sum(there))
+    for bad in (math.inf, -math.inf, math.nan):
+        for where in (0, 15, 20_000):
+            there[3][where] = bad
+            assert not math.isfinite(run.square_sum(there))
+            there[3][where] = 1.0
+    assert math.isfinite(run.square_sum([torch.full((1000,), torch.finfo(F32).max).to(device)]))
+
+
+def check_masks(run: Any, device: Any, n: int) -> None:
+    guard, x = Guarded(device), torch.randn(n)
+    x[torch.rand(n) < 0.3] = 0.0
+    x[::5] = -0.0
+    x[3::11] = math.nan
+    x[4::11] = 1e-45
+    bits = guard(torch.full(((n + 7) // 8,), 0xA5, dtype=torch.uint8), 1)
+    run.pack_nonzero(guard(x, 1), bits)
+    assert bits.tolist() == np.packbits(x.numpy() != 0, bitorder="little").tolist()
+    y = guard(torch.randn(n), 1)
+    expected = np.where(unpacked(bits.cpu(), n), y.cpu().numpy(), 0)
+    run.zero_dead_(y, bits)
+    np.testing.assert_array_equal(y.cpu().numpy(), expected)
+    guard.check()
+
+
+def check_many_ranks(run: Any, device: Any) -> None:
+    n, ranks = 1000, 70
+    wire, out, expected = new_wire(ranks, n, 64), torch.empty(n), torch.empty(n)
+    reference.sign_compress(torch.randn(ranks, n), wire, 64, 2)
+    there = out.to(device)
+    run.sign_decompress_mean(wire.to(device), there, 64)
+    reference.sign_decompress_mean(wire, expected, 64)
+    assert same(there, expected)

@@ -1,0 +1,295 @@
+"""The CUDA sources without a GPU: they compile, and the same text, run on a CPU, does what the reference does."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import inspect
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import cuda_checks as checks
+import fake_cupy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ops import BLOCKS, FLAVOURS, new_wire
+
+from commopt.ops import catalogue, cuda, launch, reference, tiles
+
+RUN = SimpleNamespace(**cuda.KERNELS)
+MASKS = ["none", "none", "some", "blocks", "all", "dead"]
+
+
+# compiling ------------------------------------------------------------------------------------------------------------
+
+
+def nvrtc() -> ctypes.CDLL:
+    """NVIDIA's runtime compiler, from its wheel."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+    found = sorted(lib for folder in folders for lib in folder.glob("*/lib/libnvrtc.so.*"))
+    if not found:
+        pytest.skip("NVRTC is not installed (the package nvidia-cuda-nvrtc)")
+    for helper in found[-1].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)  # NVRTC looks for it by name
+    return ctypes.CDLL(str(found[-1]))
+
+
+def compile_cuda(text: str, arch: str) -> tuple[int, str, str]:
+    """The status (0: good), what the compiler says, and PTX."""
+    compiler, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"all.cu", 0, None, None) == 0
+    # As CuPy does it.
+    options = [b"-std=c++17", b"-ftz=true", f"-arch={arch}".encode(), b"--device-as-default-execution-space"]
+    status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    texts = []
+    for what in ["ProgramLog"] + ["PTX"] * (status == 0):
+        assert getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(compiler, f"nvrtcGet{what}")(program, buffer) == 0
+        texts.append(buffer.value.decode())
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    return status, texts[0], texts[1] if status == 0 else ""
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_90"])
+def test_the_sources_compile(arch):
+    status, log, ptx = compile_cuda(launch.source(), arch)
+    assert status == 0, log
+    assert log.strip("\0\n") == ""
+    assert ptx.count(".entry") == launch.source().count("__global__")
+    # Denormals are kept where CuPy asks for them to be flushed: no float arithmetic but our own instructions.
+    assert [line for line in ptx.splitlines() if ".ftz" in line] == []
+
+
+def test_a_broken_source_does_not_compile():
+    status, log, _ = compile_cuda(launch.source().replace("__popc(alive)", "__popc(alife)"), "compute_80")
+    assert status != 0
+    assert "compress.cu" in log
+    assert "alife" in log
+
+
+# running --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fake_cupy.build(tmp_path_factory.mktemp("cuda") / "kernels.so")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake(library):
+    with fake_cupy.installed(library) as module:
+        yield module
+
+
+ROWS = st.integers(1, 3)
+LENGTHS = st.one_of(st.integers(1, 40), st.integers(41, 400), st.sampled_from([2049, 4096, 8193, 9001]))
+ALL_BLOCKS = st.sampled_from([*BLOCKS, 264, 4096, 8192, 8200])
+SIZES = st.sampled_from([[1, 5, 16, 700, 3000], [1, 2, 30], [300]])
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@few
+@given(
+    rows=ROWS,
+    n=LENGTHS,
+    block=ALL_BLOCKS,
+    norm=st.sampled_from([1, 2]),
+    flavour=st.sampled_from(FLAVOURS),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    backwards=st.booleans(),  # which thread and which block comes first must not matter
+)
+def test_sign_equals_the_reference_bitwise(fake, backwards, **case):
+    fake.backwards = backwards
+    checks.check_sign(RUN, "cpu", **case)
+
+
+@few
+@given(
+    rows=ROWS,
+    n=LENGTHS,
+    block=ALL_BLOCKS,
+    norm=st.sampled_from([1, 2]),
+    flavour=st.sampled_from(FLAVOURS),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    sizes=SIZES,
+)
+def test_momentum_and_compression_in_one(fake, **case):
+    checks.check_momentum(RUN, "cpu", **case)
+
+
+@few
+@given(
+    rows=ROWS,
+    n=LENGTHS,
+    block=ALL_BLOCKS,
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    sizes=SIZES,
+    layouts=st.booleans(),
+)
+def test_decompression_and_frozen_adam(fake, **case):
+    checks.check_adam(RUN, "cpu", **case)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1000), (64, 72), (1000, 3008), (200, 2704)])
+@pytest.mark.parametrize("block", [0, 64, 2048])
+def test_columns_of_wider_rows(block, low, high):
+    checks.check_columns(RUN, "cpu", block, 2, low, high, seed=block + low)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_square_sum(dtype):
+    checks.check_square_sum(RUN, "cpu", dtype)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 31, 64, 65, 2048, 5000])
+def test_masks(n):
+    checks.check_masks(RUN, "cpu", n)
+
+
+def test_more_ranks_than_lanes():
+    checks.check_many_ranks(RUN, "cpu")
+
+
+@pytest.mark.parametrize("block", [64, 2048, 0])
+def test_scales_are_the_same_however_the_grid_is_cut(fake, block):
+    m, error = torch.randn(2 * 9000), torch.randn(2 * 9000)
+    outs = []
+    for count in (1, 300):  # 300 gradients take several launches
+        g = [x.clone() for x in torch.ones(18_000).chunk(count)]
+        offsets = [i * g[0].numel() for i in range(len(g))]
+        wire, rest = new_wire(2, 9000, block), torch.empty(18_000)
+        fake.launches.clear()
+        RUN.sign_compress_momentum(m, g, offsets, 0.9, 0.1, error, rest, wire, block, 2)
+        names = [name for name, _, _ in fake.launches]
+        assert names.count("sign_compress_momentum") == (1 if count == 1 else 4)
+        assert names.count("sign_residuals") == (block == 0)
+        outs.append((wire, rest))
+    assert all(checks.same(a, b) for a, b in zip(*outs))
+
+
+def test_half_precision_rounds_to_even_once():
+    p16, b16 = torch.zeros(48, dtype=torch.float16), torch.zeros(48, dtype=torch.bfloat16)
+    m = -torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11] * 12)
+    one = torch.ones(48)
+    RUN.frozen_adam_apply_([p16, b16], [m, m], [one, one], [1.0, 1.0], [1.0, 1.0], 0.0, 1.0)
+    assert checks.same(p16, (-m).half())
+    assert checks.same(b16, (-m).bfloat16())
+    RUN.frozen_adam_apply_([b16], [m * math.nan], [one], [1.0], [1.0], 0.0, 1.0)
+    assert bool(b16.isnan().all())
+
+
+# launching ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 24])
+def test_nothing_is_launched_for_nothing(fake, n):
+    fake.launches.clear()
+    x, wire, flat = torch.empty(2, n), new_wire(2, n, 8), torch.empty(2 * n)
+    mask = torch.empty(n // 4, dtype=torch.uint8)
+    RUN.sign_compress(x, wire, 8, 2)
+    RUN.sign_compress_with_feedback(x, x.clone(), x, wire, 8, 2)
+    RUN.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), flat.clone(), wire, 8, 2)
+    RUN.sign_decompress(wire, x, 8)
+    RUN.sign_decompress_adam_(wire, flat, flat.clone(), [], [], [], [], 0.0, 1.0, 8)
+    RUN.sign_decompress_mean(wire, x[0], 8)
+    RUN.sign_reduce(wire, x[0], x[1], wire[0].clone(), 8, 2)
+    RUN.pack_nonzero(flat, mask)
+    RUN.zero_dead_(flat, mask)
+    RUN.momentum(flat, [], [], 0.9, 0.1, flat)
+    RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
+    assert len(fake.launches) == (0 if n == 0 else 10)
+    assert float(RUN.square_sum([torch.empty(0)])) == 0.0
+
+
+def test_what_no_kernel_handles_goes_to_the_reference(fake):
+    fake.launches.clear()
+    x, wire = torch.randn(1, 24, dtype=torch.float64), new_wire(1, 24, 8)
+    RUN.sign_compress(x, wire, 8, 2)
+    shifted = torch.empty(wire.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
+    RUN.sign_compress(x.float(), shifted, 8, 2)
+    assert checks.same(wire, shifted)
+    assert fake.launches == []
+    tiny = [torch.ones(1) for _ in range(24 * 8)]  # more than a launch takes, in one tile
+    m, rest = torch.randn(192), torch.empty(192)
+    arguments = m, tiny, list(range(192)), 0.9, 0.1, torch.zeros(192), rest, new_wire(1, 192, 0), 0, 2
+    RUN.sign_compress_momentum(*arguments)
+    assert [name for name, _, _ in fake.launches] == ["sign_compress"]
+
+
+def test_arguments_are_as_large_as_the_sources_say(library):
+    sizes = {
+        "sign_compress": tiles.CompressRows,
+        "sign_compress_momentum": tiles.CompressMomentum,
+        "sign_reduce": tiles.Reduce,
+        "sign_scales": tiles.Compression,
+        "sign_residuals": tiles.Compression,
+        "sign_decompress": tiles.Decompression,
+        "sign_decompress_mean": tiles.DecompressMean,
+        "sign_decompress_adam": tiles.DecompressAdam,
+        "momentum": tiles.MomentumTo,
+        "pack_nonzero": tiles.Mask,
+        "zero_dead": tiles.Mask,
+        "square_sum": tiles.Entries,
+        "total": tiles.Total,
+        "frozen_adam": tiles.Entries,
+    }
+    assert len(sizes) == launch.source().count("__global__")
+    for name, struct in sizes.items():
+        assert library.argument_size(name.encode()) == ctypes.sizeof(struct), name
+
+
+def test_providers_are_registered_and_take_what_the_reference_takes():
+    assert set(cuda.KERNELS) == set(catalogue.SCHEMAS)
+    assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"commopt::{name}", "CUDA") for name in cuda.KERNELS)
+    for name, function in cuda.KERNELS.items():
+        assert list(inspect.signature(function).parameters) == list(
+            inspect.signature(getattr(reference, name)).parameters
+        )
+
+
+# without CuPy, or with one that fails ---------------------------------------------------------------------------------
+
+
+def test_without_cupy_the_reference_serves_and_one_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
+    assert launch.provider() == "reference"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    launch._warn.cache_clear()
+    x, mask = torch.ones(8), torch.empty(1, dtype=torch.uint8)
+    with caplog.at_level(logging.WARNING, logger="commopt"):
+        for _ in range(2):
+            launch.with_warning(reference.pack_nonzero)(x, mask)
+    assert mask.tolist() == [255]
+    assert len(caplog.records) == 1
+    assert "commopt[cuda13]" in caplog.text
+    launch._warn.cache_clear()
+
+
+def test_the_provider_is_named_without_importing_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
+    assert launch.provider() == "cupy"
+    monkeypatch.setenv("COMMOPT_NATIVE", "0")
+    assert launch.provider() is None
+
+
+def test_a_cupy_that_fails_is_an_error_and_not_a_fallback(fake, monkeypatch):
+    def broken(**_):
+        raise OSError("no libnvrtc")
+
+    monkeypatch.setattr(fake, "RawModule", broken)
+    launch._module.cache_clear()
+    launch._kernel.cache_clear()
+    with pytest.raises(RuntimeError, match=r"no libnvrtc.*commopt\[cuda.*COMMOPT_NATIVE=0"):
+        RUN.pack_nonzero(torch.ones(8), torch.empty(1, dtype=torch.uint8))
+    launch._kernel.cache_clear()
