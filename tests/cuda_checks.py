@@ -7,6 +7,7 @@ the reference on the CPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return bits_equal(a, b)
 
 
-def tensors_in(total: int, sizes: list[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:
+def tensors_in(total: int, sizes: Sequence[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:
     """Tensors of many sizes, dtypes and layouts that lie in ``total`` elements, with gaps between them."""
     xs, offsets, at = [], [], 0
     while at < total:
@@ -119,7 +120,7 @@ def check_momentum(
     flavour: str,
     mask: str,
     seed: int,
-    sizes: list[int],
+    sizes: Sequence[int],
 ) -> None:
     """The momentum, and its compression in one."""
     rng, guard = np.random.default_rng(seed), Guarded(device)
@@ -151,7 +152,15 @@ def strided(x: Tensor, device: Any) -> Tensor:
 
 
 def check_adam(
-    run: Any, device: Any, rows: int, n: int, block: int, mask: str, seed: int, sizes: list[int], layouts: bool = False
+    run: Any,
+    device: Any,
+    rows: int,
+    n: int,
+    block: int,
+    mask: str,
+    seed: int,
+    sizes: Sequence[int],
+    layouts: bool = False,
 ) -> None:
     """The update of parameters, with and without decompression. layouts: also such as no kernel reads."""
     rng, guard = np.random.default_rng(seed), Guarded(device)
@@ -187,14 +196,16 @@ def check_adam(
     guard.check()
 
 
-def check_columns(run: Any, device: Any, block: int, norm: int, low: int, high: int, seed: int) -> None:
+def check_columns(
+    run: Any, device: Any, block: int, norm: int, low: int, high: int, seed: int, sizes: Sequence[int]
+) -> None:
     """Rows that are a range of columns of wider ones: nothing else is read or written."""
     rng, rows, width = np.random.default_rng(seed), 3, 3008
     total, n = rows * width, high - low
     m, error = values("normal", (total,), rng), values("normal", (total,), rng)
     live = mask_bits("some", rows, width, rng)
     v = torch.from_numpy(rng.random(total).astype(np.float32))
-    grads, offsets = tensors_in(total, [1, 60, 700, 2000], [F32, BF16, F16], rng)
+    grads, offsets = tensors_in(total, sizes, [F32, BF16, F16], rng)
     relative = [o - low for o in offsets]
 
     def part(x: Tensor, unit: int = 1) -> Tensor:
@@ -207,22 +218,25 @@ def check_columns(run: Any, device: Any, block: int, norm: int, low: int, high: 
     )
     reference.sign_compress_with_feedback(x, part(error), new_error, wire, block, norm, part(live, 8))
     m_, error_, live_, v_, wire_ = (t.to(device) for t in (m, error, live, v, new_wire(rows, n, block)))
-    after, grads_ = error_ * 0 + 7, [g.to(device) for g in grads]
-    arguments = 0.9, 0.1, part(error_), part(after), wire_, block, norm, part(live_, 8)
+    grads_ = [g.to(device) for g in grads]
+    after = torch.full((rows, width + 64), 7.0, device=device)  # rows of another stride than those of error
+    rest = after[:, low:high]
+    arguments = 0.9, 0.1, part(error_), rest, wire_, block, norm, part(live_, 8)
     run.sign_compress_momentum(part(m_), grads_, relative, *arguments)
     assert same(wire_, wire)
-    assert same(part(after), new_error)
+    assert same(rest, new_error)
     outside = torch.ones(rows, width, dtype=torch.bool)
     outside[:, low:high] = False
-    assert bool((after.cpu().view(rows, width)[outside] == 7).all())
+    assert bool((after.cpu()[:, :width][outside] == 7).all())
+    assert bool((after[:, width:] == 7).all())
 
-    run.sign_compress_with_feedback(part(m_), part(error_), part(after), wire_, block, norm, part(live_, 8))
+    run.sign_compress_with_feedback(part(m_), part(error_), rest, wire_, block, norm, part(live_, 8))
     reference.sign_compress_with_feedback(part(m), part(error), new_error, wire, block, norm, part(live, 8))
     assert same(wire_, wire)
-    assert same(part(after), new_error)
-    assert bool((after.cpu().view(rows, width)[outside] == 7).all())
+    assert same(rest, new_error)
+    assert bool((after.cpu()[:, :width][outside] == 7).all())
 
-    out, expected = after * 0 + 7, torch.empty(rows, n)
+    out, expected = torch.full_like(m_, 7), torch.empty(rows, n)
     reference.sign_decompress(wire, expected, block, part(live, 8))
     run.sign_decompress(wire_, part(out), block, part(live_, 8))
     assert same(part(out), expected)
@@ -283,3 +297,14 @@ def check_many_ranks(run: Any, device: Any) -> None:
     run.sign_decompress_mean(wire.to(device), there, 64)
     reference.sign_decompress_mean(wire, expected, 64)
     assert same(there, expected)
+
+
+def check_many_tiles(run: Any, device: Any, n: int) -> None:
+    """A block of more tiles than the threads that add them up."""
+    x, error = torch.randn(1, n), torch.randn(1, n)
+    wires, rests = [new_wire(1, n, 0) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+    wire, rest = wires[0].to(device), rests[0].to(device)
+    run.sign_compress_with_feedback(x.to(device), error.to(device), rest, wire, 0, 1, None)
+    reference.sign_compress_with_feedback(x, error, rests[1], wires[1], 0, 1)
+    assert same(wire, wires[1])
+    assert same(rest, rests[1])

@@ -141,8 +141,13 @@ def test_decompression_and_frozen_adam(fake, **case):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1000), (64, 72), (1000, 3008), (200, 2704)])
 @pytest.mark.parametrize("block", [0, 64, 2048])
-def test_columns_of_wider_rows(block, low, high):
-    checks.check_columns(RUN, "cpu", block, 2, low, high, seed=block + low)
+@pytest.mark.parametrize("sizes", [[1, 60, 700, 2000], [20]])  # the second: more tensors than a launch takes
+def test_columns_of_wider_rows(block, low, high, sizes):
+    checks.check_columns(RUN, "cpu", block, 2, low, high, block + low, sizes)
+
+
+def test_a_block_of_more_tiles_than_one_thread_adds_up():
+    checks.check_many_tiles(RUN, "cpu", 2**21 + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -218,11 +223,22 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
     RUN.sign_compress(x.float(), shifted, 8, 2)
     assert checks.same(wire, shifted)
     assert fake.launches == []
-    tiny = [torch.ones(1) for _ in range(24 * 8)]  # more than a launch takes, in one tile
-    m, rest = torch.randn(192), torch.empty(192)
-    arguments = m, tiny, list(range(192)), 0.9, 0.1, torch.zeros(192), rest, new_wire(1, 192, 0), 0, 2
-    RUN.sign_compress_momentum(*arguments)
-    assert [name for name, _, _ in fake.launches] == ["sign_compress"]
+
+
+def test_more_tensors_in_a_block_than_a_launch_takes(fake):
+    tiny, wire, block = [torch.ones(1) for _ in range(500)], new_wire(1, 600, 0), 0
+    offsets = [*range(50, 550)]
+    m, error, rest, out = torch.randn(600), torch.randn(600), torch.empty(600), torch.empty(600)
+    fake.launches.clear()
+    RUN.sign_compress_momentum(m, tiny, offsets, 0.9, 0.1, error, rest, wire, block, 2)
+    names = [name for name, _, _ in fake.launches]
+    assert names == ["momentum"] * (len(names) - 1) + ["sign_compress"]
+    expected, expected_rest = new_wire(1, 600, 0), torch.empty(600)
+    reference.sign_compress_momentum(m, tiny, offsets, 0.9, 0.1, error, expected_rest, expected, block, 2)
+    torch.testing.assert_close(rest, expected_rest, rtol=1e-6, atol=1e-6)
+    v, ps, factors = torch.ones(600), [x.clone() for x in tiny], ([0.1] * 500, [0.5] * 500, 0.0, 1.0)
+    RUN.sign_decompress_adam_(wire, out, v, ps, offsets, *factors, block)
+    torch.testing.assert_close(torch.cat(ps), 1 - 0.1 * out[50:550] / 2)
 
 
 def test_arguments_are_as_large_as_the_sources_say(library):

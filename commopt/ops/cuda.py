@@ -1,7 +1,7 @@
 """Native CUDA providers: ``kernels/cuda`` through CuPy.
 
-What a kernel does not handle (float64, a strided parameter, a wire that is not on 4 bytes, thousands of tiny tensors)
-goes to the reference, as in :mod:`commopt.ops.native`. Nothing here waits for the device.
+What a kernel does not handle (float64, a wire that is not on 4 bytes) goes to the reference, as in
+:mod:`commopt.ops.native`. Nothing here waits for the device.
 
 Rows may be strided: a row tensor of two dimensions has its own ``stride(0)``, and the offsets of gradients and
 parameters count from its first element.
@@ -38,11 +38,23 @@ def _serves(x: Tensor, *wires: Tensor) -> bool:
     return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
 
 
-def _gradients(grads: list[Tensor]) -> list[Tensor] | None:
-    """The gradients as the kernels can read them: copies of those with strides. None where one is float64."""
-    if any(g.dtype not in t.KINDS for g in grads):
+def _readable(x: Tensor) -> bool:
+    return x.dtype in t.KINDS and x.is_contiguous()
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The tensors as the kernels can read them: copies of those with strides. None where one is float64."""
+    if any(x.dtype not in t.KINDS for x in tensors):
         return None
-    return [g.contiguous() for g in grads]
+    return [x.contiguous() for x in tensors]
+
+
+def _write_back(tensors: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+    """To those with strides what was done to their copies."""
+    for x, y in zip(tensors, changed):
+        if x is not y:
+            x.copy_(y)
+    torch.autograd.graph.increment_version(list(tensors))  # as in native.py
 
 
 # compression ----------------------------------------------------------------------------------------------------------
@@ -118,18 +130,17 @@ def _sign_compress_momentum(
     n, stride = _shape(m, rows)
     if n == 0:
         return
-    mine = _gradients(grads) if _serves(m, wire) else None
+    mine = _contiguous(grads) if _serves(m, wire) else None
     if mine is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
         )
     tiling = t.Tiling.of(rows, n, block, wire.shape[1])
     pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
-    if pieces is None:
-        x = torch.empty_like(m)
-        reference.momentum(m, grads, offsets, beta, alpha, x)
-        whole = x.view(rows, -1), error.view(rows, -1), new_error.view(rows, -1)
-        return _compress_rows(*whole, wire, block, norm, live)
+    if pieces is None:  # too many tensors in a block to do it in one pass
+        x = m.new_empty((rows, n))
+        _momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
+        return _compress_rows(x, error, new_error, wire, block, norm, live)
 
     def with_runs(runs: Structure) -> Callable[[Structure], Structure]:
         return lambda to: t.CompressMomentum(to, t.Momentum(m.data_ptr(), stride, beta, alpha, runs))
@@ -186,19 +197,18 @@ def _sign_decompress_adam_(
     n, stride = _shape(exp_avg, rows)
     if n == 0:
         return
-    tiling, pieces = t.Tiling.of(rows, n, block, wire.shape[1]), None
-    if _serves(exp_avg, wire):
-        pieces = t.pieces(tiling, stride, params, offsets, [*zip(step_sizes, sqrt_bias_corrections2)])
-    if pieces is None:
+    mine = _contiguous(params) if _serves(exp_avg, wire) else None
+    if mine is None:
         _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
         ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
         return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
-    v_stride = _shape(exp_avg_sq, rows)[1]
+    tiling, v_stride = t.Tiling.of(rows, n, block, wire.shape[1]), _shape(exp_avg_sq, rows)[1]
+    tiling, pieces = t.any_pieces(tiling, stride, mine, offsets, [*zip(step_sizes, sqrt_bias_corrections2)])
     for first, last, runs in pieces:
         of = _decompression(tiling, first, last, wire, exp_avg, live)
         argument = t.DecompressAdam(of, exp_avg_sq.data_ptr(), v_stride, t.Rule(eps, decay), runs)
         tiling.launch("sign_decompress_adam", argument, exp_avg.device, first, last)
-    torch.autograd.graph.increment_version(params)  # as in native.py
+    _write_back(params, mine)
 
 
 def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
@@ -234,16 +244,27 @@ def _zero_dead_(x: Tensor, bits: Tensor) -> None:
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
-    if m.shape[0] == 0:
-        return
-    tiling = t.flat(m.shape[0])
-    mine = _gradients(grads) if m.dtype == torch.float32 else None
-    pieces = None if mine is None else t.pieces(tiling, m.shape[0], mine, offsets, [(0, 0)] * len(mine))
-    if pieces is None:
+    mine = _contiguous(grads) if m.dtype == torch.float32 else None
+    if mine is None:
         return reference.momentum(m, grads, offsets, beta, alpha, out)
+    if m.shape[0]:
+        _momentum_rows(t.flat(m.shape[0]), m, 0, mine, offsets, beta, alpha, out.view(1, -1))
+
+
+def _momentum_rows(
+    tiling: t.Tiling,
+    m: Tensor,
+    stride: int,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    out: Tensor,
+) -> None:
+    tiling, pieces = t.any_pieces(tiling, stride, grads, offsets, [(0, 0)] * len(grads))
     for first, last, runs in pieces:
-        of = t.Momentum(m.data_ptr(), m.shape[0], beta, alpha, runs)
-        argument = t.MomentumTo(tiling.layout(first, last), out.data_ptr(), of)
+        of = t.Momentum(m.data_ptr(), stride, beta, alpha, runs)
+        argument = t.MomentumTo(tiling.layout(first, last), out.data_ptr(), out.stride(0), of)
         tiling.launch("momentum", argument, m.device, first, last)
 
 
@@ -263,7 +284,7 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
     rows = [
         t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype])
         for x in xs
-        if x.numel() and t.readable(x)
+        if x.numel() and _readable(x)
     ]
     if rows:
         partials = torch.empty((sum(-(-r.n // SUM_TILE) for r in rows), 2), dtype=torch.float64, device=device)
@@ -274,7 +295,7 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
             launch("square_sum", tiles, (256, 1), argument, device)
             done += tiles
         launch("total", 1, (1024, 1), t.Total(partials.data_ptr(), total.data_ptr(), done), device)
-    others = [x for x in xs if not t.readable(x)]
+    others = [x for x in xs if not _readable(x)]
     return total + reference.square_sum(others) if others else total
 
 
@@ -287,18 +308,20 @@ def _frozen_adam_apply_(
     eps: float,
     decay: float,
 ) -> None:
-    rows, moved = [], []
+    rows, moved, copies = [], [], []
     for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
-        if not (t.readable(p) and t.readable(m) and t.readable(v)):
+        mine = _contiguous((p, m, v))
+        if mine is None:
             reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
         elif p.numel():
-            pointers = p.data_ptr(), m.data_ptr(), v.data_ptr()
+            pointers = [x.data_ptr() for x in mine]
             rows.append(t.Entry(0, p.numel(), *pointers, step_size, correction, t.KINDS[p.dtype]))
             moved.append(p)
+            copies.append(mine)
     for batch, tiles in _each_batch(rows, t.TILE):
         argument = t.Entries(None, t.TILE, t.Rule(eps, decay), len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
         launch("frozen_adam", tiles, (256, 1), argument, params[0].device)
-    torch.autograd.graph.increment_version(moved)
+    _write_back(moved, [mine[0] for mine in copies])
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

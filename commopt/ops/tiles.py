@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ LARGEST = 8192
 """Elements of the largest block that one team of threads does in one pass: 1024 threads of 8."""
 TILE = 2048
 """Elements of a tile of larger blocks, and of whatever has no blocks: 256 threads of 8."""
+FINE = 64
+"""Elements of a tile where so many tensors lie that one launch cannot take those of a tile: fewer than MAX_RUNS."""
 MAX_RUNS, MAX_ENTRIES = 95, 70
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -45,7 +47,7 @@ Compression = _struct(
 CompressRows = _struct("CompressRows", to=Compression, x=_P, stride=_I64)
 Momentum = _struct("Momentum", m=_P, stride=_I64, beta=_F32, alpha=_F32, grads=Runs)
 CompressMomentum = _struct("CompressMomentum", to=Compression, of=Momentum)
-MomentumTo = _struct("MomentumTo", at=Layout, out=_P, of=Momentum)
+MomentumTo = _struct("MomentumTo", at=Layout, out=_P, stride=_I64, of=Momentum)
 Reduce = _struct("Reduce", to=Compression, wires=_P, ranks=_I64)
 Decompression = _struct("Decompression", at=Layout, wire=_P, out=_P, live=_P, out_stride=_I64, live_stride=_I64)
 DecompressMean = _struct("DecompressMean", at=Layout, wires=_P, out=_P, ranks=_I64)
@@ -79,6 +81,10 @@ class Tiling:
         """For rows on the wire: a block is one tile, or several where it is too large."""
         block = min(block or n, n)
         return cls(rows, n, block, block if block <= LARGEST else TILE, nbytes)
+
+    def fine(self) -> Tiling:
+        """The same in tiles of few elements: for kernels that need nothing of the rest of a block."""
+        return replace(self, tile=min(self.tile, FINE))
 
     @property
     def nblocks(self) -> int:
@@ -119,14 +125,12 @@ class Tiling:
 
 
 def flat(n: int) -> Tiling:
+    """For ``n`` elements without blocks."""
     return Tiling(1, n, n, TILE)
 
 
-def readable(x: Tensor) -> bool:
-    return x.dtype in KINDS and x.is_contiguous()
-
-
 Piece = tuple[int, int, Structure]
+"""The first tile of a launch, the tile after its last one, and what is its own."""
 
 
 def pieces(
@@ -138,10 +142,9 @@ def pieces(
 ) -> list[Piece] | None:
     """Launches (first tile, last tile, ``Runs``) that together do all tiles, each with the runs that it needs.
 
-    None if one tile alone needs more than a launch can take, or a tensor cannot be read.
+    The tensors are contiguous and of :data:`KINDS`. None if one tile alone needs more than a launch can take, which
+    those of :meth:`Tiling.fine` never do.
     """
-    if not all(map(readable, tensors)):
-        return None
     runs = [
         Run(o, o + x.numel(), x.data_ptr(), *f, KINDS[x.dtype])
         for x, o, f in zip(tensors, offsets, factors)
@@ -160,3 +163,19 @@ def pieces(
         out.append((first, last, Runs(len(these), (Run * MAX_RUNS)(*these))))
         first = last
     return out
+
+
+def any_pieces(
+    tiling: Tiling,
+    stride: int,
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    factors: Sequence[tuple[float, float]],
+) -> tuple[Tiling, list[Piece]]:
+    """:func:`pieces` for kernels that can do with a fine tiling: that one, if need be, and its launches."""
+    out = pieces(tiling, stride, tensors, offsets, factors)
+    if out is None:
+        tiling = tiling.fine()
+        out = pieces(tiling, stride, tensors, offsets, factors)
+        assert out is not None
+    return tiling, out

@@ -137,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
 struct MomentumTo {
     Layout at;
     float* out;
+    i64 stride;
     Momentum of;
 };
 
@@ -144,7 +145,7 @@ extern "C" __global__ void momentum(const __grid_constant__ MomentumTo of) {
     const Tile tile(of.at);
     float x[kItems];
     of.of.load_items(tile, x);
-    store(of.out + tile.start, tile.count, x);
+    store(of.out + tile.row * of.stride + tile.start, tile.count, x);
 }
 
 // The mean of rows, in their order. WHOLE: all items of this warp are there.

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of under 8 minutes: scripts/gpu_check.sh
+#
+# Equality with the reference, streams and graphs; the same under compute-sanitizer where there is one; a training step;
+# bandwidth, to benchmarks/cuda.json. Takes the python of the environment it is called in, which needs the extras
+# test and cuda12 or cuda13, or installs commopt there with INSTALL=cuda12 or INSTALL=cuda13.
+#
+# Every part has its time limit, and runs even where one before has failed. Ends with the number of parts that failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+failed=0
+
+part() { # SECONDS COMMAND...
+    local seconds="$1" start="$SECONDS" status=0
+    shift
+    echo "== $*"
+    timeout --kill-after=10 "$seconds" "$@" || status=$?
+    echo "== $([ "$status" -eq 0 ] && echo good || echo "FAILED with $status"), $((SECONDS - start)) s"
+    [ "$status" -eq 0 ] || failed=$((failed + 1))
+}
+
+if [ -n "${INSTALL:-}" ]; then
+    part 70 python -m pip install --quiet -e ".[test,$INSTALL]"
+fi
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
+part 40 python -c '
+import cupy, torch
+from commopt import ops
+print("torch", torch.__version__, "CuPy", cupy.__version__, ops.report()["sign_compress"])
+assert torch.cuda.is_available(), "no CUDA device"
+assert ops.report()["sign_compress"]["cuda"] == "cupy", "commopt does not find CuPy"'
+part 110 python -m pytest -q -m gpu tests/test_gpu.py
+
+sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)"
+if [ -n "$sanitizer" ]; then
+    # without torch's cache, so that what is read or written outside of a tensor is outside of an allocation
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 100 "$sanitizer" --tool memcheck --error-exitcode 9 \
+        python -m pytest -q -m gpu tests/test_gpu.py -k "small" -p no:cacheprovider
+else
+    echo "== no compute-sanitizer here: memcheck is left out"
+fi
+
+processes="$(python -c 'import torch; print(min(2, torch.cuda.device_count()))')"
+if [ "$processes" = 2 ]; then
+    part 50 python -m torch.distributed.run --standalone --nproc-per-node=2 tests/gpu_step.py
+else
+    echo "== one GPU: NCCL takes no two ranks on it; test_gpu.py has trained two ranks on threads"
+fi
+part 100 python scripts/bench_cuda.py --check --json benchmarks/cuda.json
+echo "== $failed parts failed, $SECONDS s in all"
+exit "$failed"
