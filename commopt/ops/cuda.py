@@ -33,6 +33,11 @@ def _shape(x: Tensor, rows: int) -> tuple[int, int]:
     return (x.shape[1], x.stride(0)) if x.dim() == 2 else (x.shape[0] // rows,) * 2
 
 
+def _columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tensor:
+    """Some columns of a flat tensor, or of a mask, that is ``rows`` rows end to end; ``unit`` elements to an item."""
+    return x.view(rows, -1)[:, start // unit : -(-stop // unit)]
+
+
 def _serves(x: Tensor, *wires: Tensor) -> bool:
     """Whether the kernels can read x, and scales where they lie."""
     return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
@@ -124,17 +129,21 @@ def _sign_compress_momentum(
     wire: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
-    rows = wire.shape[0]
-    n, stride = _shape(m, rows)
+    rows, n = wire.shape[0], stop - start
     if n == 0:
         return
     mine = _contiguous(grads) if _serves(m, wire) else None
     if mine is None:
         return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live
+            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
         )
+    m, error, new_error = (_columns(x, rows, start, stop) for x in (m, error, new_error))
+    live = None if live is None else _columns(live, rows, start, stop, 8)
+    offsets, stride = [o - start for o in offsets], m.stride(0)
     tiling = t.Tiling.of(rows, n, block, wire.shape[1])
     pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
     if pieces is None:  # too many tensors in a block to do it in one pass
@@ -191,22 +200,28 @@ def _sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None = None,
+    live: Tensor | None,
+    start: int,
+    stop: int,
 ) -> None:
-    rows = wire.shape[0]
-    n, stride = _shape(exp_avg, rows)
+    rows, n = wire.shape[0], stop - start
     if n == 0:
         return
     mine = _contiguous(params) if _serves(exp_avg, wire) else None
     if mine is None:
-        _sign_decompress(wire, exp_avg.view(rows, -1), block, live)
-        ms, vs = reference.views(exp_avg, params, offsets), reference.views(exp_avg_sq, params, offsets)
-        return _frozen_adam_apply_(params, ms, vs, step_sizes, sqrt_bias_corrections2, eps, decay)
-    tiling, v_stride = t.Tiling.of(rows, n, block, wire.shape[1]), _shape(exp_avg_sq, rows)[1]
-    tiling, pieces = t.any_pieces(tiling, stride, mine, offsets, [*zip(step_sizes, sqrt_bias_corrections2)])
+        reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
+        return reference.adam_in_columns_(
+            _frozen_adam_apply_, rows, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
+            decay, start, stop,
+        )  # fmt: skip
+    m, v = (_columns(x, rows, start, stop) for x in (exp_avg, exp_avg_sq))
+    live = None if live is None else _columns(live, rows, start, stop, 8)
+    factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
+    tiling, offsets = t.Tiling.of(rows, n, block, wire.shape[1]), [o - start for o in offsets]
+    tiling, pieces = t.any_pieces(tiling, m.stride(0), mine, offsets, factors)
     for first, last, runs in pieces:
-        of = _decompression(tiling, first, last, wire, exp_avg, live)
-        argument = t.DecompressAdam(of, exp_avg_sq.data_ptr(), v_stride, t.Rule(eps, decay), runs)
+        of = _decompression(tiling, first, last, wire, m, live)
+        argument = t.DecompressAdam(of, v.data_ptr(), v.stride(0), decay, runs)
         tiling.launch("sign_decompress_adam", argument, exp_avg.device, first, last)
     _write_back(params, mine)
 
@@ -291,12 +306,19 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
         done = 0
         for batch, tiles in _each_batch(rows, SUM_TILE):
             place = partials.data_ptr() + done * 16
-            argument = t.Entries(place, SUM_TILE, t.Rule(0, 0), len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
+            argument = t.Entries(place, SUM_TILE, 0, len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
             launch("square_sum", tiles, (256, 1), argument, device)
             done += tiles
         launch("total", 1, (1024, 1), t.Total(partials.data_ptr(), total.data_ptr(), done), device)
     others = [x for x in xs if not _readable(x)]
     return total + reference.square_sum(others) if others else total
+
+
+def _factors(
+    step_sizes: Sequence[float], sqrt_bias_corrections2: Sequence[float], eps: float
+) -> list[tuple[float, float]]:
+    """Of each parameter, what m is multiplied by, and what is added to sqrt(v)."""
+    return [(s * c, eps * c) for s, c in zip(step_sizes, sqrt_bias_corrections2)]
 
 
 def _frozen_adam_apply_(
@@ -309,17 +331,18 @@ def _frozen_adam_apply_(
     decay: float,
 ) -> None:
     rows, moved, copies = [], [], []
-    for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
+    factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
+    for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs)):
         mine = _contiguous((p, m, v))
         if mine is None:
-            reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
+            reference.frozen_adam_apply_([p], [m], [v], [step_sizes[i]], [sqrt_bias_corrections2[i]], eps, decay)
         elif p.numel():
             pointers = [x.data_ptr() for x in mine]
-            rows.append(t.Entry(0, p.numel(), *pointers, step_size, correction, t.KINDS[p.dtype]))
+            rows.append(t.Entry(0, p.numel(), *pointers, *factors[i], t.KINDS[p.dtype]))
             moved.append(p)
             copies.append(mine)
     for batch, tiles in _each_batch(rows, t.TILE):
-        argument = t.Entries(None, t.TILE, t.Rule(eps, decay), len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
+        argument = t.Entries(None, t.TILE, decay, len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
         launch("frozen_adam", tiles, (256, 1), argument, params[0].device)
     _write_back(moved, [mine[0] for mine in copies])
 

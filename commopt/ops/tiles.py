@@ -38,7 +38,7 @@ Layout = _struct(
     "Layout", n=_I64, block=_I64, nbytes=_I64, nblocks=_U32, tiles_per_block=_U32, tile=_U32, first=_U32, last=_U32,
     unused=_U32,
 )  # fmt: skip
-Run = _struct("Run", start=_I64, end=_I64, data=_P, step=_F32, correction=_F32, kind=_I32, unused=_I32)
+Run = _struct("Run", start=_I64, end=_I64, data=_P, step=_F32, eps=_F32, kind=_I32, unused=_I32)
 Runs = _struct("Runs", count=_I64, run=Run * MAX_RUNS)
 Compression = _struct(
     "Compression", at=Layout, error=_P, new_error=_P, wire=_P, live=_P, partials=_P, error_stride=_I64,
@@ -51,13 +51,12 @@ MomentumTo = _struct("MomentumTo", at=Layout, out=_P, stride=_I64, of=Momentum)
 Reduce = _struct("Reduce", to=Compression, wires=_P, ranks=_I64)
 Decompression = _struct("Decompression", at=Layout, wire=_P, out=_P, live=_P, out_stride=_I64, live_stride=_I64)
 DecompressMean = _struct("DecompressMean", at=Layout, wires=_P, out=_P, ranks=_I64)
-Rule = _struct("Rule", eps=_F32, decay=_F32)
-DecompressAdam = _struct("DecompressAdam", of=Decompression, v=_P, stride=_I64, rule=Rule, params=Runs)
+DecompressAdam = _struct("DecompressAdam", of=Decompression, v=_P, stride=_I64, decay=_F32, params=Runs)
 Mask = _struct("Mask", at=Layout, x=_P, bits=_P)
 Entry = _struct(
-    "Entry", first=_I64, n=_I64, data=_P, m=_P, v=_P, step=_F32, correction=_F32, kind=_I32, unused=_I32
+    "Entry", first=_I64, n=_I64, data=_P, m=_P, v=_P, step=_F32, eps=_F32, kind=_I32, unused=_I32
 )  # fmt: skip
-Entries = _struct("Entries", partials=_P, tile=_I64, rule=Rule, count=_I64, entry=Entry * MAX_ENTRIES)
+Entries = _struct("Entries", partials=_P, tile=_I64, decay=_F32, count=_I64, entry=Entry * MAX_ENTRIES)
 Total = _struct("Total", partials=_P, out=_P, count=_I64)
 
 

@@ -39,19 +39,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     store(of.out + tile.start, tile.count, x);
 }
 
-struct Rule {
-    float eps, decay;
-
-    __device__ float moved(float p, float m, float v, float step, float correction) const {
-        const float update = mul(div(m, add(div(root(v), correction), eps)), step);
-        return sub(mul(p, decay), is_zero(v) ? 0.0f : update);
-    }
-};
+__device__ inline float moved(float p, float m, float v, float step, float eps, float decay) {
+    const float update = div(mul(m, step), add(root(v), eps));
+    return sub(mul(p, decay), is_zero(v) ? 0.0f : update);
+}
 
 struct MoveParameters {
     const float (&m)[kItems];
     const float (&v)[kItems];
-    Rule rule;
+    float decay;
 
     template <int KIND>
     __device__ void some(const Run& run, i64 i, u32 mine) {
@@ -62,7 +58,7 @@ struct MoveParameters {
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
             if (!(mine >> j & 1)) continue;
-            p[32 * j] = Number<KIND>::put(rule.moved(values[j], m[j], v[j], run.step, run.correction));
+            p[32 * j] = Number<KIND>::put(moved(values[j], m[j], v[j], run.step, run.eps, decay));
         }
     }
 };
@@ -71,7 +67,7 @@ struct DecompressAdam {
     Decompression of;
     const float* v;
     i64 stride;  // of v
-    Rule rule;
+    float decay;
     Runs params;
 };
 
@@ -83,6 +79,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     float m[kItems], v[kItems];
     load(of.v + tile.row * of.stride + tile.start, tile.count, v);
     of.of.write(tile, m);
-    MoveParameters use = {m, v, of.rule};
+    MoveParameters use = {m, v, of.decay};
     each_run(of.params, tile.row * of.of.out_stride + tile.start, tile.count, use);
 }

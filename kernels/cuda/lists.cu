@@ -32,7 +32,7 @@ struct Entry {
     i64 n;
     void* data;
     const float *m, *v;  // of a parameter
-    float step, correction;
+    float step, eps;
     int kind;
     int unused;
 };
@@ -42,7 +42,7 @@ constexpr int kMaxEntries = 70;  // arguments may have 4096 bytes
 struct Entries {
     Partial* partials;  // for sums, one a tile
     i64 tile;           // elements
-    Rule rule;          // for parameters
+    float decay;        // for parameters
     i64 count;
     Entry entry[kMaxEntries];
 
@@ -105,9 +105,9 @@ extern "C" __global__ void frozen_adam(const __grid_constant__ Entries of) {
     float m[kItems], v[kItems];
     load(x.m + start, count, m);
     load(x.v + start, count, v);
-    const Run run = {start, start + count, x.data, x.step, x.correction, x.kind, 0};
+    const Run run = {start, start + count, x.data, x.step, x.eps, x.kind, 0};
     u32 mine = present(nullptr, count);
-    MoveParameters use = {m, v, of.rule};
+    MoveParameters use = {m, v, of.decay};
     const i64 i = start + item(0);
     if (x.kind == kFloat) {
         use.some<kFloat>(run, i, mine);

@@ -6,7 +6,7 @@ enum Kind { kFloat = 0, kBfloat16 = 1, kHalf = 2 };
 struct Run {
     i64 start, end;  // the elements of the buffer that it covers; they may lie outside of the rows at hand
     void* data;
-    float step, correction;  // of a parameter
+    float step, eps;  // of a parameter: the factors of its update
     int kind;
     int unused;
 };
