@@ -117,7 +117,7 @@ WRONG = [
     (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),
     (["--steps=1"], "", "unknown key 'steps' .*; did you mean train.steps"),
     (["--optm.lr", "1"], "", "unknown key 'optm.lr' .*; did you mean optim.lr"),
-    (["--qqqq=1"], "", "unknown key 'qqqq' on the command line; valid: data, model"),
+    (["--qqqq=1"], "", "unknown key 'qqqq' on the command line; valid: comm, data, model"),
     ([], "trian: {steps: 3}", r"unknown key 'trian' in .*c.yaml; did you mean train"),
     ([], "train: {stesp: 3}", r"unknown key 'train.stesp' in .*c.yaml; did you mean train.steps"),
     (
