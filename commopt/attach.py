@@ -70,7 +70,7 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
         )
     if not isinstance(optimizer, CommOptimizer):
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
-    inner = optimizer.backend.inner
+    inner = getattr(optimizer.backend.inner, "everyone", optimizer.backend.inner)
     mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:

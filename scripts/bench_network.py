@@ -154,7 +154,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", default="2", help="numbers of hosts, with commas (default: 2)")
     parser.add_argument("--rate", default="100mbit,1gbit", help='rates, with commas; "none" is unshaped')
-    parser.add_argument("--methods", default=",".join(METHODS), help=f"with commas; of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--methods",
+        default=",".join(name for name in METHODS if "nodes" not in name),
+        help=f"with commas; of {', '.join(METHODS)} (default: all without nodes, which are for several ranks a host)",
+    )
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
     parser.add_argument("--layers", type=positive(int), default=4)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from netbed import read_counters
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
@@ -59,7 +60,10 @@ def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
     return wrapped, adamw(model)
 
 
-def onebit_adam(model: nn.Module, attached: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+def onebit_adam(model: nn.Module, attached: bool = False, nodes: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    if nodes:  # the hosts
+        places = int(os.environ["LOCAL_WORLD_SIZE"])
+        options["process_group"] = init_device_mesh("cpu", (dist.get_world_size() // places, places))
     wrapped = DistributedDataParallel(model) if attached else model
     optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-5, weight_decay=0.01, freeze_step=3, **options)
     if attached:
@@ -81,6 +85,12 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         "OneBitAdam(overlap=True) attached to DDP",
         onebit_adam,
         {"attached": True, "overlap": True},
+    ),
+    "onebit_adam_nodes": ("OneBitAdam, hosts as nodes", onebit_adam, {"nodes": True}),
+    "onebit_adam_nodes_overlap": (
+        "OneBitAdam(overlap=True), hosts as nodes",
+        onebit_adam,
+        {"nodes": True, "overlap": True},
     ),
 }
 

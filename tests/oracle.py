@@ -32,27 +32,29 @@ def compress(z: list[float], block: int | None, norm: str, live: list[bool]) -> 
 
 
 class OneBitAdamOracle:
-    """All ranks of a run at once, on one flat buffer of ``size`` real elements padded to ``world * rows``.
+    """All ranks of a run at once, on one flat buffer of ``size`` real elements padded to ``rows`` equal rows.
 
     Args:
         x: initial parameters, flat, in the order of the buffer.
-        world: number of ranks W.
+        world: number of workers W: ranks, or nodes.
+        rows: in how many rows the buffer is compressed, each averaged by a rank; W if None.
         freeze: T_w.
-        row_multiple: the padded length is a multiple of W times this.
+        row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
     """
 
     def __init__(
         self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
-        row_multiple: int, block: int | None, norm: str | None,
+        row_multiple: int, block: int | None, norm: str | None, rows: int | None = None,
     ) -> None:  # fmt: skip
         self.size, self.world, self.freeze = len(x), world, freeze
-        self.row = -(-len(x) // (world * row_multiple)) * row_multiple
-        total = self.row * world
+        self.rows = rows or world
+        self.row = -(-len(x) // (self.rows * row_multiple)) * row_multiple
+        total = self.row * self.rows
         self.x = list(x)
         self.m, self.v = [0.0] * total, [0.0] * total
         self.worker = [[0.0] * total for _ in range(world)]
-        self.server = [[0.0] * self.row for _ in range(world)]
+        self.server = [[0.0] * self.row for _ in range(self.rows)]
         self.t = 0
         self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
         self.block, self.norm = block, norm
@@ -83,7 +85,7 @@ class OneBitAdamOracle:
 
     def _compressed(self, grads: list[list[float]]) -> None:
         live = [v != 0 for v in self.v]
-        rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.world)]
+        rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []  # sent[i][r]: what rank r decodes of rank i's row r
         for i, grad in enumerate(grads):
             z = [self.b1 * m + (1 - self.b1) * g + e for m, g, e in zip(self.m, grad, self.worker[i])]

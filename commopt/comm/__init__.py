@@ -1,12 +1,14 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
 from commopt.comm.backend import Backend, LocalBackend, Work, open_lines
-from commopt.comm.collectives import compressed_all_reduce, compressed_mean
+from commopt.comm.collectives import compressed_all_reduce, compressed_mean, mean_over_all, reduce_scatter, to_node
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
+from commopt.comm.nodes import NodesBackend
+from commopt.comm.resolve import resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
-from commopt.comm.torch import TorchBackend, resolve_backend
+from commopt.comm.torch import TorchBackend
 
 __all__ = [
     "Backend",
@@ -14,6 +16,7 @@ __all__ = [
     "CountingBackend",
     "LocalBackend",
     "MPIBackend",
+    "NodesBackend",
     "Pipeline",
     "Task",
     "ThreadBackend",
@@ -23,9 +26,12 @@ __all__ = [
     "all_reduce_bytes",
     "compressed_all_reduce",
     "compressed_mean",
+    "mean_over_all",
     "open_lines",
+    "reduce_scatter",
     "resolve_backend",
     "run",
     "run_interleaved",
+    "to_node",
     "wait",
 ]

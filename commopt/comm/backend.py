@@ -50,6 +50,14 @@ class Backend(Protocol):
         """x <- rank ``src``'s x, in place."""
 
 
+VERBS = ("rank", "world_size", "all_reduce", "all_to_all", "all_gather", "broadcast")
+
+
+def lacking(backend: Any) -> list[str]:
+    """What ``backend`` lacks to be a :class:`Backend`."""
+    return [name for name in VERBS if not hasattr(backend, name)]
+
+
 def open_lines(backend: Backend, n: int) -> list[Backend]:
     """``n`` backends of the same ranks, whose collectives do not wait for each other's: each needs its collectives
     started in one order on every rank, but any order between lines will do.

@@ -10,8 +10,50 @@ import torch
 from torch import Tensor
 
 from commopt.comm.backend import Backend, Work
+from commopt.comm.counting import CountingBackend
 from commopt.compress.compressor import Columns, Compressor
 from commopt.compress.feedback import Feedback
+
+
+def reduce_scatter(x: Tensor, backend: Backend) -> Generator[Work, None, Tensor]:
+    """This rank's part of the mean of x over W ranks, in full precision: part r, of D / W elements, is rank r's.
+
+    Every rank sends each part straight to its owner: (W-1) / W of x, and the sum has one order on every backend.
+
+    Args:
+        x: (D,), contiguous, unchanged; D a multiple of W.
+        backend: the ranks.
+
+    Yields:
+        The collective; the caller waits for it before it resumes the generator.
+    """
+    parts = x.view(backend.world_size, -1)
+    received = torch.empty_like(parts)
+    yield backend.all_to_all(received, parts)
+    return received.mean(0)
+
+
+def mean_over_all(x: Tensor, line: CountingBackend, back: CountingBackend) -> Iterator[Work]:
+    """x <- its mean over all ranks, in full precision, in place and with the same bits on every rank.
+
+    Where ranks are grouped by nodes: the mean over the node, of which every rank keeps a part; the mean of that between
+    the nodes; and the parts are put together in the node. Between nodes a rank sends what an all-reduce of its part
+    does.
+
+    Args:
+        x: (D,), contiguous; D a multiple of the number of ranks.
+        line, back: the ranks, for the first collective and for what follows; see :class:`commopt.comm.Pipeline`.
+
+    Yields:
+        Each collective as it starts; the caller waits for it before it resumes the generator.
+    """
+    if line.inside.world_size == 1:
+        yield line.between.all_reduce(x)
+        return
+    part = yield from reduce_scatter(x, line.inside)
+    if line.between.world_size > 1:
+        yield back.between.all_reduce(part)
+    yield back.inside.all_gather(x.view(line.inside.world_size, -1), part)
 
 
 @dataclass(frozen=True)
@@ -83,6 +125,30 @@ def compressed_mean(
         yield work
         arrivals.append(send_back(*cut, out[rank], received))  # the bytes of out have been sent: the place is free
     return arrivals
+
+
+def to_node(arrivals: Sequence[Arrival], inside: Backend) -> Generator[Work, None, list[Arrival]]:
+    """What has come to each rank of a node, for all of them: still as bytes, so that nothing more is lost.
+
+    Args:
+        arrivals: of the parts that are this rank's, (M, nbytes) each.
+        inside: the ranks of the node, L of them.
+
+    Yields:
+        Each arrival; the caller waits for it before it resumes the generator.
+
+    Returns:
+        The same with the rows of all parts, (L M, nbytes), part by part; on their way.
+    """
+    if inside.world_size == 1:
+        return list(arrivals)
+    out = []
+    for arrival in arrivals:
+        yield arrival.work
+        wires = arrival.wires.new_empty((inside.world_size, *arrival.wires.shape))
+        work = inside.all_gather(wires.flatten(1), arrival.wires.flatten())
+        out.append(Arrival(arrival.columns, wires.flatten(0, 1), work))
+    return out
 
 
 def compressed_all_reduce(x: Tensor, feedback: Feedback, compressor: Compressor, backend: Backend) -> Iterator[Work]:

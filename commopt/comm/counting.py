@@ -6,6 +6,8 @@ What a rank sends, in bytes, with W ranks and N bytes given to the verb (what ba
     all_to_all     (W-1) N / W            every row but one's own
     all_gather     (W-1) N                one's own row, to every other rank
     broadcast    ceil((W-1) N / W)        the mean over the ranks: W-1 copies are sent in all
+
+Where ranks are grouped by nodes, what stays inside a node is counted apart.
 """
 
 from __future__ import annotations
@@ -15,27 +17,35 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, Work, open_lines
+from commopt.comm.backend import Backend, LocalBackend, Work, open_lines
+from commopt.comm.nodes import NodesBackend
 
 
 @dataclass
 class Tally:
-    """Bytes sent and calls made, by verb."""
+    """Bytes sent and calls made, by verb; ``inside`` has those that stay inside a node."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    inside: Tally | None = None
 
-    def add(self, verb: str, nbytes: int) -> None:
+    def add(self, verb: str, nbytes: int, inside: bool = False) -> None:
+        if inside:
+            self.inside = self.inside or Tally()
+            self.inside.add(verb, nbytes)
+            return
         self.bytes[verb] = self.bytes.get(verb, 0) + nbytes
         self.calls[verb] = self.calls.get(verb, 0) + 1
 
     def summary(self) -> dict[str, Any]:
-        """``{"bytes": int, "calls": int, "by_verb": {verb: {"bytes": int, "calls": int}}}``."""
-        return {
+        """``{"bytes": int, "calls": int, "by_verb": {verb: {"bytes": int, "calls": int}}}``, and the same once more as
+        ``"inside"`` if anything was sent inside a node, which the other figures leave out."""
+        out: dict[str, Any] = {
             "bytes": sum(self.bytes.values()),
             "calls": sum(self.calls.values()),
             "by_verb": {verb: {"bytes": self.bytes[verb], "calls": self.calls[verb]} for verb in self.bytes},
         }
+        return out if self.inside is None else out | {"inside": self.inside.summary()}
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
@@ -55,17 +65,31 @@ class Meter:
         """Closes the count of a step: all since the last call."""
         self.step, self._running = self._running, Tally()
 
-    def add(self, verb: str, nbytes: int) -> None:
-        self._running.add(verb, nbytes)
-        self.total.add(verb, nbytes)
+    def add(self, verb: str, nbytes: int, inside: bool = False) -> None:
+        self._running.add(verb, nbytes, inside)
+        self.total.add(verb, nbytes, inside)
 
 
 class CountingBackend:
-    """``inner``, with its traffic counted in ``meter``."""
+    """``inner``, with its traffic counted in ``meter``.
 
-    def __init__(self, inner: Backend, meter: Meter | None = None) -> None:
+    Attributes:
+        inside: the ranks of this rank's node; without nodes, this rank alone.
+        between: the ranks with this rank's place in their nodes; without nodes, all.
+    """
+
+    inside: Backend
+    between: Backend
+
+    def __init__(self, inner: Backend, meter: Meter | None = None, stays: bool = False) -> None:
         self.inner = inner
         self.meter = meter or Meter()
+        self._stays = stays
+        if isinstance(inner, NodesBackend):
+            self.inside = CountingBackend(inner.inside, self.meter, stays=True)
+            self.between = CountingBackend(inner.between, self.meter)
+        else:
+            self.inside, self.between = LocalBackend(), self
 
     @property
     def rank(self) -> int:
@@ -94,7 +118,7 @@ class CountingBackend:
         return [CountingBackend(line, self.meter) for line in open_lines(self.inner, n)]
 
     def _count(self, verb: str, nbytes: int) -> None:
-        self.meter.add(verb, nbytes)
+        self.meter.add(verb, nbytes, self._stays)
 
     def all_reduce(self, x: Tensor) -> Work:
         self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))

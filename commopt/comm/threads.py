@@ -13,17 +13,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from commopt.comm.backend import Work
+from commopt.comm.nodes import NodesBackend
 
 T = TypeVar("T")
-Call = tuple[int, int]
-"""A collective: the line, and its number on it."""
+Call = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A collective: the ranks it is of, their line, and its number on that."""
 
 
 class ThreadWorld:
@@ -77,27 +78,28 @@ class ThreadWorld:
     def complete(self, call: Call) -> bool:
         """Whether every rank has posted its ``call``, or will not."""
         with self.changed:
-            return self.failed is not None or len(self.posted.get(call, ())) == self.world_size
+            return self.failed is not None or len(self.posted.get(call, ())) == len(call[0])
 
     def take(self, call: Call, deadline: float) -> list[Tensor]:
         """What every rank posted at its ``call``-th collective, by rank, once all have. Waits up to ``deadline``."""
         with self.changed:
             ready = self.changed.wait_for(
-                lambda: self.failed is not None or len(self.posted.get(call, ())) == self.world_size,
+                lambda: self.failed is not None or len(self.posted.get(call, ())) == len(call[0]),
                 deadline - time.monotonic(),
             )
             if self.failed is not None:
                 raise RuntimeError(f"another rank failed: {self.failed!r}") from self.failed
+            members, _, number = call
             if not ready:
-                raise TimeoutError(f"collective {call[1]}: only ranks {sorted(self.posted.get(call, {}))} joined")
+                raise TimeoutError(f"collective {number}: only ranks {sorted(self.posted.get(call, {}))} joined")
             posts = self.posted[call]
             verbs = {posts[rank][0] for rank in posts}
             if len(verbs) > 1:
-                raise RuntimeError(f"collective {call[1]}: ranks called different verbs: {sorted(verbs)}")
+                raise RuntimeError(f"collective {number}: ranks called different verbs: {sorted(verbs)}")
             self.taken[call] = self.taken.get(call, 0) + 1
-            if self.taken[call] == self.world_size:
+            if self.taken[call] == len(members):
                 del self.posted[call], self.taken[call]
-            return [posts[rank][1] for rank in range(self.world_size)]
+            return [posts[rank][1] for rank in members]
 
 
 class _ThreadWork:
@@ -116,23 +118,51 @@ class _ThreadWork:
 
 
 class ThreadBackend:
-    """One rank of a :class:`ThreadWorld`."""
+    """One rank of a :class:`ThreadWorld`, or of some of its ranks.
 
-    def __init__(self, world: ThreadWorld, rank: int, line: int = 0) -> None:
+    Args:
+        world: where it lives.
+        rank: its number there.
+        members: the ranks of the world that take part; all if None.
+    """
+
+    def __init__(
+        self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None, _line: tuple[int, ...] = ()
+    ) -> None:
         self.world = world
-        self.rank = rank
-        self.world_size = world.world_size
-        self.line = line
+        self.members = tuple(range(world.world_size)) if members is None else tuple(members)
+        if rank not in self.members:
+            raise ValueError(f"rank {rank} of the world is not one of the ranks {list(self.members)}")
+        self.rank = self.members.index(rank)
+        self.world_size = len(self.members)
+        self.line = _line
         self.calls = 0
-        self._lines = itertools.count(line + 1)
+        self._branches = itertools.count()
 
     def lines(self, n: int) -> list[ThreadBackend]:
         """``n`` backends that count calls by themselves."""
-        return [ThreadBackend(self.world, self.rank, next(self._lines)) for _ in range(n)]
+        return [self.part(range(self.world_size)) for _ in range(n)]
+
+    def part(self, ranks: Sequence[int]) -> ThreadBackend:
+        """Some of the ranks, this one among them, in the order given. All of them must call this equally often."""
+        members = [self.members[rank] for rank in ranks]
+        return type(self)(self.world, self.members[self.rank], members, (*self.line, next(self._branches)))
+
+    def nodes(self, ranks_per_node: int) -> NodesBackend:
+        """The ranks as nodes of ``ranks_per_node`` that follow each other.
+
+        Raises:
+            ValueError: if they cannot be divided so.
+        """
+        if ranks_per_node < 1 or self.world_size % ranks_per_node:
+            raise ValueError(f"{self.world_size} ranks cannot be nodes of {ranks_per_node!r} ranks each")
+        node, place = divmod(self.rank, ranks_per_node)
+        inside = self.part(range(node * ranks_per_node, (node + 1) * ranks_per_node))
+        return NodesBackend(self, inside, self.part(range(place, self.world_size, ranks_per_node)))
 
     def _start(self, verb: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
-        call, self.calls = (self.line, self.calls), self.calls + 1
-        self.world.post(call, self.rank, verb, give.clone())
+        call, self.calls = (self.members, self.line, self.calls), self.calls + 1
+        self.world.post(call, self.members[self.rank], verb, give.clone())
         return _ThreadWork(self.world, call, finish)
 
     def all_reduce(self, x: Tensor) -> Work:

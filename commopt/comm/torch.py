@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, LocalBackend, Work
+from commopt.comm.backend import Work
 
 # torch 2.13 renames the function, and warns of the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,8 +24,9 @@ class TorchBackend:
         group: a ProcessGroup, a 1-d DeviceMesh, or None for the default process group.
 
     Raises:
-        ValueError: for a mesh of more than one dimension (slice it first: ``mesh["replicate"]``), for something that is
-            neither a group nor a mesh, and on a rank that the group does not contain.
+        ValueError: for a mesh of more than one dimension (slice it first: ``mesh["replicate"]``; one of nodes is for
+            :class:`NodesBackend`), for something that is neither a group nor a mesh, and on a rank that the group
+            does not contain.
         RuntimeError: without an initialised process group.
     """
 
@@ -103,8 +104,8 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"the device mesh must have 1 dimension, got {group.ndim} {group.mesh_dim_names or ''}; "
-                'give the one over which replicas differ, such as mesh["replicate"]'
+                f"the device mesh must have 1 dimension, or 2 for nodes of several ranks, got {group.ndim} "
+                f'{group.mesh_dim_names or ""}; give the one over which replicas differ, such as mesh["replicate"]'
             )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -112,26 +113,3 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"process_group must be a ProcessGroup, a 1-d DeviceMesh or None, got {group!r}")
     return group
-
-
-def resolve_backend(process_group: Any = None, backend: Backend | None = None) -> Backend:
-    """The backend that an optimizer's arguments stand for.
-
-    ``backend`` as given; else the process group or mesh given; else the default process group; else one rank alone.
-
-    Raises:
-        ValueError: if both are given, or ``backend`` lacks a verb.
-    """
-    if backend is not None:
-        if process_group is not None:
-            raise ValueError("give either process_group or backend, not both")
-        missing = [name for name in _VERBS if not hasattr(backend, name)]
-        if missing:
-            raise ValueError(f"backend {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
-        return backend
-    if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return TorchBackend(process_group)
-    return LocalBackend()
-
-
-_VERBS = ("rank", "world_size", "all_reduce", "all_to_all", "all_gather", "broadcast")

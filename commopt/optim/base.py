@@ -48,7 +48,8 @@ class CommOptimizer(PackedOptimizer):
             gradients that a rank brings: one number, the same on all ranks and in all phases.
         bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the parameter group, but 1 to 25.
         overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
-        process_group: ProcessGroup or 1-d DeviceMesh; None for the default group, or one rank where there is none.
+        process_group: ProcessGroup or 1-d DeviceMesh; 2-d: nodes, and the ranks of a node. None for the default group,
+            or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.
 
     Raises:
@@ -279,7 +280,7 @@ class CommOptimizer(PackedOptimizer):
         """Whether an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
 
-    def lines_of(self, index: int) -> tuple[Backend, Backend]:
+    def lines_of(self, index: int) -> tuple[CountingBackend, CountingBackend]:
         """The lines of bucket ``index``: out, and back."""
         if not self._lines:
             return self.backend, self.backend
@@ -354,7 +355,8 @@ class CommOptimizer(PackedOptimizer):
         Returns:
             phase: of the next step.
             step, total: traffic of the last step, and of all since construction, ``{"bytes", "calls", "by_verb"}``;
-                bytes are those that this rank sends (:mod:`commopt.comm.counting` has the formulas).
+                bytes are those that this rank sends, beyond its node if it has one; ``"inside"`` has the others
+                (:mod:`commopt.comm.counting` has the formulas).
             fp32_bytes: what a float32 all-reduce of all parameters would send in a step.
             ratio: fp32_bytes over the bytes of the last step; None if it sent nothing.
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.
@@ -378,8 +380,10 @@ class CommOptimizer(PackedOptimizer):
         }
 
     def fp32_bytes(self) -> int:
-        """Bytes that a float32 all-reduce of all trainable parameters would send on this rank."""
-        return all_reduce_bytes(4 * sum(bucket.numel for bucket in self.buckets), self.backend.world_size)
+        """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
+        ranks are grouped by them."""
+        places, nodes = self.backend.inside.world_size, self.backend.between.world_size
+        return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
 
     def _skip(self, verdict: Verdict | None) -> None:
         assert verdict is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Pipeline
+from commopt.comm import CountingBackend, Pipeline
 from commopt.optim.agreement import Agreement
 from commopt.optim.packed import StateBucket
 
@@ -42,8 +42,8 @@ class Step:
 
     scale: float
     average: bool
-    line: Backend
-    back: Backend
+    line: CountingBackend
+    back: CountingBackend
     flight: Flight
 
     @property
@@ -103,8 +103,9 @@ class Flight:
         line, back = self.optimizer.lines_of(self.launched)
         now = Step(-scale if group["maximize"] else scale, average, line, back, self)
         self.launched += 1
-        # an average is one collective: there is nothing to go on to
-        early = back is not line and not self.optimizer.wants_average(group)
+        # without nodes an average is one collective: there is nothing to go on to
+        stages = line.inside.world_size > 1 or not self.optimizer.wants_average(group)
+        early = back is not line and stages
         self.pipeline.launch(self.optimizer.bucket_step(bucket, group, now), where, early)
 
     def _group(self, bucket: StateBucket) -> dict[str, Any]:

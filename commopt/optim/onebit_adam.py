@@ -18,7 +18,9 @@ Where this differs from the paper and its usual implementation:
 * ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
   risen in between; groups of the same age and beta2 decide together. The paper has the ratio rule; that it must not
   fire while v still grows from 0, nor in the warm-up of lr, is ours.
-* One rank alone is plain Adam for the whole run.
+* One rank alone, or one node (:class:`commopt.comm.NodesBackend`), is plain Adam for the whole run.
+* With nodes of several ranks a "worker" of the algorithm is a node: its ranks average their gradients in full
+  precision, each compresses a part of the momentum, and what comes back is shared in the node, still as bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, Work, compressed_mean
+from commopt.comm import Backend, Work, compressed_mean, mean_over_all, reduce_scatter, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer
@@ -56,7 +58,8 @@ class OneBitAdam(CommOptimizer):
     is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
 
     State per parameter and rank: exp_avg, exp_avg_sq, one residual of the same size and 1/W of one, in float32 (float64
-    for float64 parameters); residuals only with more than one rank.
+    for float64 parameters); residuals only with more than one rank. With nodes of L ranks the residuals are 1/L and
+    1/W of its size.
 
     Args:
         params: parameters, (name, parameter) pairs, or parameter groups; float64, float32, bfloat16 or float16.
@@ -78,8 +81,9 @@ class OneBitAdam(CommOptimizer):
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
             a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
-        process_group: a ProcessGroup or 1-d DeviceMesh; None is the default process group, or one rank where there
-            is none.
+        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node: then
+            only what goes from node to node is compressed, and 1 / (ranks of a node) of it leaves on behalf of each
+            rank. None is the default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
 
     Raises:
@@ -140,8 +144,8 @@ class OneBitAdam(CommOptimizer):
         bucket.buffers["exp_avg_sq"] = bucket.zeros()
 
     def phase_of(self, group: dict[str, Any]) -> str:
-        """ "plain" on one rank, else "warmup" up to step freeze_step, then "compressed"."""
-        if self.backend.world_size == 1:
+        """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
+        if self.backend.between.world_size == 1:
             return "plain"
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
@@ -152,7 +156,7 @@ class OneBitAdam(CommOptimizer):
             return
         if now.average:
             flat = bucket.pack_gradients(now.scale)
-            yield now.line.all_reduce(flat)
+            yield from mean_over_all(flat, now.line, now.back)
         yield now.agreed
         moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
         if now.average:
@@ -160,8 +164,7 @@ class OneBitAdam(CommOptimizer):
             grads = [views[i] for i in moving]
         else:
             grads = [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
-        if bucket.feedback is not None:
-            bucket.feedback.live = None
+        bucket.set_live(None)
         params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
         adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
@@ -170,18 +173,24 @@ class OneBitAdam(CommOptimizer):
         beta1 = group["betas"][0]
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
-        if feedback.live is None:
-            feedback.live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
-            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], feedback.live)
-        world = self.backend.world_size
-        here = bucket.gradients()
-        mine = Momentum(momentum, [g for g, _ in here], [o for _, o in here], beta1, (1 - beta1) * now.scale)
+        if bucket.live is None:
+            live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], live)
+            bucket.set_live(live)
+        nodes = now.line.between.world_size
+        grads, scale = bucket.gradients(), now.scale
+        if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
+            grads, scale = [((yield from reduce_scatter(bucket.pack_gradients(scale), now.line.inside)), 0)], 1.0
+        mine = Momentum(bucket.part(momentum), [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * scale)
 
         def compress(wire: Tensor, columns: Columns) -> None:
-            worker, after = feedback.worker_rows(world)
-            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(world), after, columns)
+            worker, after = feedback.worker_rows(nodes)
+            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(nodes), after, columns)
 
-        arrivals = yield from compressed_mean(compress, feedback, self.compressor, now.line, now.back, bucket.columns)
+        arrivals = yield from compressed_mean(
+            compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
+        )
+        arrivals = yield from to_node(arrivals, now.back.inside)
         yield now.agreed
         feedback.commit()
         params, _, _, clocks = self._operands(bucket, now, variance_moves=False)
@@ -189,7 +198,7 @@ class OneBitAdam(CommOptimizer):
         then = FrozenAdam(bucket.buffers["exp_avg_sq"], params, offsets, *frozen_adam_factors(clocks, group))
         for arrival in arrivals:
             yield arrival.work
-            self.compressor.decompress_adam(arrival.wires, momentum, then, feedback.live_rows(world), arrival.columns)
+            self.compressor.decompress_adam(arrival.wires, momentum, then, bucket.live_rows(), arrival.columns)
 
     def _operands(
         self, bucket: StateBucket, now: Step, variance_moves: bool

@@ -34,18 +34,43 @@ Origin = tuple[int, int, int]
 
 @dataclass
 class StateBucket(Bucket):
-    """A bucket with the residuals of its compressed all-reduce (None on one rank, which compresses nothing), and the
-    columns in which it is sent."""
+    """A bucket with the residuals of its compressed all-reduce (None on one node, which compresses nothing), and the
+    columns in which it is sent.
 
+    With nodes of several ranks, each rank compresses a part of the bucket: that of its place in the node.
+
+    Attributes:
+        place, places: of this rank in its node, and how many there are.
+        live: bit mask of the elements that take part, (padded / 8,) uint8; None before it is known, and for all.
+    """
+
+    place: int = 0
+    places: int = 1
     feedback: Feedback | None = field(init=False, default=None)
     columns: list[Columns] = field(init=False, default_factory=list)
+    live: Tensor | None = field(init=False, default=None)
 
-    def owed(self, rank: int) -> list[dict[str, Tensor]]:
-        """The residuals of each parameter on ``rank``, as views; empty on one rank."""
+    def part(self, flat: Tensor) -> Tensor:
+        """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
+        return flat.view(self.places, -1)[self.place]
+
+    def set_live(self, live: Tensor | None) -> None:
+        """Sets the mask."""
+        self.live = live
+        if self.feedback is not None:
+            self.feedback.live = None if live is None else self.part(live)
+
+    def live_rows(self) -> Tensor | None:
+        """The mask as a row of each rank's share, or None."""
+        return None if self.live is None else self.live.view(self.world_size, -1)
+
+    def owed(self, share: int) -> list[dict[str, Tensor]]:
+        """The residuals of each parameter on the rank that averages the given share, as views; empty on one node."""
         if self.feedback is None:
             return []
-        workers, servers = self.views(self.feedback.worker), self.shares(self.feedback.server, rank)
-        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
+        worker, server = self.feedback.worker, self.feedback.server
+        workers = self.views(worker) if self.places == 1 else self.shares(worker, self.place)
+        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, self.shares(server, share))]
 
 
 class PackedOptimizer(torch.optim.Optimizer):
@@ -68,9 +93,14 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @property
     def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
-        """What this rank's compression owes of each parameter, as views of its bucket's; empty with one rank."""
-        rank = self.backend.rank
-        return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed(rank))}
+        """What this rank's compression owes of each parameter, as views of its bucket's; empty with one node."""
+        share = self.share
+        return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed(share))}
+
+    @property
+    def share(self) -> int:
+        """Which share of every bucket this rank averages: they are in the order of places, and of nodes within."""
+        return self.backend.inside.rank * self.backend.between.world_size + self.backend.between.rank
 
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""
@@ -80,16 +110,17 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        world = self.backend.world_size
+        world, inside, nodes = self.backend.world_size, self.backend.inside, self.backend.between.world_size
         packed = {id(p) for bucket in self.buckets for p in bucket.params}
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
         capacity = bucket_bytes(self.bucket_mb, new)
         for run in partition(new, capacity):
-            bucket = StateBucket(run, world)
+            bucket = StateBucket(run, world, inside.rank, inside.world_size)
             bucket.columns = bucket.cut(capacity, self.compressor.grain)
             self.init_bucket(bucket)
-            if world > 1:
-                bucket.feedback = Feedback.zeros(bucket.padded, world, bucket.dtype, bucket.device, self.overlap)
+            if nodes > 1:
+                numel = bucket.padded // inside.world_size
+                bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, self.overlap)
             self.buckets.append(bucket)
             self._alias_state(bucket)
 
@@ -124,7 +155,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
-        this one, with its rank, the world size, and a checksum of the layout of the buckets. They are apart because
+        this one, with its rank, the world size, a checksum of the layout of the buckets, and where it stands among the
+        nodes. They are apart because
         tools for distributed checkpoints take what is in ``state`` for equal on all ranks.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
@@ -134,10 +166,12 @@ class PackedOptimizer(torch.optim.Optimizer):
             out["state"][key] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
         if self.backend.world_size > 1:
             rank, world_size, layout = self._origin()
+            whose = {"rank": rank, "world_size": world_size, "layout": layout}
+            whose |= {"nodes": self.backend.between.world_size, "share": self.share}
             params = [p for group in self.param_groups for p in group["params"]]
             residuals = self.residuals
             owed = {i: _cloned(residuals[p]) for i, p in enumerate(params) if p in residuals}
-            out["residuals"] = {"rank": rank, "world_size": world_size, "layout": layout, "state": owed}
+            out["residuals"] = {**whose, "state": owed}
         return out
 
     # loading ----------------------------------------------------------------------------------------------------------
@@ -201,13 +235,13 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _origin(self) -> Origin:
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         layout = str([[order[id(p)] for p in bucket.params] for bucket in self.buckets])
+        layout += str(getattr(self.backend.inner, "places", ""))
         return (self.backend.rank, self.backend.world_size, zlib.crc32(layout.encode()))
 
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """Copies ``state`` into the buffers; what it lacks starts from zero, what is not trainable here is left out."""
         for bucket in self.buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.live = None
+            bucket.set_live(None)
             for p in bucket.params:
                 self._fill_one(self.state[p], state.get(p, {}))
         for group in self.param_groups:
@@ -231,7 +265,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         here = self._origin()
         dropped: Any = False
         for bucket in self.buckets:
-            mine: Sequence[Any] = bucket.owed(self.backend.rank) or [None] * len(bucket.params)
+            mine: Sequence[Any] = bucket.owed(self.share) or [None] * len(bucket.params)
             for i, (p, owed) in enumerate(zip(bucket.params, mine)):
                 worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
                 if worker is None or server is None:
@@ -239,7 +273,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                     worker = server = torch.zeros(())
                 elif origin is not None and origin[0] == MERGED:
                     worker, server = self._take_share(bucket, i, owed, worker, server)
-                elif origin != here or owed is None or server.numel() != owed["server_error"].numel():
+                elif origin != here or owed is None or not _same_sizes(owed, worker, server):
                     dropped = dropped or worker.any() or server.any()
                     worker = server = torch.zeros(())
                 if owed is not None:
@@ -256,15 +290,24 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _take_share(
         self, bucket: StateBucket, i: int, owed: dict[str, Tensor] | None, worker: Tensor, server: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """This rank's share of the residuals of all ranks of another world: the mean of the worker's, its chunk of the
-        server's."""
+        """This rank's share of the residuals of all ranks of another world: of the mean of the workers' what it
+        compresses, of the servers' what it averages."""
         p = bucket.params[i]
-        if bucket.feedback is None or owed is None:  # one rank compresses no more: what was owed is paid at once
-            self.state[p][self.residual_of].add_(worker.to(bucket.device)).add_(server.to(bucket.device).view(p.shape))
+        worker, server = worker.reshape(-1), server.reshape(-1)
+        if bucket.feedback is None or owed is None:  # one node compresses no more: what was owed is paid at once
+            for part in (worker, server):
+                self.state[p][self.residual_of].add_(part.to(bucket.device).view(p.shape))
             return worker, server
-        chunk = bucket.feedback.server.numel()
-        start = min(max(self.backend.rank * chunk - bucket.offsets[i], 0), p.numel())
-        return worker, server[start : start + owed["server_error"].numel()]
+
+        def own(whole: Tensor, share: int, chunk: Tensor, mine: Tensor) -> Tensor:
+            start = min(max(share * chunk.numel() - bucket.offsets[i], 0), p.numel())
+            return whole[start : start + mine.numel()].view(mine.shape)
+
+        feedback = bucket.feedback
+        return (
+            own(worker, bucket.place, feedback.worker, owed["worker_error"]),
+            own(server, self.share, feedback.server, owed["server_error"]),
+        )
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
@@ -292,6 +335,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = new
         new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.backend.inner})
         return new
+
+
+def _same_sizes(owed: Mapping[str, Tensor], worker: Tensor, server: Tensor) -> bool:
+    return (owed["worker_error"].numel(), owed["server_error"].numel()) == (worker.numel(), server.numel())
 
 
 def _cloned(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:

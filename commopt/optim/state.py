@@ -6,8 +6,8 @@ therefore holds the replicated part once and the residuals of every rank:
     replicated, mine = split_state_dict(optimizer.state_dict())        # save both; `replicated` on one rank only
     optimizer.load_state_dict(join_state_dict(replicated, all_of_mine, rank, world_size))
 
-At the same world size the result is exact. At another one, what compression still owes is kept: every new rank
-starts from the mean of the old worker residuals, and the server residuals are dealt out anew.
+At the same world size, and with the same nodes, the result is exact. Else what compression still owes is kept: every
+new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def split_state_dict(state_dict: StateDict) -> tuple[StateDict, StateDict]:
     return replicated, replicated.pop("residuals", {})
 
 
-def join_state_dict(replicated: StateDict, rank_locals: Sequence[StateDict], rank: int, world_size: int) -> StateDict:
+def join_state_dict(
+    replicated: StateDict, rank_locals: Sequence[StateDict], rank: int, world_size: int, nodes: int | None = None
+) -> StateDict:
     """The inverse of :func:`split_state_dict`, for ``rank`` of ``world_size``.
 
     Args:
@@ -43,6 +45,7 @@ def join_state_dict(replicated: StateDict, rank_locals: Sequence[StateDict], ran
         rank_locals: the other part of every rank that took part in the save, by rank.
         rank: of the rank that will load the result.
         world_size: of the world that will load it.
+        nodes: how many nodes its ranks are grouped by (:class:`commopt.comm.NodesBackend`); None: they are not.
 
     Raises:
         ValueError: if ``rank_locals`` are not those of ranks 0, 1, ... of one world.
@@ -54,17 +57,26 @@ def join_state_dict(replicated: StateDict, rank_locals: Sequence[StateDict], ran
         raise ValueError(
             f"rank-local states must come from every rank of one world, in order; got (rank, size) {saved}"
         )
-    mine = rank_locals[rank] if len(saved) == world_size else _merge(rank_locals)
+    same = (len(saved), _nodes(rank_locals[0])) == (world_size, nodes or world_size)
+    mine = rank_locals[rank] if same else _merge(rank_locals)
     return {**replicated, "residuals": mine}
 
 
+def _nodes(part: StateDict) -> int:
+    return part["nodes"] if "nodes" in part else part["world_size"]  # as before there were nodes
+
+
 def _merge(parts: Sequence[StateDict]) -> StateDict:
-    """The residuals of all ranks together: the mean of the workers', and the servers' end to end."""
-    state = {
-        key: {
-            "worker_error": torch.stack([part["state"][key]["worker_error"] for part in parts]).mean(0),
+    """The residuals of all ranks together: the mean of the workers', place by place where nodes have several, and the
+    servers' end to end."""
+    nodes = _nodes(parts[0])
+    parts = sorted(parts, key=lambda part: part["share"] if "share" in part else part["rank"])
+    places = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
+    state = {}
+    for key in parts[0]["state"]:
+        workers = [torch.stack([part["state"][key]["worker_error"] for part in place]).mean(0) for place in places]
+        state[key] = {
+            "worker_error": workers[0] if len(workers) == 1 else torch.cat(workers),
             "server_error": torch.cat([part["state"][key]["server_error"] for part in parts]),
         }
-        for key in parts[0]["state"]
-    }
     return {**parts[0], "rank": MERGED, "state": state}

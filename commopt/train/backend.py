@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Sequence
 
 from commopt.comm import Backend, MPIBackend, resolve_backend
+from commopt.comm.backend import lacking
 from commopt.train.config import BACKENDS, CommConfig
 from commopt.train.errors import ConfigError
 from commopt.train.named import build, check_arguments
 from commopt.train.parse import nearest
 
-VERBS = ("all_reduce", "all_to_all", "all_gather", "broadcast")
+log = logging.getLogger(__name__)
 
 
 def backend_class(config: CommConfig) -> type | None:
@@ -35,9 +38,14 @@ def backend_class(config: CommConfig) -> type | None:
         raise ConfigError(f"comm.backend={name!r}: cannot import {path}: {error}") from None
     if not isinstance(found, type):
         raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
-    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
+    missing = [verb for verb in lacking(found) if verb not in ("rank", "world_size")]  # those, an object may have
     if missing:
         raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+    if config.ranks_per_node != 1:
+        raise ConfigError(
+            f"comm.ranks_per_node={config.ranks_per_node} is not allowed with comm.backend={name}, but with "
+            f"{', '.join(BACKENDS)} (a class of your own can make a commopt.comm.NodesBackend itself)"
+        )
     check_arguments(found, config.args, "comm.args")
     return found
 
@@ -56,3 +64,29 @@ def make_backend(cls: type, config: CommConfig, rank: int, size: int) -> Backend
             f"{rank} of {size}: all of them must be in it, in the same order"
         )
     return backend
+
+
+def ranks_per_node(config: CommConfig, size: int, local_sizes: Sequence[int | None]) -> int:
+    """How many ranks make a node.
+
+    Args:
+        config: what was asked for.
+        size: number of ranks.
+        local_sizes: of every rank, how many its machine runs, if its launcher has said so.
+
+    Raises:
+        ConfigError: nodes of that size cannot be made.
+    """
+    key, places = f"comm.ranks_per_node={config.ranks_per_node}", config.ranks_per_node
+    if places == 0:
+        if len(set(local_sizes)) > 1 or not local_sizes[0]:
+            raise ConfigError(
+                f"{key} needs a launcher that starts as many processes on every machine; here they run {local_sizes}: "
+                "give the number"
+            )
+        places = local_sizes[0]
+    if size % places:
+        raise ConfigError(f"{key} is not allowed with {size} ranks: it must divide them")
+    if places == size > 1:
+        log.warning("%s: all %d ranks are one node, so that nothing is compressed", key, size)
+    return places

@@ -129,7 +129,12 @@ class CommConfig:
     """Arguments of the class behind mpi (timeout in seconds, cuda_aware) or of your own, checked against its
     signature."""
 
+    ranks_per_node: int = 1
+    """1: all ranks are alike. More: that many ranks that follow each other are a node, and only what goes from node to
+    node is compressed. 0: as many as every machine runs. For commopt optimizers, over auto, gloo, nccl or mpi."""
+
     def __post_init__(self) -> None:
+        _check("comm.ranks_per_node", self.ranks_per_node, self.ranks_per_node >= 0, ">= 0")
         _check("comm.backend", self.backend, bool(self.backend), f"{', '.join(BACKENDS)} or a dotted path")
 
 

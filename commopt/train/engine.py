@@ -183,11 +183,18 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
 def check_plan(config: Config) -> None:
     """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
     cls, _ = plan_optimizer(config.optim)
-    if backend_class(config.comm) is not None and not issubclass(cls, commopt.optim.CommOptimizer):
-        raise ConfigError(
-            f"comm.backend={config.comm.backend} is not allowed with optim.name={config.optim.name}: that is trained "
-            "under DistributedDataParallel, which has auto, gloo and nccl"
-        )
+    own = backend_class(config.comm)
+    if issubclass(cls, commopt.optim.CommOptimizer):
+        return
+    for key, value, allowed in (
+        ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
+        ("ranks_per_node", config.comm.ranks_per_node if config.comm.ranks_per_node != 1 else None, "1"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
+                f"DistributedDataParallel, which has {allowed}"
+            )
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:

@@ -71,7 +71,9 @@ def load(trainer: Trainer, path: Path) -> None:
     try:
         trainer.model.load_state_dict(shared["weights"])
         states = [part["optimizer_state"] for part in parts]
-        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size)
+        backend = getattr(trainer.engine.optimizer, "backend", None)
+        nodes = backend.between.world_size if backend is not None else None
+        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
         trainer.engine.optimizer.load_state_dict(joined)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path} does not fit: {' '.join(str(error).split())}") from error

@@ -22,6 +22,11 @@ def local_rank() -> int:
     return _read("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0)
 
 
+def local_size() -> int | None:
+    """How many processes this machine runs; None without a launcher."""
+    return _read("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=0) or None
+
+
 def by_torchrun() -> int | None:
     """How many processes torchrun has started; None if it was not torchrun."""
     return _read("WORLD_SIZE", default=0) or None

@@ -19,11 +19,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from commopt.comm import Backend, MPIBackend, TorchBackend
+from commopt.comm import Backend, MPIBackend, NodesBackend, TorchBackend
 from commopt.comm.mpi import load_mpi
 from commopt.train import started
-from commopt.train.backend import backend_class, make_backend
+from commopt.train.backend import backend_class, make_backend, ranks_per_node
 from commopt.train.config import CommConfig
 from commopt.train.errors import ConfigError, RankError, UserError
 
@@ -153,9 +154,14 @@ def _torch_world(config: CommConfig) -> Iterator[World]:
     try:
         control = TorchBackend(dist.new_group(backend="gloo", timeout=PATIENCE))
         world = World(control.rank, control.world_size, device, control)
+        local_sizes = world.gather(started.local_size())
+        places = world.together(lambda: ranks_per_node(config, world.size, local_sizes))
         if cls is not None:
-            own = world.together(lambda: make_backend(cls, config, world.rank, world.size))
+            own: Backend = world.together(lambda: make_backend(cls, config, world.rank, world.size))
             world = replace(world, backend=own)
+        elif places > 1:
+            mesh = init_device_mesh(device.type, (world.size // places, places))
+            world = replace(world, backend=NodesBackend.from_mesh(mesh))
         yield world
     finally:
         if owned:
@@ -189,8 +195,20 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
         here.Free()
         return replace(world, device=_device(local_rank), backend=make_backend(MPIBackend, config, rank, size))
 
+    def group(world: World) -> World:
+        local_sizes = world.gather(started.local_size())
+        places = world.together(lambda: ranks_per_node(config, size, local_sizes))
+        if places == 1:
+            return world
+        inside, between = (mpi.COMM_WORLD.Split(color) for color in (rank // places, rank % places))
+        assert world.backend is not None
+        nodes = NodesBackend(
+            world.backend, MPIBackend(inside, **config.args), MPIBackend(between, **config.args), world.device
+        )
+        return replace(world, backend=nodes)
+
     try:
-        yield world.together(join)
+        yield group(world.together(join))
     except UserError:
         raise  # all ranks do
     except BaseException as error:

@@ -1,0 +1,130 @@
+"""Nodes with several ranks: a fast network inside each, a slow one between them.
+
+What is sent in bulk goes over both in turn: full precision inside a node, and between nodes, compressed or not, every
+rank sends the part that is its own. So the bytes that leave a node are divided by the number of its ranks.
+``collectives`` has how.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from commopt.comm.backend import Backend, Work, lacking, open_lines
+from commopt.comm.torch import TorchBackend
+
+
+class NodesBackend:
+    """All ranks, seen as M nodes of L ranks each. The verbs are those of all ranks together.
+
+    Args:
+        everyone: all M L ranks.
+        inside: those of this rank's node, L of them.
+        between: those that have this rank's place in the other nodes, M of them. Every node has the same order of
+            places, and every place the same order of nodes.
+        device: where a message to the other ranks may be put, for backends that need a GPU.
+
+    Attributes:
+        places: of every rank, by rank: its node, and its place in that.
+
+    Raises:
+        ValueError: on every rank, if on any of them the three do not fit together; before that, if one of them lacks
+            a verb.
+    """
+
+    def __init__(
+        self, everyone: Backend, inside: Backend, between: Backend, device: torch.device | str = "cpu"
+    ) -> None:
+        for name, backend in (("everyone", everyone), ("inside", inside), ("between", between)):
+            if missing := lacking(backend):
+                raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+        self.everyone, self.inside, self.between = everyone, inside, between
+        self.rank, self.world_size = everyone.rank, everyone.world_size
+        self.places = _check_grid(everyone, inside, between, torch.device(device))
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> NodesBackend:
+        """The nodes of a 2-d device mesh: its rows, as ``init_device_mesh("cuda", (nodes, ranks_per_node))`` has them.
+
+        Raises:
+            ValueError: for a mesh of another number of dimensions, on a rank that it does not contain, and if it does
+                not hold all ranks of the default process group.
+        """
+        if mesh.ndim != 2:
+            raise ValueError(f"the mesh of nodes must have 2 dimensions, nodes and ranks of a node, got {mesh.ndim}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the device mesh given")
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(
+                f"the mesh of nodes must hold all {dist.get_world_size()} ranks of the default process group, got "
+                f"{mesh.size()}; for some of them give backend=NodesBackend(everyone, inside, between), with a group of "
+                "your own for everyone"
+            )
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend(mesh.get_group(0)), device)
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self.everyone.all_reduce(x)
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        return self.everyone.all_to_all(out, inp)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        return self.everyone.all_gather(out, inp)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self.everyone.broadcast(x, src)
+
+    def lines(self, n: int) -> list[NodesBackend]:
+        """``n`` lines inside and between nodes; none where one of the two has none."""
+        levels = []
+        for level in (self.inside, self.between):
+            lines = open_lines(level, n) if level.world_size > 1 else [level] * n  # one rank alone needs no lines
+            levels.append(lines)
+        out = []
+        for inside, between in zip(*levels):
+            line = object.__new__(type(self))
+            line.__dict__.update(self.__dict__, inside=inside, between=between)
+            out.append(line)
+        return out
+
+
+def _check_grid(everyone: Backend, inside: Backend, between: Backend, device: torch.device) -> list[tuple[int, int]]:
+    """Returns (between.rank, inside.rank) of every rank. Raises ValueError on every rank unless these are the places of
+    a grid of all ranks, whose rows are the groups ``inside`` and whose columns are the groups ``between``."""
+    mine = torch.tensor([between.rank, inside.rank, between.world_size, inside.world_size], device=device)
+    table = mine.new_empty(everyone.world_size, 4)
+    everyone.all_gather(table, mine).wait()
+    rows: list[list[int]] = table.tolist()
+    _, _, nodes, places = rows[0]
+    for rank, row in enumerate(rows):
+        if row[2:] != [nodes, places]:
+            raise ValueError(
+                f"the ranks do not form nodes of one size: rank {rank} sees {row[2]} nodes of {row[3]} ranks, rank 0 "
+                f"sees {nodes} of {places}"
+            )
+    grid = [(node, place) for node, place, _, _ in rows]
+    if nodes * places != everyone.world_size or len(set(grid)) != everyone.world_size:
+        raise ValueError(
+            f"{nodes} nodes of {places} ranks are not the {everyone.world_size} ranks of everyone, each in a place of "
+            "its own"
+        )
+    wrong = ""
+    for name, group, axis in (("inside", inside, 0), ("between", between, 1)):
+        expected = [r for _, r in sorted((row[1 - axis], r) for r, row in enumerate(rows) if row[axis] == mine[axis])]
+        there = mine.new_empty(group.world_size, 1)
+        group.all_gather(there, torch.tensor([everyone.rank], device=device)).wait()
+        found = there.flatten().tolist()
+        if found != expected:
+            wrong = wrong or f"{name} has ranks {found} where it should have {expected}"
+    failed = torch.tensor([float(bool(wrong))], device=device)
+    everyone.all_reduce(failed).wait()
+    if wrong:
+        raise ValueError(wrong)
+    if failed.item() > 0:
+        raise ValueError("inside and between do not fit together on another rank; its own error says where")
+    return grid
