@@ -88,9 +88,13 @@ class Bucket:
 
     def pack_gradients(self, scale: float) -> Tensor:
         """A new flat buffer, shape (padded,), with ``scale`` times each gradient; zeros where there is none."""
-        flat = self.zeros()
+        flat = torch.empty(self.padded, dtype=self.dtype, device=self.device)
+        end = 0
         for grad, offset in self.gradients():
-            flat[offset : offset + grad.numel()].view(grad.shape).copy_(grad)
+            flat[end:offset].zero_()
+            end = offset + grad.numel()
+            flat[offset:end].view(grad.shape).copy_(grad)
+        flat[end:].zero_()
         return flat if scale == 1 else flat.mul_(scale)
 
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:

@@ -255,3 +255,20 @@ def test_the_readme_is_made_from_the_figures(tmp_path: Path) -> None:
     readme.write_text("no markers")
     with pytest.raises(SystemExit, match="has no"):
         network_report.update_readme(runs, readme)
+
+
+def test_with_hosts_as_nodes_half_as_much_leaves_a_host_of_two_ranks(start: Started, tmp_path: Path) -> None:
+    arguments = ["--methods", "onebit_adam,onebit_adam_nodes", "--rate", "1gbit", "--ranks-per-host", "2"]
+    arguments += ["--layers", "1", "--width", "64", "--vocab", "4096", "--sequence", "16", "--rounds", "2"]
+    arguments += ["--seconds", "0.02", "--timeout", "120", "--json", str(tmp_path / "figures.json")]
+    code, _, err = finish(start("bench_network.py", *arguments))
+    assert code == 0, err
+    (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
+    flat, nodes = (run["methods"][name]["bytes_per_host"] for name in ("onebit_adam", "onebit_adam_nodes"))
+    payload = 4 * run["parameters"]  # each way, both ranks of a host send 1 / 32 of it to the other host
+    if NO_BED:
+        assert nodes > 0  # loopback counts what stays in a host, too
+        return
+    assert 2 * payload / 32 < flat < 2.4 * payload / 32
+    assert payload / 32 < nodes < 1.3 * payload / 32
+    assert 1.8 < flat / nodes < 2.05

@@ -59,8 +59,8 @@ class NodesBackend:
         if mesh.size() != dist.get_world_size():
             raise ValueError(
                 f"the mesh of nodes must hold all {dist.get_world_size()} ranks of the default process group, got "
-                f"{mesh.size()}; for some of them give backend=NodesBackend(everyone, inside, between), with a group of "
-                "your own for everyone"
+                f"{mesh.size()}; for some of them give backend=NodesBackend(everyone, inside, between), with a group "
+                "of your own for everyone"
             )
         device = torch.device(mesh.device_type)
         if device.type == "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Sequence
 
 from commopt.comm import Backend, MPIBackend, resolve_backend
@@ -12,8 +11,6 @@ from commopt.train.config import BACKENDS, CommConfig
 from commopt.train.errors import ConfigError
 from commopt.train.named import build, check_arguments
 from commopt.train.parse import nearest
-
-log = logging.getLogger(__name__)
 
 
 def backend_class(config: CommConfig) -> type | None:
@@ -87,6 +84,4 @@ def ranks_per_node(config: CommConfig, size: int, local_sizes: Sequence[int | No
         places = local_sizes[0]
     if size % places:
         raise ConfigError(f"{key} is not allowed with {size} ranks: it must divide them")
-    if places == size > 1:
-        log.warning("%s: all %d ranks are one node, so that nothing is compressed", key, size)
     return places

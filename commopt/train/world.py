@@ -129,6 +129,18 @@ def open_world(config: CommConfig | None = None) -> contextlib.AbstractContextMa
     return _mpi_world(config) if config.backend == "mpi" else _torch_world(config)
 
 
+def _places(config: CommConfig, world: World) -> int:
+    """How many ranks make a node."""
+    local_sizes = world.gather(started.local_size())
+    places = world.together(lambda: ranks_per_node(config, world.size, local_sizes))
+    if places == world.size > 1 and world.is_main:
+        log.warning(
+            "comm.ranks_per_node=%d: all %d ranks are one node, so that nothing is compressed",
+            config.ranks_per_node, world.size,
+        )  # fmt: skip
+    return places
+
+
 @contextlib.contextmanager
 def _torch_world(config: CommConfig) -> Iterator[World]:
     """Without torchrun's environment, or with a world size of 1, be alone. A default process group that exists already
@@ -154,8 +166,7 @@ def _torch_world(config: CommConfig) -> Iterator[World]:
     try:
         control = TorchBackend(dist.new_group(backend="gloo", timeout=PATIENCE))
         world = World(control.rank, control.world_size, device, control)
-        local_sizes = world.gather(started.local_size())
-        places = world.together(lambda: ranks_per_node(config, world.size, local_sizes))
+        places = _places(config, world)
         if cls is not None:
             own: Backend = world.together(lambda: make_backend(cls, config, world.rank, world.size))
             world = replace(world, backend=own)
@@ -196,8 +207,7 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
         return replace(world, device=_device(local_rank), backend=make_backend(MPIBackend, config, rank, size))
 
     def group(world: World) -> World:
-        local_sizes = world.gather(started.local_size())
-        places = world.together(lambda: ranks_per_node(config, size, local_sizes))
+        places = _places(config, world)
         if places == 1:
             return world
         inside, between = (mpi.COMM_WORLD.Split(color) for color in (rank // places, rank % places))
