@@ -50,12 +50,14 @@ class Backend(Protocol):
         """x <- rank ``src``'s x, in place."""
 
 
-VERBS = ("rank", "world_size", "all_reduce", "all_to_all", "all_gather", "broadcast")
+VERBS = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 
 
 def lacking(backend: Any) -> list[str]:
-    """What ``backend`` lacks to be a :class:`Backend`."""
-    return [name for name in VERBS if not hasattr(backend, name)]
+    """What ``backend``, an object, lacks to be a :class:`Backend`; of a class, the verbs alone."""
+    identity = [] if isinstance(backend, type) else ["rank", "world_size"]
+    missing = [name for name in identity if not hasattr(backend, name)]
+    return missing + [verb for verb in VERBS if not callable(getattr(backend, verb, None))]
 
 
 def open_lines(backend: Backend, n: int) -> list[Backend]:

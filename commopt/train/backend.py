@@ -35,8 +35,7 @@ def backend_class(config: CommConfig) -> type | None:
         raise ConfigError(f"comm.backend={name!r}: cannot import {path}: {error}") from None
     if not isinstance(found, type):
         raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
-    missing = [verb for verb in lacking(found) if verb not in ("rank", "world_size")]  # those, an object may have
-    if missing:
+    if missing := lacking(found):
         raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
     if config.ranks_per_node != 1:
         raise ConfigError(
