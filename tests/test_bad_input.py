@@ -12,6 +12,7 @@ from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, 
 from commopt import OneBitAdam, attach
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Sign
+from commopt.optim import checks
 
 BAD_ARGUMENTS = [
     ({"lr": -0.1}, r"lr must be a number >= 0, got -0.1"),
@@ -185,3 +186,19 @@ def test_a_rank_that_fails_takes_the_others_along_instead_of_leaving_them_to_wai
 def test_a_world_of_threads_needs_a_rank():
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         ThreadWorld(0)
+
+
+def test_parameters_without_memory_and_devices_that_the_backend_cannot_send_from():
+    def ours(backend):
+        bad = nn.Linear(2, 2, device="meta" if backend.rank else "cpu")
+        with pytest.raises(ValueError) as caught:
+            OneBitAdam([*nn.Linear(2, 2).parameters(), *bad.parameters()], backend=backend)
+        return str(caught.value)
+
+    first, second = on_threads(2, ours)
+    assert "rank 1 refused its arguments: parameter 2 is on the meta device" in first
+    assert "parameter 2 is on the meta device and has no values" in second
+    params = list(nn.Linear(2, 2).parameters())
+    checks.check_params(params, ("cpu", "cuda"))
+    with pytest.raises(ValueError, match="parameter 0 is on cpu, but this backend sends from cuda only"):
+        checks.check_params(params, ("cuda",))  # as NCCL

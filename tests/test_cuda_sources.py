@@ -39,38 +39,45 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(found[-1]))
 
 
-def compile_cuda(text: str, arch: str) -> tuple[int, str, str]:
-    """The status (0: good), what the compiler says, and PTX."""
+def compile_cuda(text: str, arch: str) -> tuple[int, str, str, bytes]:
+    """The status (0: good), what the compiler says, PTX, and machine code: the assembler finds what it does not."""
     compiler, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"all.cu", 0, None, None) == 0
     # As CuPy does it.
     options = [b"-std=c++17", b"-ftz=true", f"-arch={arch}".encode(), b"--device-as-default-execution-space"]
     status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     texts = []
-    for what in ["ProgramLog"] + ["PTX"] * (status == 0):
+    for what in ["ProgramLog"] + ["PTX", "CUBIN"] * (status == 0):
         assert getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
         buffer = ctypes.create_string_buffer(size.value)
         assert getattr(compiler, f"nvrtcGet{what}")(program, buffer) == 0
-        texts.append(buffer.value.decode())
+        texts.append(buffer.raw)
     compiler.nvrtcDestroyProgram(ctypes.byref(program))
-    return status, texts[0], texts[1] if status == 0 else ""
+    log, ptx, code = (*texts, b"", b"")[:3]
+    return status, log.decode(), ptx.decode(), code
 
 
-@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_90"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_the_sources_compile(arch):
-    status, log, ptx = compile_cuda(launch.source(), arch)
+    status, log, ptx, code = compile_cuda(launch.source(), arch)
     assert status == 0, log
     assert log.strip("\0\n") == ""
     assert ptx.count(".entry") == launch.source().count("__global__")
     # Denormals are kept where CuPy asks for them to be flushed: no float arithmetic but our own instructions.
     assert [line for line in ptx.splitlines() if ".ftz" in line] == []
+    assert code.startswith(b"\x7fELF")
+    assert code.count(b".text.") >= ptx.count(".entry")
 
 
 def test_a_broken_source_does_not_compile():
-    status, log, _ = compile_cuda(launch.source().replace("__popc(alive)", "__popc(alife)"), "compute_80")
+    status, log, _, _ = compile_cuda(launch.source().replace("__popc(alive)", "__popc(alife)"), "sm_80")
     assert status != 0
     assert "compress.cu" in log
     assert "alife" in log
+    # an instruction that does not exist is found by the assembler only
+    status, _, _, code = compile_cuda(launch.source().replace("fma.rn.f32", "fma.rm.f31"), "sm_80")
+    assert status != 0
+    assert not code
 
 
 # running --------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Work(Protocol):
 @runtime_checkable
 class Backend(Protocol):
     """The ranks that train together, and how they talk. All tensors contiguous; the same shapes and dtypes on every
-    rank."""
+    rank. One that cannot send from every device says in ``devices``, a tuple of types such as "cuda", from which."""
 
     @property
     def rank(self) -> int:
@@ -58,6 +58,11 @@ def lacking(backend: Any) -> list[str]:
     identity = [] if isinstance(backend, type) else ["rank", "world_size"]
     missing = [name for name in identity if not hasattr(backend, name)]
     return missing + [verb for verb in VERBS if not callable(getattr(backend, verb, None))]
+
+
+def sends_from(backend: Any) -> tuple[str, ...] | None:
+    """The types of devices that ``backend`` can send from; None: all."""
+    return getattr(backend, "devices", None)
 
 
 def open_lines(backend: Backend, n: int) -> list[Backend]:

@@ -87,6 +87,8 @@ class MPIBackend:
         RuntimeError: see :func:`load_mpi`.
     """
 
+    devices = ("cpu", "cuda")
+
     def __init__(self, comm: Any = None, timeout: float = 1800.0, cuda_aware: bool | None = None) -> None:
         self._mpi = mpi = load_mpi()
         self.comm = mpi.COMM_WORLD if comm is None else comm

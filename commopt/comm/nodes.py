@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, Work, lacking, open_lines
+from commopt.comm.backend import Backend, Work, lacking, open_lines, sends_from
 from commopt.comm.torch import TorchBackend
 
 
@@ -43,6 +43,12 @@ class NodesBackend:
         self.everyone, self.inside, self.between = everyone, inside, between
         self.rank, self.world_size = everyone.rank, everyone.world_size
         self.places = _check_grid(everyone, inside, between, torch.device(device))
+
+    @property
+    def devices(self) -> tuple[str, ...] | None:
+        """Those that all three can send from."""
+        each = [d for d in map(sends_from, (self.everyone, self.inside, self.between)) if d is not None]
+        return tuple(sorted(set(each[0]).intersection(*each[1:]))) if each else None
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> NodesBackend:

@@ -37,6 +37,11 @@ class TorchBackend:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """NCCL sends from GPUs only."""
+        return tuple(sorted(device.type for device in self.group._device_types))
+
     def all_reduce(self, x: Tensor) -> Any:
         x.div_(self.world_size)
         return dist.all_reduce(x, group=self.group, async_op=True)

@@ -16,7 +16,7 @@ parameters take part. From then on all of them do the same, so nothing can hang 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, CollectiveError, CountingBackend, Work, all_reduce_bytes, resolve_backend
+from commopt.comm import (
+    Backend,
+    CollectiveError,
+    CountingBackend,
+    Work,
+    all_reduce_bytes,
+    resolve_backend,
+    sends_from,
+)
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
 from commopt.optim.agreement import LocalView, StepSkipped, Verdict, agree_on_setup, equalize
@@ -131,7 +139,7 @@ class CommOptimizer(PackedOptimizer):
         error: Exception | None = None
         try:
             super().add_param_group(param_group)
-            checks.check_params(self.param_groups[-1]["params"])
+            checks.check_params(self.param_groups[-1]["params"], self._devices())
             self.check_group(self.param_groups[-1])
         except (ValueError, TypeError) as caught:
             error = caught
@@ -154,11 +162,13 @@ class CommOptimizer(PackedOptimizer):
         settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, providers]
         params = [p for group in groups for p in group["params"]]
         facts = {
-            "parameter lists": str([[(tuple(p.shape), p.dtype) for p in group["params"]] for group in groups]),
+            "parameter lists": str(
+                [[(tuple(p.shape), p.dtype, p.device.type) for p in group["params"]] for group in groups]
+            ),
             "settings or kernel providers": str(settings),
         }
         counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
-        device = params[0].device if params else torch.device("cpu")
+        device = self._control_device(params)
         agree_on_setup(self.backend, device, facts, error, counts)
         if equalize(self.backend, device, params) and self.backend.rank == 0:
             logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
@@ -168,6 +178,18 @@ class CommOptimizer(PackedOptimizer):
             self._open_lines()
         self._watch()
         self.backend.end_step()
+
+    def _devices(self) -> tuple[str, ...] | None:
+        """Types of devices that parameters may be on; None for all."""
+        return sends_from(self.backend.inner) if self.backend.world_size > 1 else None
+
+    def _control_device(self, params: Sequence[Tensor]) -> torch.device:
+        """Where this rank puts what it tells the others: where its parameters are, or where it can at all."""
+        devices = self._devices()
+        for p in params:
+            if p.device.type != "meta" and (devices is None or p.device.type in devices):
+                return p.device
+        return torch.device("cpu" if devices is None or "cpu" in devices else devices[0])
 
     # the step ---------------------------------------------------------------------------------------------------------
 

@@ -72,8 +72,18 @@ def check_common(compressor: Any, max_grad_norm: Any, bucket_mb: Any, overlap: A
         )
 
 
-def check_params(params: Sequence[Tensor]) -> None:
+def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None) -> None:
+    """devices: the types that the backend can send from; None for all."""
     for i, p in enumerate(params):
+        if p.device.type == "meta":
+            raise ValueError(
+                f"parameter {i} is on the meta device and has no values: first give it memory (to_empty())"
+            )
+        if devices is not None and p.device.type not in devices:
+            raise ValueError(
+                f"parameter {i} is on {p.device}, but this backend sends from {' and '.join(devices)} only: move the "
+                "model there, or give another process group or backend"
+            )
         if p.dtype not in _DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
             raise ValueError(f"parameter {i} is {str(p.dtype).removeprefix('torch.')}; allowed are {allowed}")
