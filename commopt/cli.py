@@ -14,6 +14,7 @@ USAGE = """usage: commopt COMMAND ...
 
 commands:
   train   train a language model: commopt train [CONFIG.yaml] [--section.key=value ...]
+  report  runs side by side: commopt report RUN [RUN ...]
   probe   does compression pay on this network? torchrun ... -m commopt probe --params=340M --step-time=0.3
 
 Several processes: torchrun --nproc-per-node=N -m commopt train ...
@@ -67,7 +68,14 @@ def probe_command(argv: Sequence[str]) -> None:
         raise UserError(str(error)) from error
 
 
-COMMANDS = {"train": train_command, "probe": probe_command}
+def report_command(argv: Sequence[str]) -> None:
+    """``commopt report``."""
+    from commopt.report.command import report
+
+    report(argv)
+
+
+COMMANDS = {"train": train_command, "report": report_command, "probe": probe_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

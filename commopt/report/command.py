@@ -1,0 +1,64 @@
+"""``commopt report RUN [RUN ...]``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from commopt.report.page import COLUMNS, final_figures, render
+from commopt.report.pictures import draw_all
+from commopt.report.runs import read_runs
+from commopt.train.errors import UserError
+
+PAGE = "report.html"
+IN_SHORT = ("run", "steps", "held-out loss", "MB sent", "less than fp32", "seconds")
+"""Columns that a terminal has room for."""
+
+
+def report(argv: Sequence[str]) -> Path:
+    """Reads the runs, writes the page and its pictures, prints the table; returns the page.
+
+    Raises:
+        UserError: a run cannot be read, or the report not be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="commopt report",
+        description="Lays runs over each other: what they learned, and what that cost. Writes one HTML file that needs "
+        "nothing else, and its pictures as PNGs.",
+    )
+    parser.add_argument("run", nargs="+", type=Path, help="folder of a run: its train.run_dir")
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
+    parser.add_argument("--labels", default="", help="what to call the runs, with commas (default: by their folders)")
+    parser.add_argument("--title", default="Training runs", help="of the page")
+    options = parser.parse_args(argv)
+    labels = [label.strip() for label in options.labels.split(",")] if options.labels else []
+    if labels and len(labels) != len(options.run):
+        raise UserError(f"--labels={options.labels} has {len(labels)} names for {len(options.run)} runs")
+    runs = read_runs(options.run, labels)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        pictures = draw_all(runs, options.out)
+        page = options.out / PAGE
+        aside = options.out / f".{PAGE}"
+        aside.write_text(render(runs, pictures, options.title), encoding="utf-8")
+        aside.rename(page)
+    except OSError as error:
+        raise UserError(f"--out={options.out} cannot be written: {error}") from error
+    _print([final_figures(run) for run in runs], page)
+    return page
+
+
+def _print(rows: Sequence[Sequence[str]], page: Path) -> None:
+    from rich import get_console
+    from rich.table import Table
+
+    shown = [COLUMNS.index(name) for name in IN_SHORT]
+    table = Table(box=None, pad_edge=False)
+    for i in shown:
+        table.add_column(COLUMNS[i], justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
+    console = get_console()
+    console.print(table)
+    console.print(f"\n{page} has the rest, and the curves", highlight=False, soft_wrap=True)

@@ -1,0 +1,88 @@
+"""What a run folder says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from commopt.train.errors import UserError
+from commopt.train.metrics import CONFIG, METRICS, Record, read_metrics
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        label: what it is called in pictures and tables.
+        folder: where it is.
+        config: its config as a tree; empty where the folder has none.
+        records: lines of its metrics, by step.
+    """
+
+    label: str
+    folder: Path
+    config: dict[str, Any]
+    records: list[Record]
+
+    def points(self, x: str, y: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+        """Where both ``x`` (times ``scale``) and ``y`` are recorded; a value that was not finite is not."""
+        pairs = [(r[x] * scale, r[y]) for r in self.records if r.get(x) is not None and r.get(y) is not None]
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+    def phases(self) -> dict[str, list[Record]]:
+        """Training records by phase, in the order of the phases."""
+        out: dict[str, list[Record]] = {}
+        for record in self.records:
+            if "phase" in record:
+                out.setdefault(record["phase"], []).append(record)
+        return out
+
+    def bytes_by_phase(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step: the mean over the recorded steps of each phase."""
+        return {phase: sum(r["bytes"] for r in records) / len(records) for phase, records in self.phases().items()}
+
+    @property
+    def last(self) -> Record:
+        """The record with the totals of the run."""
+        return self.records[-1]
+
+    @property
+    def optimizer(self) -> str:
+        """What trained it; "?" where the folder does not say."""
+        return str(self.config.get("optim", {}).get("name", "?"))
+
+
+def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
+    """The runs in ``folders``, called by ``labels`` or by what is different in their paths.
+
+    Raises:
+        UserError: a folder is not there, or has no metrics.
+    """
+    names = list(labels) or short_names(folders)
+    return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _read(folder: Path, label: str) -> Run:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give those that train.run_dir named")
+    records = read_metrics(folder)
+    if not records:
+        raise UserError(f"{folder} has no run: {METRICS} is missing or empty")
+    path = folder / CONFIG
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return Run(label, folder, config if isinstance(config, dict) else {}, records)
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The paths without what all of them share at the beginning."""
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) == 1:
+        return [paths[0].name]
+    shared = Path(os.path.commonpath(paths))
+    return [str(path.relative_to(shared)) if path != shared else path.name for path in paths]

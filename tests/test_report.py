@@ -1,0 +1,149 @@
+"""``commopt report``: figures that can be recomputed, pictures that are there, mistakes that are named."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commopt.cli import main
+from commopt.report.page import COLUMNS, final_figures
+from commopt.report.runs import read_runs, short_names
+from commopt.train.errors import UserError
+
+
+def write_run(folder: Path, name: str, steps: int = 8, switch: int | None = 4, **changes: Any) -> Path:
+    """A run that sends 32 MB a step, and 1 MB after step ``switch``; its held-out loss is 10 - step."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"optim: {{name: {name}}}\n")
+    sent, lines = 0, []
+    for step in range(1, steps + 1):
+        compressed = switch is not None and step > switch
+        nbytes = 1_000_000 if compressed else 32_000_000
+        sent += nbytes
+        record = {
+            "step": step, "loss": 11.0 - step, "phase": "compressed" if compressed else "warmup", "bytes": nbytes,
+            "residual_ratio": 0.5 if compressed else None, "tokens_total": 1000 * step, "seconds": 0.5 * step,
+            "bytes_total": sent, "fp32_bytes_total": 32_000_000 * step, "compressed_steps": 0, "skipped_steps": 1,
+        }  # fmt: skip
+        if step % 2 == 0:
+            record["heldout_loss"] = 10.0 - step
+        lines.append(json.dumps(record | changes))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+class Page(HTMLParser):
+    """Cells, headings and pictures of a page; whether every tag is closed; and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.pictures: list[bytes] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        for key in ("src", "href"):
+            value = given.get(key) or ""
+            if value.startswith("data:image/png;base64,"):
+                self.pictures.append(base64.b64decode(value.partition(",")[2]))
+            elif value:
+                self.loads.append(value)
+        if tag in ("meta", "img"):
+            return
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data.strip()
+
+
+def test_the_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    (run,) = read_runs([write_run(tmp_path / "a", "OneBitAdam")])
+    assert dict(zip(COLUMNS, final_figures(run))) == {
+        "run": "a",
+        "optimizer": "OneBitAdam",
+        "steps": "8",
+        "tokens, millions": "0.008",
+        "held-out loss": "2.0000",
+        "lowest": "2.0000",
+        "MB sent": "132.0",
+        "less than fp32": "1.9 x",
+        "MB a step, by phase": "warmup 32\ncompressed 1",
+        "seconds": "4.0",
+        "tokens/s": "2,000",
+        "steps skipped": "1",
+    }
+    assert run.points("tokens_total", "heldout_loss", 1e-3) == ([2, 4, 6, 8], [8, 6, 4, 2])
+
+
+def test_a_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / "runs" / "a", "OneBitAdam"), write_run(tmp_path / "runs" / "b<", "AdamW", switch=None)]
+    out = tmp_path / "out"
+    assert main(["report", *map(str, runs), "--out", str(out), "--title", "A & B"]) == 0
+    page = Page((out / "report.html").read_text())
+    assert page.loads == []
+    assert [row[0] for row in page.rows] == ["run", "a", "b<"]
+    assert page.rows[0] == list(COLUMNS)
+    names = ["heldout.png", "training.png", "bytes.png", "residuals.png"]
+    assert page.pictures == [(out / name).read_bytes() for name in names]
+    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures)
+    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "report.html"])
+    assert "<title>A &amp; B</title>" in (out / "report.html").read_text()
+    said = capsys.readouterr().out
+    assert re.search(r"a +8 +2.0000 +132.0 +1.9 x +4.0", said)
+    assert re.search(r"b< +8 +2.0000 +256.0 +1.0 x +4.0", said)
+
+
+def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
+    """One rank: nothing is sent, nothing is owed; and it was never evaluated."""
+    run = write_run(tmp_path / "alone", "AdamW", switch=None, bytes=0, bytes_total=0, heldout_loss=None)
+    (run / "config.yaml").unlink()
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    page = Page((tmp_path / "out/report.html").read_text())
+    assert dict(zip(*page.rows))["held-out loss"] == dict(zip(*page.rows))["less than fp32"] == "-"
+    assert dict(zip(*page.rows))["optimizer"] == "?"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "training.png"]
+
+
+def test_labels(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", "AdamW") for name in ("x", "y")]
+    assert short_names(folders) == ["x/run", "y/run"]
+    assert short_names(folders[:1]) == ["run"]
+    assert short_names([tmp_path / "x", tmp_path / "x/run"]) == ["x", "run"]
+    assert [run.label for run in read_runs(folders, ["one", "two"])] == ["one", "two"]
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, empty = write_run(tmp_path / "a", "AdamW"), tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "file").write_text("")
+    cases = [
+        ([str(tmp_path / "nowhere")], "nowhere is no folder: give those that train.run_dir named"),
+        ([str(empty)], "empty has no run: metrics.jsonl is missing or empty"),
+        ([str(run), "--labels=a,b"], "--labels=a,b has 2 names for 1 runs"),
+        ([str(run), f"--out={tmp_path}/file"], "file cannot be written"),
+    ]
+    for argv, message in cases:
+        assert main(["report", f"--out={tmp_path}/out", *argv]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="no run"):
+        read_runs([empty])
