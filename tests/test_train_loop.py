@@ -25,8 +25,8 @@ import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
 from commopt.train.engine import make_optimizer
-from commopt.train.errors import ConfigError
-from commopt.train.loop import Trainer, learning_rate
+from commopt.train.errors import CheckpointError, ConfigError
+from commopt.train.loop import Trainer, learning_rate, train
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.parse import from_dict, to_yaml
@@ -128,6 +128,45 @@ def test_learning_rate() -> None:
     assert rates[9] == pytest.approx(1.1)
     assert rates[14] == pytest.approx(0.2)
     assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_other_ways_down() -> None:
+    optim = {"lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.5}
+    linear = from_dict({"optim": {**optim, "decay": "linear"}, "train": {"steps": 14}})
+    assert [learning_rate(linear, step) for step in (0, 3, 4, 9, 14)] == [0.5, 2.0, 2.0, 1.5, 1.0]
+    exponential = {**optim, "decay": "exponential", "decay_rate": 0.8, "decay_every": 3}
+    config = from_dict({"optim": exponential, "train": {"steps": 14}})
+    rates = [learning_rate(config, step) for step in range(3, 14)]
+    assert rates == pytest.approx([2, 2, 2, 2, 1.6, 1.6, 1.6, 1.28, 1.28, 1.28, 1.024])
+    assert learning_rate(config, 100) == 1.0
+    constant = from_dict({"optim": {**optim, "min_lr_ratio": 1.0}, "train": {"steps": 14}})
+    assert {learning_rate(constant, step) for step in range(4, 14)} == {2.0}
+
+
+def test_a_run_that_starts_from_the_weights_of_another_with_longer_samples(tiny: Make, tmp_path: Path) -> None:
+    shape = {"layers": 1, "heads": 2, "width": 16, "positions": 32}
+    train(tiny(tmp_path / "short", model=shape, train={"steps": 4, "checkpoint_every": 4}))
+    first = tmp_path / "short/checkpoints/step-00000004"
+    longer = tiny(tmp_path / "long", model=shape, data={"seq_len": 32}, init=str(first))
+    weights = torch.load(first / "shared.pt", weights_only=True)["weights"]
+    trainer = Trainer(longer, ALONE)
+    assert trainer.step == 0
+    assert weights.keys() == trainer.model.state_dict().keys()
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    assert all(not state["exp_avg"].any() for state in trainer.engine.optimizer.state.values())
+    train(longer)
+    resumed = tiny(tmp_path / "long", model=shape, data={"seq_len": 32}, init="elsewhere", resume="auto")
+    assert Trainer(resumed, ALONE).step == 12  # a run that goes on has weights already
+
+    for changes, message in (
+        ({"init": str(tmp_path / "none")}, "none: no such folder"),
+        ({"init": str(first), "model": {**shape, "width": 18}}, r"of another model: it has .* \(300, 16\) where"),
+        ({"init": str(first), "model": {**shape, "positions": None}}, r"of another model: it has .*wpe.* \(32, 16\)"),
+        ({"init": str(first), "data": {"vocab_size": 290}}, "of another corpus or tokenizer"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(tiny(tmp_path / "other", **{"model": shape, **changes}), ALONE)
 
 
 def test_a_batch_that_cannot_be_shared_out(tiny: Make, tmp_path: Path) -> None:

@@ -221,7 +221,12 @@ def load(path: Path, world: World) -> tuple[dict[str, Any], list[dict[str, Any]]
         return [_read(path / name, mmap=name != own) for name in map(rank_file, range(size))]
 
     own = rank_file(world.rank)
-    return world.together(lambda: _read(path / SHARED)), world.together(read)
+    return world.together(lambda: load_shared(path)), world.together(read)
+
+
+def load_shared(path: Path) -> dict[str, Any]:
+    """The shared part alone, on the CPU."""
+    return _read(path / SHARED)
 
 
 def _read(path: Path, mmap: bool = False) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class ModelConfig:
     """Hidden size, >= 1."""
     dropout: float = 0.0
     """Dropout probability everywhere, in [0, 1)."""
+    positions: int | None = None
+    """Positions that have an embedding, >= data.seq_len; null for data.seq_len. More for a model that goes on with
+    longer samples later, see init."""
 
     def __post_init__(self) -> None:
         _check("model.kind", self.kind, self.kind in ("gpt", "bert"), "gpt or bert")
@@ -85,7 +88,7 @@ class CompressorConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer and the learning-rate schedule: linear warm-up, then a cosine down to min_lr_ratio * lr."""
+    """The optimizer and the learning-rate schedule: linear warm-up, then down to min_lr_ratio * lr."""
 
     name: str = "OneBitAdam"
     """Attribute of commopt.optim or of torch.optim, or a dotted path. A torch optimizer is trained under DDP, with
@@ -98,8 +101,15 @@ class OptimConfig:
     """Gradients are clipped to this global L2 norm, > 0; null for no clipping."""
     warmup_steps: int = 0
     """Steps of linear learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
+    decay: Literal["cosine", "linear", "exponential"] = "cosine"
+    """How the learning rate falls after its warm-up. cosine, linear: to min_lr_ratio at the last step. exponential:
+    times decay_rate every decay_every steps, but not below min_lr_ratio."""
+    decay_rate: float | None = None
+    """Factor of the exponential decay, in (0, 1]; null for the others."""
+    decay_every: int | None = None
+    """Steps between two of its factors, >= 1; null for the others."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the last step over the peak, in [0, 1]."""
+    """Lowest learning rate over the peak, in [0, 1]; 1 keeps it constant."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature."""
     compressor: CompressorConfig | None = None
@@ -112,6 +122,15 @@ class OptimConfig:
         _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")
         _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
         _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
+        kinds = ("cosine", "linear", "exponential")
+        _check("optim.decay", self.decay, self.decay in kinds, "cosine, linear or exponential")
+        rate, every = self.decay_rate, self.decay_every
+        if self.decay == "exponential":
+            _check("optim.decay_rate", rate, rate is not None and 0 < rate <= 1, "in (0, 1] with exponential decay")
+            _check("optim.decay_every", every, every is not None and every >= 1, ">= 1 with exponential decay")
+        else:
+            _check("optim.decay_rate", rate, rate is None, f"null with optim.decay={self.decay}")
+            _check("optim.decay_every", every, every is None, f"null with optim.decay={self.decay}")
 
 
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -186,9 +205,17 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    init: str | None = None
+    """Folder of a checkpoint of another run, for the weights that a new run starts from: of a model of the same shape,
+    on the same corpus. Optimizer, learning rate and data start anew. null: random weights. A run that is resumed has
+    weights already."""
     resume: str = "none"
     """none: a new run. auto: go on from the newest good checkpoint of train.run_dir, or start where there is none.
     Else the folder of a checkpoint."""
 
     def __post_init__(self) -> None:
+        _check("init", self.init, self.init is None or bool(self.init), "null or the folder of a checkpoint")
         _check("resume", self.resume, bool(self.resume), "none, auto or the folder of a checkpoint")
+        positions, length = self.model.positions, self.data.seq_len
+        enough = positions is None or positions >= length
+        _check("model.positions", positions, enough, f"null or >= data.seq_len={length}")

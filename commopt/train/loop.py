@@ -47,13 +47,18 @@ def train(config: Config) -> Record:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Learning rate of a step (0 is the first): linear warm-up to the peak, then half a cosine."""
-    peak, warmup = config.optim.lr, config.optim.warmup_steps
+    """Learning rate of a step (0 is the first): linear warm-up to the peak, then as ``optim.decay`` says."""
+    optim = config.optim
+    peak, warmup, floor = optim.lr, optim.warmup_steps, optim.min_lr_ratio
     if step < warmup:
         return peak * (step + 1) / warmup
+    if optim.decay == "exponential":
+        assert optim.decay_rate is not None
+        assert optim.decay_every is not None
+        return peak * max(floor, optim.decay_rate ** ((step - warmup) // optim.decay_every))
     progress = (step - warmup) / max(1, config.train.steps - warmup)
-    floor = config.optim.min_lr_ratio
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    left = 1 - progress if optim.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (floor + (1 - floor) * left)
 
 
 def piece_size(config: Config, world: World) -> int:
@@ -91,6 +96,8 @@ class Trainer:
         self.step, self.consumed, self.meter = 0, 0, Meter()
         self.lap = (0, 0.0)  # tokens and seconds at the last record
         resume.seed_dropout(self)
+        if found is None and config.init is not None:
+            resume.take_weights(self, Path(config.init))
         if found is not None:
             resume.load(self, found)
             self.lap = (self.meter.tokens, self.meter.seconds)

@@ -27,7 +27,7 @@ class GPT(nn.Module):
         self.net: Any = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=vocab_size,
-                n_positions=seq_len,
+                n_positions=config.positions or seq_len,
                 n_embd=config.width,
                 n_layer=config.layers,
                 n_head=config.heads,
@@ -55,7 +55,7 @@ class BERT(nn.Module):
         self.net: Any = BertForMaskedLM(
             BertConfig(
                 vocab_size=vocab_size,
-                max_position_embeddings=seq_len,
+                max_position_embeddings=config.positions or seq_len,
                 hidden_size=config.width,
                 num_hidden_layers=config.layers,
                 num_attention_heads=config.heads,

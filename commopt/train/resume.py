@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 FIXED = (
     "model.kind",
     "model.heads",
+    "model.positions",
     "data.seq_len",
     "optim.name",
     "optim.weight_decay",
@@ -84,6 +85,16 @@ def load(trainer: Trainer, path: Path) -> None:
         seed_dropout(trainer)
         log.warning("the checkpoint is of %d ranks, now there are %d: residuals are merged", len(parts), world.size)
     world.once(lambda: checkpoint.set_aside_newer(trainer.folder, trainer.step))
+
+
+def take_weights(trainer: Trainer, path: Path) -> None:
+    """Start a new run from the weights in another run's checkpoint."""
+    world = trainer.world
+    world.once(lambda: checkpoint.verify(path))
+    shared = world.together(lambda: checkpoint.load_shared(path))
+    checkpoint.check_fits({**shared, "optimizer": None}, {**_identity(trainer), "optimizer": None}, path)
+    trainer.model.load_state_dict(shared["weights"])
+    log.info("weights from %s, step %d", path, shared["step"])
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
