@@ -2,7 +2,6 @@
 
     python scripts/convergence.py [--config configs/gpt_quick.yaml] [--seeds 0 1 2] [--json FILE] [-- --key=value ...]
 
-    python scripts/convergence.py [--config FILE] [--seeds 0 1 2] [--json FILE] [-- --key=value ...]
 Prints the held-out loss of every run, and mean and spread over the seeds, as a Markdown table.
 """
 
@@ -18,24 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 METHODS = ("AdamW", "OneBitAdam")
-
-
-def overrides(method: str, config: dict[str, Any]) -> list[str]:
-    """Command-line arguments that turn the config's OneBitAdam into ``method``."""
-    if method == "OneBitAdam":
-        return []
-    shared = {k: v for k, v in config["optim"]["args"].items() if k in ("betas", "eps")}
-    return [f"--optim.name={method}", f"--optim.args={json.dumps(shared)}", "--optim.compressor=null"]
 
 
 def train(config: Path, method: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     """One run under torchrun; returns its last record."""
     run_dir = folder / f"{method}-{seed}"
-    arguments = overrides(method, yaml.safe_load(config.read_text()))
-    arguments += [
+    arguments = [
+        f"--optim.name={method}",
         f"--train.seed={seed}",
         f"--train.run_dir={run_dir}",
         "--train.keep=1",

@@ -157,6 +157,57 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, argv: list[str], text
     assert "\n" not in str(caught.value)
 
 
+SETTINGS = """
+optim:
+  lr: 1.0
+  args: {betas: [0.8, 0.9], freeze_step: 5}
+  settings:
+    AdamW: {args: {betas: [0.8, 0.9]}, weight_decay: 0.5, compressor: null}
+    OneBitAdam: {lr: 3.0}
+"""
+
+
+def test_settings_of_an_optimizer_come_between_file_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(SETTINGS)
+    mine, other = parse([str(path)]).optim, parse(["--optim.name=AdamW", str(path), "--optim.weight_decay=0.25"]).optim
+    assert (mine.lr, mine.weight_decay, mine.args) == (3.0, 0.0, {"betas": [0.8, 0.9], "freeze_step": 5})
+    assert (other.lr, other.weight_decay, other.args) == (1.0, 0.25, {"betas": [0.8, 0.9]})
+    assert parse([str(path), "--optim.name=AdamW", "--optim.args.eps=1e-3"]).optim.args == {
+        "betas": [0.8, 0.9],
+        "eps": 1e-3,
+    }
+    config = parse([str(path), "--optim.lr=7"])
+    assert config.optim.lr == 7
+    path.write_text(to_yaml(config))  # what a run writes down is what it does, whoever reads it
+    assert parse([str(path)]) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{AdamW: 3}", "optim.settings.AdamW=3 is not allowed: it must be keys of optim and their values"),
+        ("{SGD: {lrr: 3}}", "unknown key 'optim.lrr' in optim.settings.SGD; did you mean optim.lr"),
+        ("{OneBitAdam: {name: AdamW}}", "settings cannot change the name"),
+        ("{OneBitAdam: {lr: fast}}", "optim.lr.*float.*fast"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, settings: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"optim: {{settings: {settings}}}")
+    with pytest.raises(ConfigError, match=message):
+        parse([str(path)])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_baseline_is_a_value(path: Path) -> None:
+    from commopt.train.engine import check_plan
+
+    config = parse([str(path), "--optim.name=AdamW"])
+    check_plan(config)
+    assert config.optim.args["betas"] == parse([str(path)]).optim.args["betas"]
+
+
 def test_from_dict_names_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match="unknown key 'stps' in TrainConfig; did you mean steps"):
         from_dict({"train": {"stps": 1}})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -145,10 +146,31 @@ def parse(argv: Sequence[str]) -> Config:
     for word in overrides:
         _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
     parser = make_parser()
-    try:
-        parsed = parser.parse_args([*(f"--config={path}" for path in files), *overrides])
-    except (ArgumentError, ValueError) as error:
-        raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
-    values = parsed.as_dict()
-    values.pop("config", None)
+
+    def read(*words: str) -> dict[str, Any]:
+        try:
+            parsed = parser.parse_args([*(f"--config={path}" for path in files), *words, *overrides])
+        except (ArgumentError, ValueError) as error:
+            raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
+        values: dict[str, Any] = parsed.as_dict()
+        values.pop("config", None)
+        return values
+
+    values = read()
+    chosen, settings = values["optim"]["name"], values["optim"]["settings"]
+    values = read(*_settings_of(chosen, settings))
+    if values["optim"]["name"] != chosen:
+        raise ConfigError(f"optim.settings.{chosen}.name={values['optim']['name']}: settings cannot change the name")
+    values["optim"]["settings"] = {}
     return from_dict(values)
+
+
+def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
+    """Overrides that stand for the settings of the optimizer chosen; all settings are checked."""
+    for name, own in settings.items():
+        if not isinstance(own, Mapping):
+            raise ConfigError(
+                f"optim.settings.{name}={own!r} is not allowed: it must be keys of optim and their values"
+            )
+        _check_tree(own, f"in optim.settings.{name}", "optim.")
+    return [f"--optim.{key}={json.dumps(value)}" for key, value in settings.get(chosen, {}).items()]
