@@ -152,7 +152,8 @@ def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, c
     atol = 1e-6 if nodes == 3 else 1e-12
     for history in on_threads(nodes * places, ours):
         for a, b in zip(history, expected):
-            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=atol)
+            a64, b64 = (torch.tensor(x, dtype=torch.float64) for x in (a, b))
+            torch.testing.assert_close(a64, b64, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

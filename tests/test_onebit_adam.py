@@ -138,7 +138,8 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
     atol = 1e-6 if world_size == 3 else 1e-12
     for history in on_threads(world_size, run):
         for ours, theirs in zip(history, expected):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-12, atol=atol)
+            a, b = (torch.tensor(x, dtype=torch.float64) for x in (ours, theirs))
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=atol)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

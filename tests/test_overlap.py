@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
 
 from commopt import OneBitAdam
-from commopt.comm import CollectiveError, ThreadWorld
+from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
 from commopt.compress import Identity, Sign
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
@@ -159,6 +159,33 @@ def test_a_gradient_that_one_rank_lacks():
 
     plain = on_threads(3, lambda b: run(b, False))
     for a, b in zip(plain, on_threads(3, lambda b: run(b, True))):
+        assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+
+
+class OneLine(ThreadBackend):
+    """As NCCL: no lines, so that all ranks must start everything in one order."""
+
+    def lines(self, n: int) -> list[ThreadBackend]:
+        return []
+
+
+@pytest.mark.parametrize("places", [None, 2])
+def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places):
+    """Its buckets have not started in backward as those of the others have; the agreement must not go first."""
+
+    def run(backend, overlap):
+        model, backend = Used(), OneLine(backend.world, backend.rank)
+        grouped = backend if places is None else backend.nodes(places)
+        optimizer = optimizer_of(model, grouped, overlap)
+        for t in range(STEPS):
+            first = next(p for p in optimizer.buckets[0].params if p.numel())  # the first bucket waits for it
+            backward_without(model, t, backend, {first} if backend.rank == t % 4 else set())
+            optimizer.step()
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    plain = on_threads(4, lambda b: run(b, False))
+    for a, b in zip(plain, on_threads(4, lambda b: run(b, True))):
         assert same_bits(a[0], b[0])
         assert same_bits(a[1], b[1])
 

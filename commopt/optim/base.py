@@ -252,6 +252,8 @@ class CommOptimizer(PackedOptimizer):
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
+        if early and not self._lines:  # all goes over one line, where some ranks have started these in backward
+            flight.launch_known(but_last=True)
         flight.agreement.start(self.backend, device, view, flight.where("agreement of the ranks on it"))
         if early:
             flight.launch_known()

@@ -85,9 +85,10 @@ class Flight:
         """``what``, with the number of the step, for errors."""
         return f"step {self._number}, {what}"
 
-    def launch_known(self) -> None:
-        """Starts all buckets there were at the beginning that have not started yet."""
-        while self.launched < len(self.buckets):
+    def launch_known(self, but_last: bool = False) -> None:
+        """Starts all buckets there were at the beginning that have not started yet; ``but_last``: up to the last one,
+        which never starts in backward."""
+        while self.launched < len(self.buckets) - but_last:
             self._launch_next(1.0, True)
 
     def launch_all(self, scale: float, average: bool) -> None:
