@@ -13,46 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from bench_kernels import usual_frozen_adam, usual_momentum, usual_square_sum
+from bench_kernels import (
+    Case,
+    Route,
+    Row,
+    measure,
+    show,
+    show_titles,
+    usual_frozen_adam,
+    usual_momentum,
+    usual_square_sum,
+)
 from torch import Tensor
 
 from commopt import ops
 
 BLOCK, RANKS, TENSORS = 2048, 4, 16
 OF_COPY, SPEED = 0.8, 4.0
-Route = Callable[[], object]
 
 
 @dataclass
-class Case:
-    """One operator: its route and the usual one, and the bytes an element that it cannot do without."""
-
-    name: str
-    native: Route
-    usual: Route
-    bytes_per_element: float
-    packs: bool = True
-
-
-@dataclass
-class Row:
-    """What was measured. Times in microseconds."""
-
-    name: str
-    size: int
-    native_us: float
-    usual_us: float
-    copy_us: float
-    bytes_per_element: float
-    speedup: float
-    of_copy: float
-    good: bool
+class SignCase(Case):
+    """One that packs or unpacks signs, for which there is a target against separate operations."""
 
 
 def pack(plus: Tensor) -> Tensor:
@@ -120,17 +106,17 @@ def sign_cases(n: int) -> list[Case]:
         ops.sign_compress_with_feedback(x, error, own, BLOCK, 2, live)
 
     return [
-        Case("compress_with_feedback", fused, compress, 12 + sign),
-        Case("  with a mask (all live)", with_live, compress, 12 + sign + 1 / 8),
+        SignCase("compress_with_feedback", fused, compress, 12 + sign),
+        SignCase("  with a mask (all live)", with_live, compress, 12 + sign + 1 / 8),
         # it cannot keep z between its two passes: it is written and read once more
-        Case("  one scale for all", one_scale, compress, 20 + 1 / 8),
-        Case(
+        SignCase("  one scale for all", one_scale, compress, 20 + 1 / 8),
+        SignCase(
             f"decompress_mean ({RANKS} ranks)",
             lambda: ops.sign_decompress_mean(wires, flat, BLOCK),
             lambda: usual_decompress_mean(bits, scales, flat),
             4 + RANKS * sign,
         ),
-        Case(
+        SignCase(
             "decompress",
             lambda: ops.sign_decompress(own, out, BLOCK),
             lambda: usual_decompress(bits[0], scales[0], flat),
@@ -165,19 +151,19 @@ def joined_cases(n: int) -> list[Case]:
         usual_frozen_adam(params, views, vs)
 
     return [
-        Case(
+        SignCase(
             "momentum, compress in one",
             lambda: ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, error, own, BLOCK, 2),
             momentum_then_compress,
             16 + sign,
         ),
-        Case(
+        SignCase(
             f"reduce in one ({RANKS} ranks)",
             lambda: ops.sign_reduce(wires, error, error, own[0], BLOCK, 2),
             mean_then_compress,
             8 + (RANKS + 1) * sign,
         ),
-        Case(
+        SignCase(
             "decompress, adam in one",
             lambda: ops.sign_decompress_adam_(own, m, v, params, offsets, *steps, 1e-8, 0.999, BLOCK),
             decompress_then_adam,
@@ -197,20 +183,19 @@ def other_cases(n: int) -> list[Case]:
         ops.frozen_adam_apply_(ys, xs, vs, *steps, 1e-8, 0.999)
 
     return [
-        Case("square_sum", lambda: ops.square_sum(xs), lambda: usual_square_sum(xs), 4, False),
-        Case("pack_nonzero", lambda: ops.pack_nonzero(x, mask), lambda: pack(x != 0), 4 + 1 / 8, False),
+        Case("square_sum", lambda: ops.square_sum(xs), lambda: usual_square_sum(xs), 4),
+        Case("pack_nonzero", lambda: ops.pack_nonzero(x, mask), lambda: pack(x != 0), 4 + 1 / 8),
         Case(
             "momentum",
             lambda: ops.momentum(y, xs, offsets, 0.9, 0.1, y),
             lambda: usual_momentum(y, views, xs),
             12,
-            False,
         ),
-        Case("frozen_adam_apply_", update, lambda: usual_frozen_adam(ys, xs, vs), 16, False),
+        Case("frozen_adam_apply_", update, lambda: usual_frozen_adam(ys, xs, vs), 16),
     ]
 
 
-def microseconds(route: Route, calls: int) -> float:
+def seconds(route: Route, calls: int) -> float:
     """Time of one call on the device, over ``calls`` of them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -218,30 +203,12 @@ def microseconds(route: Route, calls: int) -> float:
         route()
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end) / calls
+    return start.elapsed_time(end) / calls / 1e3
 
 
-def measure(case: Case, n: int, repetitions: int) -> Row:
-    """Medians over ``repetitions`` rounds, in each of which every route has its turn."""
-    source, target = torch.randn(n, device="cuda"), torch.empty(n, device="cuda")
-    routes: list[Route] = [case.native, case.usual, lambda: target.copy_(source)]
-    for route in routes:
-        microseconds(route, 2)
-    rounds = [[microseconds(route, 5) for route in routes] for _ in range(repetitions)]
-    native, usual, copy = (statistics.median(column) for column in zip(*rounds))
-    of_copy, speed = (case.bytes_per_element / native) / (8 / copy), usual / native
-    good = of_copy >= OF_COPY and (speed >= SPEED or not case.packs)
-    return Row(case.name, n, native, usual, copy, case.bytes_per_element, speed, of_copy, good)
-
-
-def show(row: Row) -> None:
-    """Prints one line of the table."""
-    rate = row.bytes_per_element * row.size / row.native_us / 1e3
-    print(
-        f"{row.name:<28}{row.native_us:>12.1f}{row.usual_us:>13.1f}{row.speedup:>8.1f}x"
-        f"{row.bytes_per_element:>8.2f}{rate:>9.1f}{100 * row.of_copy:>8.0f} %  {'' if row.good else 'MISSED'}",
-        flush=True,
-    )
+def is_good(case: Case, row: Row) -> bool:
+    """Whether it meets the targets."""
+    return row.of_copy >= OF_COPY and (row.speedup >= SPEED or not isinstance(case, SignCase))
 
 
 def main() -> None:
@@ -262,20 +229,21 @@ def main() -> None:
 
     n, device = arguments.size, torch.cuda.get_device_name()
     print(f"{device}; torch {torch.__version__}, CuPy {cupy.__version__}; {n} elements in blocks of {BLOCK}")
-    titles = ["operator", "commopt", "separate", "speed", "B/elem", "GB/s", "of copy"]
-    print("{:<28}{:>12}{:>13}{:>9}{:>8}{:>9}{:>10}".format(*titles))
+    show_titles("separate")
     rows = []
     for cases in (sign_cases, joined_cases, other_cases):
         for case in cases(n):
-            rows.append(measure(case, n, arguments.repetitions))
-            show(rows[-1])
+            row = measure(case, n, arguments.repetitions, 5, seconds, "cuda")
+            good = is_good(case, row)
+            show(row, "" if good else "  MISSED")
+            rows.append(asdict(row) | {"good": good})
         torch.cuda.empty_cache()
         cupy.get_default_memory_pool().free_all_blocks()
     if arguments.json:
         facts = {"device": device, "torch": torch.__version__, "cupy": cupy.__version__, "block": BLOCK}
         with open(arguments.json, "w") as file:
-            json.dump(facts | {"rows": [asdict(row) for row in rows]}, file, indent=1)
-    if arguments.check and not all(row.good for row in rows):
+            json.dump(facts | {"rows": rows}, file, indent=1)
+    if arguments.check and not all(row["good"] for row in rows):
         sys.exit(1)
 
 

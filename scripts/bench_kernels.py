@@ -228,25 +228,43 @@ def seconds(route: Route, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def measure(case: Case, n: int, repetitions: int) -> Row:
-    """Medians over ``repetitions`` rounds, in each of which every route has its turn."""
-    source, target = torch.randn(n), torch.empty(n)
+def measure(
+    case: Case,
+    n: int,
+    repetitions: int,
+    calls: int,
+    clock: Callable[[Route, int], float] = seconds,
+    device: str = "cpu",
+) -> Row:
+    """Medians over ``repetitions`` rounds, in each of which every route has its turn.
+
+    Args:
+        calls: of a route in a turn.
+        clock: the seconds of one call of a route, over so many of them.
+        device: of the tensors.
+    """
+    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
     routes: list[Route] = [case.native, case.usual, lambda: target.copy_(source)]
-    calls = max(1, min(200, 2**18 // n))
     for route in routes:
-        seconds(route, calls)
-    rounds = [[seconds(route, calls) for route in routes] for _ in range(repetitions)]
+        clock(route, calls)
+    rounds = [[clock(route, calls) for route in routes] for _ in range(repetitions)]
     native, usual, copy = (1e6 * statistics.median(column) for column in zip(*rounds))
     of_copy = (case.bytes_per_element / native) / (8 / copy)
     return Row(case.name, n, native, usual, copy, case.bytes_per_element, usual / native, of_copy)
 
 
-def show(row: Row) -> None:
+def show_titles(other: str) -> None:
+    """Prints the head of the table; ``other`` is the other route."""
+    titles = ["operator", "elements", "commopt", other, "speed", "B/elem", "GB/s", "of copy"]
+    print("{:<28}{:>10}{:>12}{:>13}{:>9}{:>8}{:>9}{:>10}".format(*titles))
+
+
+def show(row: Row, remark: str = "") -> None:
     """Prints one line of the table."""
     rate = row.bytes_per_element * row.size / row.native_us / 1e3
     print(
-        f"{row.name:<26}{row.size:>10}{row.native_us:>12.1f}{row.usual_us:>13.1f}{row.speedup:>8.1f}x"
-        f"{row.bytes_per_element:>8.2f}{rate:>8.1f}{100 * row.of_copy:>8.0f} %",
+        f"{row.name:<28}{row.size:>10}{row.native_us:>12.1f}{row.usual_us:>13.1f}{row.speedup:>8.1f}x"
+        f"{row.bytes_per_element:>8.2f}{rate:>9.1f}{100 * row.of_copy:>8.0f} %{remark}",
         flush=True,
     )
 
@@ -267,14 +285,14 @@ def main() -> None:
 
     print(f"provider: {ops.report()['sign_compress'].get('cpu', 'reference')}; threads: {arguments.threads}")
     print(f"torch {torch.__version__}; blocks of {BLOCK}; times in microseconds, rates in GB/s")
-    titles = ["operator", "elements", "commopt", "other route", "speed", "B/elem", "GB/s", "of copy"]
-    print("{:<26}{:>10}{:>12}{:>13}{:>9}{:>8}{:>8}{:>10}".format(*titles))
+    show_titles("other route")
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
         for cases in (sign_cases, joined_cases, other_cases):
             for case in cases(n):
-                rows.append(measure(case, n, arguments.repetitions if n > 2**20 else 3 * arguments.repetitions))
+                repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
+                rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))
                 show(rows[-1])
     if arguments.json:
         with open(arguments.json, "w") as file:

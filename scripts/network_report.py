@@ -41,15 +41,12 @@ def caveats(run: dict[str, Any]) -> str:
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """A panel per run: seconds per step of every method, and the bound of each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    from commopt.train.plot import BLUE, GREY, ORANGE
+    from commopt.train.plot import BLUE, GREY, ORANGE, new_figure, save_figure
 
     rows = max(len(run["methods"]) for run in runs)
-    figure = Figure(figsize=(6.2 * len(runs), 1.3 + 0.36 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.2 * len(runs), 1.3 + 0.36 * rows)
     for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
         for row, (name, method) in enumerate(run["methods"].items()):
             color = BLUE if name.startswith("onebit") else GREY
@@ -77,9 +74,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2, fontsize=9)
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.rename(path)
+    save_figure(figure, path)
 
 
 def update_readme(runs: list[dict[str, Any]], readme: Path) -> None:

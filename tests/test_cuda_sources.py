@@ -94,54 +94,35 @@ def fake(library):
         yield module
 
 
-ROWS = st.integers(1, 3)
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(41, 400), st.sampled_from([2049, 4096, 8193, 9001]))
 ALL_BLOCKS = st.sampled_from([*BLOCKS, 264, 4096, 8192, 8200])
 SIZES = st.sampled_from([[1, 5, 16, 700, 3000], [1, 2, 30], [300]])
+ANY_ROWS = {
+    "rows": st.integers(1, 3),
+    "n": LENGTHS,
+    "block": ALL_BLOCKS,
+    "mask": st.sampled_from(MASKS),
+    "seed": st.integers(0, 2**32 - 1),
+}
+ANY_SIGN = ANY_ROWS | {"norm": st.sampled_from([1, 2]), "flavour": st.sampled_from(FLAVOURS)}
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @few
-@given(
-    rows=ROWS,
-    n=LENGTHS,
-    block=ALL_BLOCKS,
-    norm=st.sampled_from([1, 2]),
-    flavour=st.sampled_from(FLAVOURS),
-    mask=st.sampled_from(MASKS),
-    seed=st.integers(0, 2**32 - 1),
-    backwards=st.booleans(),  # which thread and which block comes first must not matter
-)
+@given(backwards=st.booleans(), **ANY_SIGN)  # which thread and which block comes first must not matter
 def test_sign_equals_the_reference_bitwise(fake, backwards, **case):
     fake.backwards = backwards
     checks.check_sign(RUN, "cpu", **case)
 
 
 @few
-@given(
-    rows=ROWS,
-    n=LENGTHS,
-    block=ALL_BLOCKS,
-    norm=st.sampled_from([1, 2]),
-    flavour=st.sampled_from(FLAVOURS),
-    mask=st.sampled_from(MASKS),
-    seed=st.integers(0, 2**32 - 1),
-    sizes=SIZES,
-)
+@given(sizes=SIZES, **ANY_SIGN)
 def test_momentum_and_compression_in_one(fake, **case):
     checks.check_momentum(RUN, "cpu", **case)
 
 
 @few
-@given(
-    rows=ROWS,
-    n=LENGTHS,
-    block=ALL_BLOCKS,
-    mask=st.sampled_from(MASKS),
-    seed=st.integers(0, 2**32 - 1),
-    sizes=SIZES,
-    layouts=st.booleans(),
-)
+@given(sizes=SIZES, layouts=st.booleans(), **ANY_ROWS)
 def test_decompression_and_frozen_adam(fake, **case):
     checks.check_adam(RUN, "cpu", **case)
 

@@ -18,12 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import (
     Toy,
     backward,
+    flat,
     needs_mpi,
     on_mpi,
     on_processes,
     on_threads,
     params_of,
     same_bits,
+    some_grads,
+    some_params,
     tensors_in,
     tokens,
     train,
@@ -91,27 +94,9 @@ class Used(Toy):
 SIZES = [(3, 70), (), (400,), (0, 2), (2, 5)]
 
 
-def some_params() -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64)) for s in SIZES]
-
-
-def some_grad(step: int, rank: int, i: int) -> Tensor:
-    g = torch.Generator().manual_seed(100 * step + 10 * rank + i)
-    out = torch.randn(SIZES[i], generator=g, dtype=torch.float64) + 0.3
-    if i == 2:
-        out[5:9] = 0  # never a gradient here
-    return out
-
-
-def flat(tensors: list[Any]) -> list[float]:
-    """All elements in the order in which a bucket packs."""
-    return [v for t in reversed(tensors) for v in t.detach().flatten().tolist()]
-
-
 def node_average(step: int, node: int, places: int) -> list[float]:
     ranks = range(node * places, (node + 1) * places)
-    each = [flat([some_grad(step, rank, i) for i in range(len(SIZES))]) for rank in ranks]
+    each = [flat(some_grads(SIZES, step, rank)) for rank in ranks]
     return [math.fsum(values) / places for values in zip(*each)]
 
 
@@ -125,7 +110,7 @@ def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, c
     """float64: nothing but the algorithm is compared. The oracle gets what each node has on average."""
     settings = {"lr": 0.02, "eps": 1e-6}
     oracle = OneBitAdamOracle(
-        flat(some_params()), nodes, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
+        flat(some_params(SIZES)), nodes, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
         row_multiple=ROW_MULTIPLE, block=block, norm=norm, rows=nodes * places,
     )  # fmt: skip
     expected = []
@@ -134,15 +119,15 @@ def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, c
         expected.append(list(oracle.x))
 
     def ours(backend):
-        mine = some_params()
+        mine = some_params(SIZES)
         optimizer = OneBitAdam(
             mine, betas=(0.9, 0.98), weight_decay=0.05, freeze_step=6, compressor=compressor,
             backend=backend.nodes(places), overlap=overlap, **settings,
         )  # fmt: skip
         history = []
         for step in range(14):
-            for i, p in enumerate(mine):
-                p.grad = some_grad(step, backend.rank, i)
+            for p, grad in zip(mine, some_grads(SIZES, step, backend.rank)):
+                p.grad = grad
             optimizer.step()
             history.append(flat(mine))
         assert optimizer.phase == "compressed"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import OneBitAdamOracle
 from torch import Tensor, nn
-from worlds import Toy, backward, on_threads, params_of, same_bits, tokens, train
+from worlds import Toy, backward, flat, on_threads, params_of, same_bits, some_grads, some_params, tokens, train
 
 from commopt import OneBitAdam
 from commopt.bucket import ROW_MULTIPLE
@@ -72,10 +72,6 @@ def test_warm_up_is_torch_adamw_on_the_averaged_gradient(world_size, decay):
 # the paper -----------------------------------------------------------------------------------------------------------
 
 
-def flat(tensors: list[Tensor]) -> list[float]:
-    return [v for t in tensors for v in t.detach().flatten().tolist()]
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("compressor", "block", "norm"),
@@ -88,33 +84,19 @@ def flat(tensors: list[Tensor]) -> list[float]:
 )
 def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block, norm):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once."""
-    sizes = [(3, 7), (), (40,), (0, 2), (2, 5)]
-
-    def make() -> list[nn.Parameter]:
-        g = torch.Generator().manual_seed(3)
-        return [nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64)) for s in sizes]
-
-    def grad(step: int, rank: int, i: int) -> Tensor:
-        g = torch.Generator().manual_seed(100 * step + 10 * rank + i)
-        out = torch.randn(sizes[i], generator=g, dtype=torch.float64) + 0.3
-        if i == 2:
-            out[5:9] = 0  # never a gradient here
-        return out
-
+    sizes: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5)]
     settings = {"lr": 0.02, "eps": 1e-6}
-    params = make()
-    order = list(reversed(range(len(sizes))))  # how a bucket packs
     oracle = OneBitAdamOracle(
-        flat([params[i] for i in order]), world_size, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
+        flat(some_params(sizes)), world_size, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
         row_multiple=ROW_MULTIPLE, block=block, norm=norm,
     )  # fmt: skip
     expected = []
     for step in range(20):
-        oracle.step([flat([grad(step, r, i) for i in order]) for r in range(world_size)])
+        oracle.step([flat(some_grads(sizes, step, r)) for r in range(world_size)])
         expected.append(list(oracle.x))
 
     def run(backend):
-        mine = make()
+        mine = some_params(sizes)
         optimizer = OneBitAdam(
             mine,
             betas=(0.9, 0.98),
@@ -126,10 +108,10 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
         )
         history = []
         for step in range(20):
-            for i, p in enumerate(mine):
-                p.grad = grad(step, backend.rank, i)
+            for p, grad in zip(mine, some_grads(sizes, step, backend.rank)):
+                p.grad = grad
             optimizer.step()
-            history.append(flat([mine[i] for i in order]))
+            history.append(flat(mine))
         return history
 
     # With 3 ranks a mean of float32 scales can lie exactly between two float32, and which one becomes the next scale

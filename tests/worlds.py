@@ -78,6 +78,27 @@ def train(model: Toy, optimizer: Any, steps: range, rank: int = 0, world_size: i
         optimizer.step()
 
 
+def some_params(sizes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """float64 parameters of these sizes, the same on every rank."""
+    g = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(size, generator=g, dtype=torch.float64)) for size in sizes]
+
+
+def some_grads(sizes: list[tuple[int, ...]], step: int, rank: int) -> list[Tensor]:
+    """Their gradients, which differ by step and rank. In the third, 5 to 8 are always 0."""
+    out = []
+    for i, size in enumerate(sizes):
+        g = torch.Generator().manual_seed(100 * step + 10 * rank + i)
+        out.append(torch.randn(size, generator=g, dtype=torch.float64) + 0.3)
+    out[2][5:9] = 0
+    return out
+
+
+def flat(tensors: list[Any]) -> list[float]:
+    """All elements in the order in which a bucket packs them: of the last tensor first."""
+    return [v for t in reversed(tensors) for v in t.detach().flatten().tolist()]
+
+
 # torch's very first arithmetic in a process, if several threads are in it, may differ in the last bits from all later
 backward(Toy(), 0, 0, 1)
 

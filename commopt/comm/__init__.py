@@ -1,6 +1,6 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
-from commopt.comm.backend import Backend, LocalBackend, Work, open_lines, sends_from
+from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_lines, sends_from
 from commopt.comm.collectives import compressed_all_reduce, compressed_mean, mean_over_all, reduce_scatter, to_node
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
@@ -27,6 +27,7 @@ __all__ = [
     "compressed_all_reduce",
     "compressed_mean",
     "mean_over_all",
+    "message_device",
     "open_lines",
     "reduce_scatter",
     "resolve_backend",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -60,9 +61,21 @@ def lacking(backend: Any) -> list[str]:
     return missing + [verb for verb in VERBS if not callable(getattr(backend, verb, None))]
 
 
+def check_backend(backend: Any, name: str = "backend") -> None:
+    """Raises ValueError, which calls it ``name``, unless ``backend`` has all of a :class:`Backend`."""
+    if missing := lacking(backend):
+        raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+
+
 def sends_from(backend: Any) -> tuple[str, ...] | None:
     """The types of devices that ``backend`` can send from; None: all."""
     return getattr(backend, "devices", None)
+
+
+def message_device(backend: Any) -> torch.device:
+    """A device that ``backend`` can send from: the CPU if it can, so that nothing waits for a GPU."""
+    devices = sends_from(backend)
+    return torch.device("cpu" if devices is None or "cpu" in devices else devices[0])
 
 
 def open_lines(backend: Backend, n: int) -> list[Backend]:

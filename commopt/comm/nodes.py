@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, Work, lacking, open_lines, sends_from
+from commopt.comm.backend import Backend, Work, check_backend, message_device, open_lines, sends_from
 from commopt.comm.torch import TorchBackend
 
 
@@ -24,7 +24,6 @@ class NodesBackend:
         inside: those of this rank's node, L of them.
         between: those that have this rank's place in the other nodes, M of them. Every node has the same order of
             places, and every place the same order of nodes.
-        device: where a message to the other ranks may be put, for backends that need a GPU.
 
     Attributes:
         places: of every rank, by rank: its node, and its place in that.
@@ -34,15 +33,12 @@ class NodesBackend:
             a verb.
     """
 
-    def __init__(
-        self, everyone: Backend, inside: Backend, between: Backend, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, everyone: Backend, inside: Backend, between: Backend) -> None:
         for name, backend in (("everyone", everyone), ("inside", inside), ("between", between)):
-            if missing := lacking(backend):
-                raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+            check_backend(backend, name)
         self.everyone, self.inside, self.between = everyone, inside, between
         self.rank, self.world_size = everyone.rank, everyone.world_size
-        self.places = _check_grid(everyone, inside, between, torch.device(device))
+        self.places = _check_grid(everyone, inside, between, message_device(self))
 
     @property
     def devices(self) -> tuple[str, ...] | None:
@@ -68,10 +64,7 @@ class NodesBackend:
                 f"{mesh.size()}; for some of them give backend=NodesBackend(everyone, inside, between), with a group "
                 "of your own for everyone"
             )
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        return cls(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend(mesh.get_group(0)), device)
+        return cls(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend(mesh.get_group(0)))
 
     def all_reduce(self, x: Tensor) -> Work:
         return self.everyone.all_reduce(x)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, LocalBackend, lacking
+from commopt.comm.backend import Backend, LocalBackend, check_backend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.torch import TorchBackend
 
@@ -24,8 +24,7 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
     if backend is not None:
         if process_group is not None:
             raise ValueError("give either process_group or backend, not both")
-        if missing := lacking(backend):
-            raise ValueError(f"backend {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+        check_backend(backend)
         return backend
     if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
         return NodesBackend.from_mesh(process_group)

@@ -28,9 +28,9 @@ def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _shape(x: Tensor, rows: int) -> tuple[int, int]:
-    """The length of a row, and how far rows are apart; a flat tensor is ``rows`` of them end to end."""
-    return (x.shape[1], x.stride(0)) if x.dim() == 2 else (x.shape[0] // rows,) * 2
+def _strides(*tensors: Tensor | None) -> list[int]:
+    """How far the rows of each are apart; 0 where there is one row, or no tensor."""
+    return [0 if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
 
 
 def _columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tensor:
@@ -80,7 +80,7 @@ def _compress(
     rows, device, partials = tiling.rows, wire.device, None
     if tiling.tiles_per_block > 1:
         partials = torch.empty((tiling.tiles, 2), dtype=torch.float64, device=device)
-    strides = [0 if x is None else _shape(x, rows)[1] for x in (error, new_error, live)]
+    strides = _strides(error, new_error, live)
     pointers = [_pointer(x) for x in (error, new_error, wire, live, partials)]
     for first, last, argument in pieces:
         to = t.Compression(tiling.layout(first, last), *pointers, *strides, norm)
@@ -176,8 +176,8 @@ def _sign_reduce(
 def _decompression(
     tiling: t.Tiling, first: int, last: int, wire: Tensor, out: Tensor, live: Tensor | None
 ) -> Structure:
-    strides = [0 if x is None else _shape(x, tiling.rows)[1] for x in (out, live)]
-    return t.Decompression(tiling.layout(first, last), wire.data_ptr(), out.data_ptr(), _pointer(live), *strides)
+    pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
+    return t.Decompression(tiling.layout(first, last), *pointers, *_strides(out, live))
 
 
 def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:

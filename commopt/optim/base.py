@@ -30,6 +30,7 @@ from commopt.comm import (
     CountingBackend,
     Work,
     all_reduce_bytes,
+    message_device,
     resolve_backend,
     sends_from,
 )
@@ -189,7 +190,7 @@ class CommOptimizer(PackedOptimizer):
         for p in params:
             if p.device.type != "meta" and (devices is None or p.device.type in devices):
                 return p.device
-        return torch.device("cpu" if devices is None or "cpu" in devices else devices[0])
+        return message_device(self.backend.inner)
 
     # the step ---------------------------------------------------------------------------------------------------------
 

@@ -156,8 +156,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
         this one, with its rank, the world size, a checksum of the layout of the buckets, and where it stands among the
-        nodes. They are apart because
-        tools for distributed checkpoints take what is in ``state`` for equal on all ranks.
+        nodes. They are apart because tools for distributed checkpoints take what is in ``state`` for equal on all
+        ranks.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
         out = super().state_dict()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commopt.report.runs import Run
+from commopt.train.plot import new_figure, save_figure
 
 AXES = (
     ("step", 1.0, "steps"),
@@ -27,22 +28,11 @@ def draw_all(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
     }
     out = {}
     for title, (name, draw, size) in pictures.items():
-        figure = _figure(size)
+        figure = new_figure(*size)
         if draw(figure, runs):
-            aside = folder / f".{name}"
-            figure.savefig(aside, format="png")
-            aside.rename(folder / name)
+            save_figure(figure, folder / name)
             out[title] = folder / name
     return out
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def color_of(i: int) -> Any:

@@ -12,6 +12,7 @@ import yaml
 
 from commopt.train.errors import UserError
 from commopt.train.metrics import CONFIG, METRICS, Record, read_metrics
+from commopt.train.plot import points
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Run:
 
     def points(self, x: str, y: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
         """Where both ``x`` (times ``scale``) and ``y`` are recorded; a value that was not finite is not."""
-        pairs = [(r[x] * scale, r[y]) for r in self.records if r.get(x) is not None and r.get(y) is not None]
-        return [a for a, _ in pairs], [b for _, b in pairs]
+        pairs = points(self.records, x, y)
+        return [a * scale for a, _ in pairs], [b for _, b in pairs]
 
     def phases(self) -> dict[str, list[Record]]:
         """Training records by phase, in the order of the phases."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from commopt.comm import Backend, MPIBackend, resolve_backend
 from commopt.comm.backend import lacking
 from commopt.train.config import BACKENDS, CommConfig
 from commopt.train.errors import ConfigError
-from commopt.train.named import build, check_arguments
+from commopt.train.named import build, check_arguments, import_dotted
 from commopt.train.parse import nearest
 
 
@@ -29,10 +28,7 @@ def backend_class(config: CommConfig) -> type | None:
     path, _, attribute = name.rpartition(".")
     if not path:
         raise ConfigError(f"comm.backend={name!r} is none of {', '.join(BACKENDS)}{nearest(name, BACKENDS)}")
-    try:
-        found = getattr(importlib.import_module(path), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"comm.backend={name!r}: cannot import {path}: {error}") from None
+    found = import_dotted(name, "comm.backend")
     if not isinstance(found, type):
         raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
     if missing := lacking(found):

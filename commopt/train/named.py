@@ -12,17 +12,22 @@ from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
 
 
+def import_dotted(name: str, key: str) -> Any:
+    """What a dotted path names; None if its module has no such attribute. Raises ConfigError without the module."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(path), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"{key}={name!r}: cannot import {path}: {error}") from None
+
+
 def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type) -> type:
     """The class that a config names: an attribute of one of ``modules``, or a dotted path.
 
     Raises ConfigError, with the nearest valid name, where there is none.
     """
     if "." in name:
-        path, _, attribute = name.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(path), attribute, None)
-        except ImportError as error:
-            raise ConfigError(f"{key}={name!r}: cannot import {path}: {error}") from None
+        found = import_dotted(name, key)
     else:
         found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
     if not (isinstance(found, type) and issubclass(found, base)):

@@ -158,7 +158,8 @@ def parse(argv: Sequence[str]) -> Config:
 
     values = read()
     chosen, settings = values["optim"]["name"], values["optim"]["settings"]
-    values = read(*_settings_of(chosen, settings))
+    if words := _settings_of(chosen, settings):
+        values = read(*words)
     if values["optim"]["name"] != chosen:
         raise ConfigError(f"optim.settings.{chosen}.name={values['optim']['name']}: settings cannot change the name")
     values["optim"]["settings"] = {}

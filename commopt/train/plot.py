@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#8a8a8a"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of that size in inches, which needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    aside = path.with_name(f".{path.name}")
+    figure.savefig(aside, format="png")
+    aside.rename(path)
+
+
+def points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[Any, float]]:
+    """(x, y) of the records that have both; a loss that was not finite is null."""
+    return [(r[x], r[y]) for r in records if r.get(x) is not None and r.get(y) is not None]
 
 
 def phase_switch(records: list[dict[str, Any]]) -> int | None:
@@ -16,11 +39,7 @@ def phase_switch(records: list[dict[str, Any]]) -> int | None:
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG with two panels over steps: losses, and cumulative bytes sent against an fp32 all-reduce."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, records)
     _draw_bytes(right, records)
@@ -33,13 +52,11 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
         if switch is not None:
             axes.axvline(switch, color=GREY, linestyle=":", linewidth=1.2, label="compressed from here")
         axes.legend(frameon=False)
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.rename(path)
+    save_figure(figure, path)
 
 
 def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
-    train, heldout = _points(records, "loss"), _points(records, "heldout_loss")
+    train, heldout = points(records, "step", "loss"), points(records, "step", "heldout_loss")
     if train:
         axes.plot(*zip(*train), color=BLUE, linewidth=0.8, alpha=0.35, label="training, single batches")
         axes.plot(*_smooth(train), color=BLUE, linewidth=1.6, label="training, smoothed")
@@ -51,16 +68,11 @@ def _draw_losses(axes: Any, records: list[dict[str, Any]]) -> None:
     axes.set_ylabel("nats per token")
 
 
-def _points(records: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value) where there is one; a loss that was not finite is null."""
-    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
-
-
-def _smooth(points: list[tuple[int, float]], window: int = 7) -> tuple[list[int], list[float]]:
+def _smooth(curve: list[tuple[int, float]], window: int = 7) -> tuple[list[int], list[float]]:
     """Mean of each point and its neighbours, fewer at the ends: one batch is noisy."""
-    half, values = window // 2, [loss for _, loss in points]
+    half, values = window // 2, [loss for _, loss in curve]
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [step for step, _ in points], [sum(part) / len(part) for part in parts]
+    return [step for step, _ in curve], [sum(part) / len(part) for part in parts]
 
 
 def _draw_bytes(axes: Any, records: list[dict[str, Any]]) -> None:

@@ -212,10 +212,8 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
             return world
         inside, between = (mpi.COMM_WORLD.Split(color) for color in (rank // places, rank % places))
         assert world.backend is not None
-        nodes = NodesBackend(
-            world.backend, MPIBackend(inside, **config.args), MPIBackend(between, **config.args), world.device
-        )
-        return replace(world, backend=nodes)
+        levels = (MPIBackend(comm, **config.args) for comm in (inside, between))
+        return replace(world, backend=NodesBackend(world.backend, *levels))
 
     try:
         yield group(world.together(join))
