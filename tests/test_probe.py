@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 
 from commopt.cli import main
 from commopt.compress import Sign
@@ -290,9 +290,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def on_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
     """``python -m commopt probe`` with the arguments of each rank; exit code and output by rank. Each rank is the first
     of its machine, and says what is wrong."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     common = {"WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(

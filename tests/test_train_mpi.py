@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch.utils._pytree import tree_leaves
 from trainer_pair import run
 from worlds import mpirun, needs_mpi, on_mpi, same_bits
@@ -73,12 +73,6 @@ def train_all(path: str) -> list[Any]:
         else:
             summaries.append(run(config))
     return summaries
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @needs_mpi

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_train_mpi import free_port, saved, train_all
+from ports import free_port
+from test_train_mpi import saved, train_all
 from trainer_pair import Pair, run
 from worlds import needs_mpi, on_mpi, same_bits
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
+
+from ports import free_port
 
 from commopt.train.config import Config
 
@@ -42,12 +43,6 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         pipe.send(outcome)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Pair:
     """``run(task, *args)`` calls the task on both ranks."""
 
@@ -66,7 +61,7 @@ class Pair:
 
     def outcomes(self, task: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
         """(True, result) or (False, (error type, message, traceback)) of each rank; fails if one hangs."""
-        port = _free_port()
+        port = free_port()
         for pipe in self.pipes:
             pipe.send((port, task, args))
         for rank, pipe in enumerate(self.pipes):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from ports import free_port
 from torch import Tensor, nn
 
 from commopt.comm import ThreadBackend, ThreadWorld
@@ -140,9 +140,7 @@ def _process_main(rank: int, world_size: int, port: int, fn: Callable[..., Any],
 
 def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
     """``fn(rank, world_size)`` (a function of a module) in processes over Gloo; the results by rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_process_main, (world_size, port, fn, folder), nprocs=world_size)
         results = [torch.load(os.path.join(folder, str(r)), weights_only=False) for r in range(world_size)]

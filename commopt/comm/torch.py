@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
+import threading
+import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +19,30 @@ from commopt.comm.backend import Work
 
 # torch 2.13 renames the function, and warns of the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+AT_EXIT = 2.0
+"""Seconds that a process waits at its end for collectives which other ranks have not joined."""
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What holds groups: a group ends, and its threads with it, when nothing holds it any more."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends the groups while Python still runs.
+
+    A thread of Gloo frees the tensors of a collective after that is done. If Python has begun to shut down by then,
+    that ends the process with SIGABRT, after all its work.
+    """
+
+    def release() -> None:
+        for holder in list(_holders):
+            holder.group = None
+
+    thread = threading.Thread(target=release, daemon=True)
+    with suppress(RuntimeError):  # some versions of Python start no more threads here
+        thread.start()
+        thread.join(AT_EXIT)
 
 
 class TorchBackend:
@@ -36,6 +64,7 @@ class TorchBackend:
         self.group = _process_group(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        _holders.add(self)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -85,6 +114,7 @@ class GlooLine:
         self.group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.rank = rank
         self.world_size = world_size
+        _holders.add(self)
 
     def all_reduce(self, x: Tensor) -> Any:
         x.div_(self.world_size)

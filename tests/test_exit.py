@@ -1,0 +1,55 @@
+"""How a process over Gloo ends: in order, even if collectives are still being cleared away, or never end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from ports import free_port
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+from commopt.comm import TorchBackend
+
+rank, port, alone = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "alone"
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+backend = TorchBackend()
+lines = backend.lines(3)
+cycle = [lines]
+cycle.append(cycle)  # so that nothing is freed before Python ends
+for _ in range(20):
+    for one in lines if alone else [*lines, backend]:
+        one.all_reduce(torch.ones(20000))
+if alone:
+    dist.barrier()
+    if rank == 1:
+        time.sleep(60)
+    lines[0].all_reduce(torch.ones(9))
+    sys.exit(3)
+dist.destroy_process_group()
+"""
+
+
+def start(how: str) -> list[subprocess.Popen[str]]:
+    port = str(free_port())
+    command = [sys.executable, "-c", SCRIPT]
+    return [subprocess.Popen([*command, str(r), port, how], stderr=subprocess.PIPE, text=True) for r in range(2)]
+
+
+def test_processes_end_in_order_while_collectives_are_in_flight():
+    processes = start("together")
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+
+
+def test_a_process_does_not_wait_at_its_end_for_ranks_that_never_join():
+    waiting, absent = start("alone")
+    began = time.monotonic()
+    try:
+        _, err = waiting.communicate(timeout=50)  # Gloo's own timeout is half an hour
+        assert waiting.returncode != 0, err
+        assert time.monotonic() - began < 45
+    finally:
+        absent.kill()
+        absent.communicate()
