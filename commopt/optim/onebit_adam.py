@@ -25,29 +25,22 @@ Where this differs from the paper and its usual implementation:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from commopt import ops
-from commopt.comm import Backend, Work, compressed_mean, mean_over_all, reduce_scatter, to_node
+from commopt.comm import Backend, Work, compressed_mean, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
-from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
-from commopt.optim.rules import adam_, frozen_adam_factors, scaled_gradient
-
-logger = logging.getLogger("commopt")
-
-STABLE = 0.96
-"""How near ||v_t||_1 and ||v_{t-D}||_1 must be, as their ratio, for v to count as settled."""
+from commopt.optim.rules import adam_, frozen_adam_factors
+from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
 
 
-class OneBitAdam(CommOptimizer):
+class OneBitAdam(WarmupOptimizer):
     """Adam (AdamW with ``weight_decay``) that sends one bit per parameter once its variance has settled.
 
     ::
@@ -91,8 +84,6 @@ class OneBitAdam(CommOptimizer):
             settings.
     """
 
-    _reported_late = False
-
     def __init__(
         self,
         params: Any,
@@ -116,9 +107,7 @@ class OneBitAdam(CommOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "freeze_step": freeze_step,
-            "variance_norm": 0.0,  # of the auto rule: ||v||_1 of the cohort and lr when it last looked
-            "variance_lr": 0.0,
+            **warmup_defaults(freeze_step),
         }
         super().__init__(
             params,
@@ -143,28 +132,11 @@ class OneBitAdam(CommOptimizer):
         bucket.buffers["exp_avg"] = bucket.zeros()
         bucket.buffers["exp_avg_sq"] = bucket.zeros()
 
-    def phase_of(self, group: dict[str, Any]) -> str:
-        """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
-        if self.backend.between.world_size == 1:
-            return "plain"
-        frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
-        return "compressed" if frozen else "warmup"
-
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
         if self.phase_of(group) == "compressed":
             yield from self._compressed_step(bucket, group, now)
             return
-        if now.average:
-            flat = bucket.pack_gradients(now.scale)
-            yield from mean_over_all(flat, now.line, now.back)
-        yield now.agreed
-        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
-        if now.average:
-            views = bucket.views(flat)
-            grads = [views[i] for i in moving]
-        else:
-            grads = [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
-        bucket.set_live(None)
+        grads = yield from self.averaged_gradients(bucket, now)
         params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
         adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
@@ -173,15 +145,9 @@ class OneBitAdam(CommOptimizer):
         beta1 = group["betas"][0]
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
-        if bucket.live is None:
-            live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
-            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], live)
-            bucket.set_live(live)
         nodes = now.line.between.world_size
-        grads, scale = bucket.gradients(), now.scale
-        if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
-            grads, scale = [((yield from reduce_scatter(bucket.pack_gradients(scale), now.line.inside)), 0)], 1.0
-        mine = Momentum(bucket.part(momentum), [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * scale)
+        grads, offsets, scale = yield from self.gradients_to_compress(bucket, now)
+        mine = Momentum(bucket.part(momentum), grads, offsets, beta1, (1 - beta1) * scale)
 
         def compress(wire: Tensor, columns: Columns) -> None:
             worker, after = feedback.worker_rows(nodes)
@@ -204,58 +170,6 @@ class OneBitAdam(CommOptimizer):
         self, bucket: StateBucket, now: Step, variance_moves: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
         """x, m, v and the clocks of the parameters that move, after the clocks have ticked."""
-        params = [p for p in bucket.params if id(p) in now.present]
-        states = [self.state[p] for p in params]
-        for s in states:
-            s["step"] += 1
-            if variance_moves:
-                s["variance_step"] += 1
-            elif s["variance_step"] == 0:
-                self._report_too_late()
+        params, states = self.tick(bucket, now, variance_moves)
         clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
         return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
-
-    def _report_too_late(self) -> None:
-        if not self._reported_late and self.backend.rank == 0:
-            logger.warning(
-                "%s: a parameter has its first gradient after the variance was frozen; it will not move. Give it to "
-                "add_param_group() when it becomes trainable, and its group warms up by itself.",
-                type(self).__name__,
-            )
-        self._reported_late = True
-
-    def after_step(self) -> None:
-        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
-        cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
-        for group in self.param_groups:
-            beta2 = group["betas"][1]
-            undecided = self.phase_of(group) == "warmup" and group["freeze_step"] == "auto"
-            if undecided and group["step"] % round(1 / (1 - beta2)) == 0:
-                cohorts.setdefault((group["step"], beta2), []).append(group)
-        if not cohorts or not self.buckets:
-            return
-        norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
-        self.backend.all_reduce(norms).wait()  # equal already, but for the order of summation; the decision must be
-        for groups, norm in zip(cohorts.values(), norms.tolist()):
-            self._decide(groups, norm)
-
-    def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
-        """||v||_1 over the parameters of ``groups``, 0-d float64."""
-        owner, chosen = self.group_of(), {id(group) for group in groups}
-        norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
-        for bucket in self.buckets:
-            if id(owner[id(bucket.params[0])]) in chosen:
-                norm += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
-        return norm
-
-    def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:
-        """Freezes ``groups`` if ||v||_1 is near what it was a window ago and no lr has risen; else remembers both."""
-        settled = True
-        for group in groups:
-            before, lr_before = group["variance_norm"], group["variance_lr"]
-            group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
-            steady = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
-            settled = settled and steady and group["variance_lr"] <= lr_before
-        if settled:
-            for group in groups:
-                group["freeze_step"] = group["step"]

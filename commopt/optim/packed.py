@@ -54,6 +54,10 @@ class StateBucket(Bucket):
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
         return flat.view(self.places, -1)[self.place]
 
+    def part_views(self, part: Tensor) -> list[Tensor]:
+        """What of each parameter lies in the part of this rank, (padded / places,), as views; some are empty."""
+        return self.views(part) if self.places == 1 else self.shares(part, self.place)
+
     def set_live(self, live: Tensor | None) -> None:
         """Sets the mask."""
         self.live = live
@@ -68,9 +72,8 @@ class StateBucket(Bucket):
         """The residuals of each parameter on the rank that averages the given share, as views; empty on one node."""
         if self.feedback is None:
             return []
-        worker, server = self.feedback.worker, self.feedback.server
-        workers = self.views(worker) if self.places == 1 else self.shares(worker, self.place)
-        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, self.shares(server, share))]
+        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, share)
+        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
 
 class PackedOptimizer(torch.optim.Optimizer):
@@ -86,6 +89,9 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     residual_of = "exp_avg"
     """Name of the flat buffer whose compression leaves the residuals."""
+
+    scalars: Mapping[str, float] = {}
+    """0-d float64 CPU tensors in the state of each parameter, besides the clocks, and what they start from."""
 
     def init_bucket(self, bucket: StateBucket) -> None:
         """Makes the flat buffers of a new bucket."""
@@ -128,6 +134,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
         for i, p in enumerate(bucket.params):
             self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
+            for name, start in self.scalars.items():
+                self.state[p][name] = torch.tensor(start, dtype=torch.float64)
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
 
     def follow_parameters(self) -> bool:
@@ -239,7 +247,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return (self.backend.rank, self.backend.world_size, zlib.crc32(layout.encode()))
 
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
-        """Copies ``state`` into the buffers; what it lacks starts from zero, what is not trainable here is left out."""
+        """Copies ``state`` into the buffers; what it lacks starts anew, what is not trainable here is left out."""
         for bucket in self.buckets:
             bucket.set_live(None)
             for p in bucket.params:
@@ -251,13 +259,12 @@ class PackedOptimizer(torch.optim.Optimizer):
                 group["step"] = int(max((self.state[p]["step"] for p in group["params"] if p in self.state), default=0))
         self._fill_residuals(state, origin)
 
-    @staticmethod
-    def _fill_one(mine: dict[str, Tensor], entry: dict[str, Any]) -> None:
+    def _fill_one(self, mine: dict[str, Tensor], entry: dict[str, Any]) -> None:
         for name, tensor in mine.items():
             if name in entry:
                 tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
             else:
-                tensor.zero_()
+                tensor.fill_(self.scalars.get(name, 0.0))
         if "variance_step" not in entry:  # the state of a plain Adam, whose second moment never stopped
             mine["variance_step"].copy_(mine["step"])
 

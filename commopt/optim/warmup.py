@@ -1,0 +1,144 @@
+"""Optimizers that warm up on exact averages, and compress once their variance has settled.
+
+A subclass is an Adam of some kind: it keeps a momentum ``exp_avg`` and a variance ``exp_avg_sq`` in every bucket, and
+freezes the variance after step ``freeze_step`` (T_w) of a group.
+
+``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
+risen in between; groups of the same age and beta2 decide together. 1-bit Adam (arXiv 2102.02888) has the rule of the
+ratio; that it must not fire while v still grows from 0, nor in the warm-up of lr, is ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import Work, mean_over_all, reduce_scatter
+from commopt.optim.base import CommOptimizer
+from commopt.optim.flight import Step
+from commopt.optim.packed import StateBucket
+from commopt.optim.rules import scaled_gradient
+
+logger = logging.getLogger("commopt")
+
+STABLE = 0.96
+"""How near ||v_t||_1 and ||v_{t-D}||_1 must be, as their ratio, for v to count as settled."""
+
+
+def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
+    """What the parameter groups of a :class:`WarmupOptimizer` have for it."""
+    # variance_norm, variance_lr: of the auto rule: ||v||_1 of the cohort and lr when it last looked
+    return {"freeze_step": freeze_step, "variance_norm": 0.0, "variance_lr": 0.0}
+
+
+class WarmupOptimizer(CommOptimizer):
+    """Base of the optimizers with a warm-up; see the module's docstring."""
+
+    _reported_late = False
+
+    def phase_of(self, group: dict[str, Any]) -> str:
+        """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
+        if self.backend.between.world_size == 1:
+            return "plain"
+        frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
+        return "compressed" if frozen else "warmup"
+
+    # gradients --------------------------------------------------------------------------------------------------------
+
+    def averaged_gradients(self, bucket: StateBucket, now: Step) -> Generator[Work, None, list[Tensor]]:
+        """The exact averages of the gradients of the parameters that move, in the dtype of the state.
+
+        Yields ``now.agreed``: all ranks take the step when it returns. Masks are for a variance that stands, so there
+        are none from then on.
+        """
+        if now.average:
+            flat = bucket.pack_gradients(now.scale)
+            yield from mean_over_all(flat, now.line, now.back)
+        yield now.agreed
+        bucket.set_live(None)
+        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
+        if now.average:
+            views = bucket.views(flat)
+            return [views[i] for i in moving]
+        return [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
+
+    def gradients_to_compress(
+        self, bucket: StateBucket, now: Step
+    ) -> Generator[Work, None, tuple[list[Tensor], list[int], float]]:
+        """What this rank brings to a compressed step, once it is known which elements take part: gradients, where each
+        starts in the part of the bucket that this rank compresses, and what to multiply them by."""
+        if bucket.live is None:
+            live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], live)
+            bucket.set_live(live)
+        if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
+            part = yield from reduce_scatter(bucket.pack_gradients(now.scale), now.line.inside)
+            return [part], [0], 1.0
+        grads = bucket.gradients()
+        return [g for g, _ in grads], [o for _, o in grads], now.scale
+
+    def tick(
+        self, bucket: StateBucket, now: Step, variance_moves: bool
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """The parameters that move and their states, after their clocks have ticked."""
+        params = [p for p in bucket.params if id(p) in now.present]
+        states = [self.state[p] for p in params]
+        for s in states:
+            s["step"] += 1
+            if variance_moves:
+                s["variance_step"] += 1
+            elif s["variance_step"] == 0:
+                self._report_too_late()
+        return params, states
+
+    def _report_too_late(self) -> None:
+        if not self._reported_late and self.backend.rank == 0:
+            logger.warning(
+                "%s: a parameter has its first gradient after the variance was frozen; it will not move. Give it to "
+                "add_param_group() when it becomes trainable, and its group warms up by itself.",
+                type(self).__name__,
+            )
+        self._reported_late = True
+
+    # the end of warm-up -----------------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
+        cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
+        for group in self.param_groups:
+            beta2 = group["betas"][1]
+            undecided = self.phase_of(group) == "warmup" and group["freeze_step"] == "auto"
+            if undecided and group["step"] % round(1 / (1 - beta2)) == 0:
+                cohorts.setdefault((group["step"], beta2), []).append(group)
+        if not cohorts or not self.buckets:
+            return
+        norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
+        self.backend.all_reduce(norms).wait()  # equal already, but for the order of summation; the decision must be
+        for groups, norm in zip(cohorts.values(), norms.tolist()):
+            self._decide(groups, norm)
+
+    def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
+        """||v||_1 over the parameters of ``groups``, 0-d float64."""
+        owner, chosen = self.group_of(), {id(group) for group in groups}
+        norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
+        for bucket in self.buckets:
+            if id(owner[id(bucket.params[0])]) in chosen:
+                norm += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
+        return norm
+
+    def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:
+        """Freezes ``groups`` if ||v||_1 is near what it was a window ago and no lr has risen; else remembers both."""
+        settled = True
+        for group in groups:
+            before, lr_before = group["variance_norm"], group["variance_lr"]
+            group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
+            steady = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
+            settled = settled and steady and group["variance_lr"] <= lr_before
+        if settled:
+            for group in groups:
+                group["freeze_step"] = group["step"]
