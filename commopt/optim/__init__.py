@@ -1,7 +1,9 @@
 """The optimizers."""
 
 from commopt.optim.base import CommOptimizer
+from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
+from commopt.optim.onebit_lamb import OneBitLamb
 from commopt.optim.state import join_state_dict, split_state_dict
 
-__all__ = ["CommOptimizer", "OneBitAdam", "join_state_dict", "split_state_dict"]
+__all__ = ["CommOptimizer", "Lamb", "OneBitAdam", "OneBitLamb", "join_state_dict", "split_state_dict"]

@@ -44,6 +44,36 @@ def check_betas(value: Any) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {value!r}")
 
 
+def check_within(name: str, value: Any, low: float, high: float) -> None:
+    """``low`` <= value < ``high``."""
+    if not is_number(value) or not low <= value < high:
+        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
+
+
+def check_lamb(group: dict[str, Any]) -> None:
+    """What a parameter group of LAMB has."""
+    check_lr(group["lr"])
+    check_betas(group["betas"])
+    check_positive("eps", group["eps"])  # 0 / 0 in one element would spoil the norm of its tensor
+    check_at_least("weight_decay", group["weight_decay"], 0)
+    check_at_least("min_coeff", group["min_coeff"], 0)
+    check_positive("max_coeff", group["max_coeff"])
+    if group["max_coeff"] < group["min_coeff"]:
+        raise ValueError(f"max_coeff must be at least min_coeff={group['min_coeff']!r}, got {group['max_coeff']!r}")
+    check_bool("maximize", group["maximize"])
+
+
+def check_onebit_lamb(group: dict[str, Any]) -> None:
+    """What a parameter group of 1-bit LAMB has besides."""
+    check_within("coeff_beta", group["coeff_beta"], 0, 1)
+    check_within("factor_threshold", group["factor_threshold"], 0, 1)
+    low, high = group["factor_min"], group["factor_max"]
+    if not is_number(low) or not 0 < low <= 1:
+        raise ValueError(f"factor_min must be a number in (0, 1], got {low!r}")
+    check_at_least("factor_max", high, 1)
+    check_freeze_step(group["freeze_step"])
+
+
 def check_freeze_step(value: Any) -> None:
     if value == "auto":
         return

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from commopt.comm import Backend, Work, compressed_mean, to_node

@@ -5,10 +5,17 @@ Each list holds one tensor per parameter. Nothing here communicates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from commopt import ops
+
+QUIET = 0.1
+"""Root mean square of a momentum over that of sqrt(v), below which it counts as died down. It is more than 0.2 where
+gradients are nothing but noise."""
 
 
 def adam_(
@@ -55,6 +62,171 @@ def frozen_adam_factors(
     """What :class:`commopt.compress.FrozenAdam` needs for the second half of :func:`adam_`, in which x moves along m,
     while m and v stay: step sizes, corrections, eps, decay."""
     return (*bias_corrections(clocks, group), group["eps"], weight_decay_factor(group))
+
+
+def lamb_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    group: dict[str, Any],
+) -> list[float | None]:
+    """One step of LAMB, without bias correction (its factor is nearly all in the trust ratio again).
+
+        m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2;   u = m / (sqrt(v) + eps) + wd x
+        x = x - lr c u,        c = :func:`trust_ratios`, or 1 where there is none
+
+    Args:
+        params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
+        grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state.
+        group: lr, betas, eps, weight_decay, min_coeff, max_coeff.
+
+    Returns:
+        c of each parameter, None where there is none.
+    """
+    if not params:
+        return []
+    beta1, beta2 = group["betas"]
+    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    updates = list(torch._foreach_div(exp_avgs, _roots(exp_avg_sqs, group["eps"])))
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(updates, work, alpha=group["weight_decay"])
+    ratios = trust_ratios(work, updates, group)
+    _move(params, work, updates, [1.0 if c is None else c for c in ratios], group)
+    return ratios
+
+
+def frozen_lamb_(
+    params: list[Tensor],
+    news: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    fresh_sqs: list[Tensor],
+    averages: Sequence[float | None],
+    lasts: Sequence[float],
+    group: dict[str, Any],
+) -> tuple[list[float | None], list[float]]:
+    """One step of 1-bit LAMB after the momentum has come.
+
+        g = (m - b1 m') / (1-b1), with m' the momentum before;    f = b2 f + (1-b2) g^2;    m' = m
+        u0 = m / (sqrt(v) + eps);   u = u0 + wd x;                r = :func:`bounded_factors` of v over f
+        x = x - lr c r u
+
+    Args:
+        params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
+        news: m; overwritten.
+        exp_avgs: m', which becomes m.
+        exp_avg_sqs, fresh_sqs: v, which stands, and f. Elements with v = 0 are no evidence of anything: r ignores them.
+        averages: c of each parameter; where it is None, the trust ratio of this step serves, if there is one.
+        lasts: r of the last step.
+        group: lr, betas, eps, weight_decay, min_coeff, max_coeff, factor_min, factor_max, factor_threshold.
+
+    Returns:
+        c as it was used (None stands for 1), and r.
+    """
+    if not params:
+        return [], []
+    beta1, beta2 = group["betas"]
+    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    torch._foreach_mul_(exp_avgs, -beta1)
+    torch._foreach_add_(exp_avgs, news)
+    torch._foreach_div_(exp_avgs, 1 - beta1)
+    torch._foreach_mul_(fresh_sqs, beta2)
+    torch._foreach_addcmul_(fresh_sqs, exp_avgs, exp_avgs, 1 - beta2)
+    torch._foreach_copy_(exp_avgs, news)
+    roots = _roots(exp_avg_sqs, group["eps"])
+    largest = _largest(roots, _roots(fresh_sqs, group["eps"]), exp_avg_sqs)
+    updates = news
+    torch._foreach_div_(updates, roots)
+    weights = [1.0] * len(params)
+    if group["weight_decay"] != 0:
+        before = square_sums(updates)
+        torch._foreach_add_(updates, work, alpha=group["weight_decay"])
+        weights = [min(1.0, (a / b) ** 0.5) if b > 0 else 1.0 for a, b in zip(before, square_sums(updates))]
+    factors = bounded_factors(largest, weights, lasts, group)
+    ratios = list(averages)
+    lacking = [i for i, c in enumerate(averages) if c is None]
+    for i, c in zip(lacking, trust_ratios([work[i] for i in lacking], [updates[i] for i in lacking], group)):
+        ratios[i] = c
+    _move(params, work, updates, [(1.0 if c is None else c) * r for c, r in zip(ratios, factors)], group)
+    return ratios, factors
+
+
+def bounded_factors(
+    largest: Sequence[float], weights: Sequence[float], lasts: Sequence[float], group: dict[str, Any]
+) -> list[float]:
+    """By how much 1-bit LAMB corrects its trust ratios: r = w R + (1-w), kept in [factor_min, factor_max] and then
+    within a factor 1 +- factor_threshold of what it was.
+
+    Args:
+        largest: R of each parameter, the largest (sqrt(v) + eps) / (sqrt(f) + eps) of its elements.
+        weights: w, the share of the update that has to do with v, at most 1.
+        lasts: r of the last step.
+        group: factor_min, factor_max, factor_threshold.
+    """
+    threshold, out = group["factor_threshold"], []
+    for ratio, w, last in zip(largest, weights, lasts):
+        r = min(max(w * ratio + (1 - w), group["factor_min"]), group["factor_max"])
+        out.append(min(max(r, last * (1 - threshold)), last * (1 + threshold)))
+    return out
+
+
+def trust_ratios(params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[float | None]:
+    """||x|| / ||u|| of each parameter, kept in [min_coeff, max_coeff]; None where one of the norms is 0."""
+    pairs = zip(square_sums(params), square_sums(updates))
+    low, high = group["min_coeff"], group["max_coeff"]
+    return [min(max((x / u) ** 0.5, low), high) if x > 0 and u > 0 else None for x, u in pairs]
+
+
+def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[float]:
+    """What to multiply each momentum by so that its root mean square becomes 1, over the elements with v > 0.
+
+    A momentum that has died down counts with :data:`QUIET` of the root mean square of sqrt(v). 1 where v is 0
+    everywhere, and for an empty tensor.
+    """
+    if not exp_avgs:
+        return []
+    counts = torch.stack([v.count_nonzero().to(exp_avgs[0].device) for v in exp_avg_sqs]).tolist()
+    sums = zip(counts, square_sums(exp_avgs), square_sums(list(torch._foreach_sqrt(exp_avg_sqs))))
+    return [1 / max((m / n) ** 0.5, QUIET * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
+
+
+def square_sums(tensors: list[Tensor]) -> list[float]:
+    """The sum of squares of each tensor, in float64; equal on ranks that have other numbers of threads."""
+    sums = [ops.square_sum([t]) for t in tensors]
+    return torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
+
+
+def _roots(squares: list[Tensor], eps: float) -> list[Tensor]:
+    """sqrt(v) + eps."""
+    out = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(out, eps)
+    return out
+
+
+def _largest(roots: list[Tensor], fresh_roots: list[Tensor], squares: list[Tensor]) -> list[float]:
+    """The largest ratio of ``roots`` to ``fresh_roots`` of each tensor where ``squares`` is not 0; 1 if it is 0
+    everywhere. Overwrites ``fresh_roots``."""
+    out = []
+    for root, fresh, square in zip(roots, fresh_roots, squares):
+        ratio = torch.div(root, fresh, out=fresh).masked_fill_(square == 0, 0)
+        out.append(ratio.amax().to(roots[0].device) if ratio.numel() else ratio.new_zeros(()))
+    return [r if r > 0 else 1.0 for r in torch.stack(out).tolist()]
+
+
+def _move(
+    params: list[Tensor], work: list[Tensor], updates: list[Tensor], factors: Sequence[float], group: dict[str, Any]
+) -> None:
+    """x <- x - lr factor u. ``work`` is x in the dtype of u; overwrites ``updates``."""
+    lr = float(group["lr"])
+    torch._foreach_mul_(updates, [-lr * f for f in factors])
+    torch._foreach_add_(work, updates)
+    for x, result in zip(params, work):
+        if result is not x:
+            x.copy_(result)
 
 
 def scaled_gradient(p: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -1,0 +1,251 @@
+"""1-bit LAMB: LAMB whose momentum travels as signs (Li et al., arXiv 2104.06069, Algorithm 1).
+
+LAMB gives every tensor a step in proportion to its weights. With a variance that stands and a momentum of signs, as in
+1-bit Adam, that ratio goes wrong. So it is averaged while LAMB still runs, and later only corrected, by a variance that
+is rebuilt from what the momentum has done.
+
+    warm-up, t <= T_w:     LAMB on g = mean_i g_i (see :mod:`commopt.optim.lamb`), with its trust ratio c of each tensor
+                           c_avg = b3 c_avg + (1-b3) c
+    at the switch:         k = 1 / rms(m) of each tensor, for the rest of the run;   f = v
+    compressed, t > T_w:   m_i = k (b1 m' + (1-b1) g_i);   m = compressed_all_reduce(m_i) / k      (m' is the last m)
+                           g = (m - b1 m') / (1-b1);       f = b2 f + (1-b2) g^2;   v as at T_w
+                           u0 = m / (sqrt(v) + eps);       u = u0 + wd x
+                           r = max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps);   w = min(1, ||u0|| / ||u||)
+                           r = w r + (1-w), kept in [factor_min, factor_max], then within 1 +- factor_threshold of the
+                           last r (1 at first)
+                           x = x - lr c_avg r u
+
+k makes tensors that share a scale in the compression equally large.
+
+Where this differs from the paper and its usual implementation:
+
+* The common magnitude is 1, where the paper takes the mean over all tensors: compressing a multiple gives the multiple,
+  so only the ratios between tensors count. So k depends on nothing but its tensor.
+* A momentum that has died down, to less than a tenth of the root mean square of sqrt(v), counts with that tenth: there
+  is no division by 0, and no k that makes a silent tensor drown its neighbours.
+* c_avg is divided by 1 - b3^n, n being how often a ratio was averaged: it starts at 0 and would be too small after a
+  short warm-up. A tensor without any ratio by then (its weights were 0, or the state was that of another optimizer)
+  takes the first one it has in the compressed phase.
+* A ratio of exactly 1 is averaged like any other; what is not, is a tensor where a norm is 0.
+* Masks as in :class:`commopt.OneBitAdam`: elements with v = 0 at the switch keep a momentum of 0, and are left out of k
+  and of r, which one of them would otherwise keep from falling below 1.
+* Scales by block; one rank or node alone is plain LAMB; nodes of several ranks, and ``freeze_step="auto"``: as in 1-bit
+  Adam.
+* Residuals are kept in the units of the momentum, that is divided by k: their sum over a run, and what they are worth
+  at another world size, do not depend on k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import Backend, Work, compressed_mean, to_node
+from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.optim import checks
+from commopt.optim.flight import Step
+from commopt.optim.packed import StateBucket
+from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
+from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
+
+
+class OneBitLamb(WarmupOptimizer):
+    """LAMB that sends one bit per parameter once its variance has settled.
+
+    ::
+
+        optimizer = commopt.OneBitLamb(model.parameters(), lr=1e-3, weight_decay=0.01)  # was commopt.Lamb(...)
+
+    Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
+    is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
+
+    State per parameter and rank: exp_avg, exp_avg_sq, fresh_exp_avg_sq, one residual of the same size and 1/W of one,
+    in float32 (float64 for float64 parameters), that is 16 + 4/W bytes an element; residuals only with more than one
+    rank. With nodes of L ranks the residuals are 1/L and 1/W of its size. A compressed step needs 16 bytes an element
+    of one bucket besides. Each tensor has four numbers: scaling_coeff (k; 0 before it is known), trust_ratio (c_avg,
+    not yet divided by the other), trust_ratio_weight (1 - b3^n), and factor (r).
+
+    Args:
+        params: parameters, (name, parameter) pairs, or parameter groups; float64, float32, bfloat16 or float16.
+        lr: learning rate, >= 0; a float or a 0-d tensor, read at each step.
+        betas: decay of exp_avg and exp_avg_sq, each in [0, 1).
+        eps: added to the square root, > 0.
+        weight_decay: >= 0; the decay is part of u, and so of the trust ratio.
+        min_coeff, max_coeff: bounds of the trust ratio in warm-up, 0 <= min_coeff <= max_coeff, max_coeff > 0.
+        coeff_beta: decay b3 of the averaged trust ratio, in [0, 1).
+        factor_min, factor_max: bounds of r, 0 < factor_min <= 1 <= factor_max.
+        factor_threshold: by how much of itself r may change in a step, in [0, 1).
+        maximize: go up instead of down.
+        freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
+            the number then replaces "auto" in the group.
+        compressor: what is sent in the compressed phase; ``Sign()`` if None.
+        max_grad_norm: clip to this norm, > 0, or None; as for :class:`commopt.OneBitAdam`.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
+            once more.
+        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node. None is
+            the default process group, or one rank where there is none.
+        backend: a :class:`commopt.comm.Backend` instead.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
+            settings.
+    """
+
+    scalars = {"scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0}  # noqa: RUF012
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        coeff_beta: float = 0.9,
+        factor_min: float = 0.5,
+        factor_max: float = 4.0,
+        factor_threshold: float = 0.1,
+        maximize: bool = False,
+        freeze_step: int | Literal["auto"] = "auto",
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = False,
+        process_group: Any = None,
+        backend: Backend | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
+            "coeff_beta": coeff_beta,
+            "factor_min": factor_min,
+            "factor_max": factor_max,
+            "factor_threshold": factor_threshold,
+            "maximize": maximize,
+            **warmup_defaults(freeze_step),
+        }
+        super().__init__(
+            params,
+            defaults,
+            compressor=compressor,
+            max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            process_group=process_group,
+            backend=backend,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_lamb(group)
+        checks.check_onebit_lamb(group)
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"):
+            bucket.buffers[name] = bucket.zeros()
+
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        if self.phase_of(group) == "compressed":
+            yield from self._compressed_step(bucket, group, now)
+            return
+        grads = yield from self.averaged_gradients(bucket, now)
+        params, states = self.tick(bucket, now, variance_moves=True)
+        ratios = lamb_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], group)
+        for state, ratio in zip(states, ratios):
+            _average(state, ratio, group["coeff_beta"])
+        for p in bucket.params:
+            self.state[p]["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
+
+    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """m_i = k (b1 m + (1-b1) g_i);  m = their mean, compressed, over k;  x moves along m, as v stands."""
+        beta1, nodes = group["betas"][0], now.line.between.world_size
+        momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
+        assert feedback is not None
+        grads, offsets, scale = yield from self.gradients_to_compress(bucket, now)
+        ks = self._scaling(bucket)
+        # k (b1 m + (1-b1) g + e) is formed where the next residual will be, so that nothing remains to be added to it
+        mine = bucket.part(momentum)
+        torch.add(feedback.worker, mine, alpha=beta1, out=feedback.next_worker)
+        ops.momentum(feedback.next_worker, grads, offsets, 1.0, (1 - beta1) * scale, feedback.next_worker)
+        torch._foreach_mul_(bucket.part_views(feedback.next_worker), ks)
+        if feedback.undoable:
+            feedback.next_server.copy_(feedback.server)
+        torch._foreach_mul_(bucket.shares(feedback.next_server, self.share), ks)
+        scaled = Feedback(feedback.next_worker, feedback.next_server, feedback.live)
+        nothing = Momentum(mine, [], [], 0.0, 0.0)
+
+        def compress(wire: Tensor, columns: Columns) -> None:
+            worker, after = scaled.worker_rows(nodes)
+            self.compressor.compress_momentum(nothing, worker, wire, scaled.live_rows(nodes), after, columns)
+
+        arrivals = yield from compressed_mean(
+            compress, scaled, self.compressor, now.line.between, now.back.between, bucket.columns
+        )
+        arrivals = yield from to_node(arrivals, now.back.inside)
+        yield now.agreed
+        torch._foreach_div_(bucket.part_views(scaled.worker), ks)
+        torch._foreach_div_(bucket.shares(scaled.server, self.share), ks)
+        feedback.commit()
+        received = torch.empty_like(momentum)
+        nobody = FrozenAdam(bucket.buffers["exp_avg_sq"], [], [], [], [], 0.0, 1.0)  # moves along it yet
+        for arrival in arrivals:
+            yield arrival.work
+            self.compressor.decompress_adam(arrival.wires, received, nobody, bucket.live_rows(), arrival.columns)
+        torch._foreach_div_(bucket.views(received), ks)
+        self._switch(bucket, ks)
+        self._move(bucket, group, now, received)
+
+    def _scaling(self, bucket: StateBucket) -> list[float]:
+        """k of each parameter; not stored yet where it is new."""
+        known = [self.state[p]["scaling_coeff"].item() for p in bucket.params]
+        if all(known):
+            return known
+        m, v = (bucket.views(bucket.buffers[name]) for name in ("exp_avg", "exp_avg_sq"))
+        return [old or new for old, new in zip(known, scaling_coeffs(m, v))]
+
+    def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
+        """Where k is new, stores it and starts the fresh variance, and with it r, anew."""
+        for p, k in zip(bucket.params, ks):
+            state = self.state[p]
+            if state["scaling_coeff"] == 0:
+                state["scaling_coeff"].fill_(k)
+                state["fresh_exp_avg_sq"].copy_(state["exp_avg_sq"])
+                state["factor"].fill_(1.0)
+
+    def _move(self, bucket: StateBucket, group: dict[str, Any], now: Step, received: Tensor) -> None:
+        """The step of the parameters, along the momentum received."""
+        params, states = self.tick(bucket, now, variance_moves=False)
+        news = {id(p): view for p, view in zip(bucket.params, bucket.views(received))}
+        for p in (p for p in bucket.params if id(p) not in now.present):
+            self.state[p]["exp_avg"].copy_(news[id(p)])
+        m, v, f = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"))
+        averages = [_averaged(s) for s in states]
+        lasts = [s["factor"].item() for s in states]
+        ratios, factors = frozen_lamb_(params, [news[id(p)] for p in params], m, v, f, averages, lasts, group)
+        for state, average, ratio, factor in zip(states, averages, ratios, factors):
+            state["factor"].fill_(factor)
+            if average is None:
+                _average(state, ratio, group["coeff_beta"])
+
+
+def _average(state: dict[str, Tensor], ratio: float | None, beta: float) -> None:
+    """Takes a trust ratio into the average, if there is one."""
+    if ratio is not None:
+        state["trust_ratio"].mul_(beta).add_((1 - beta) * ratio)
+        state["trust_ratio_weight"].mul_(beta).add_(1 - beta)
+
+
+def _averaged(state: dict[str, Tensor]) -> float | None:
+    """The average of the trust ratios; None if there was none."""
+    weight = state["trust_ratio_weight"].item()
+    return state["trust_ratio"].item() / weight if weight > 0 else None

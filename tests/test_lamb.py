@@ -1,0 +1,208 @@
+"""The laws of Lamb: its paper on lists, torch's conventions, and state in float32 whatever the parameters are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from oracle_lamb import OneBitLambOracle
+from torch import nn
+from worlds import Toy, backward, params_of, same_bits, tensors_in, train
+
+from commopt import Lamb
+
+SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
+HYPER = {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.05, "betas": (0.9, 0.98)}
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("bounds", [(0.01, 10.0), (0.4, 0.5), (0.0, 1.0)])
+def test_every_step_is_that_of_the_paper_on_lists(decay, maximize, bounds):
+    """float64. One tensor starts at 0 and one has no gradient but zeros: their ratio is 1, outside the bounds too."""
+    g = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64)) for s in SIZES]
+    params[4].data.zero_()
+    oracle = OneBitLambOracle(
+        [p.flatten().tolist() for p in params], 1, None, lr=0.02, b1=0.9, b2=0.98, eps=1e-6, wd=decay,
+        low=bounds[0], high=bounds[1],
+    )  # fmt: skip
+    optimizer = Lamb(
+        params, **{**HYPER, "weight_decay": decay}, min_coeff=bounds[0], max_coeff=bounds[1], maximize=maximize
+    )
+    for step in range(20):
+        for i, p in enumerate(params):
+            g = torch.Generator().manual_seed(100 * step + i)
+            p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64) * (i != 1)
+        oracle.step([[(-p.grad if maximize else p.grad).flatten().tolist() for p in params]])
+        optimizer.step()
+        for p, expected in zip(params, oracle.x):
+            torch.testing.assert_close(
+                p.detach().flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
+            )
+
+
+def test_a_tensor_of_zeros_takes_a_step_of_lr_times_the_update():
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = Lamb([p], lr=0.5, betas=(0.9, 0.99), eps=1e-30, max_coeff=0.3)
+    p.grad = torch.full_like(p, 2.0)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -0.5 * 0.1 / math.sqrt(0.01)), rtol=1e-12, atol=0)
+
+
+def test_the_step_is_lr_times_the_norm_of_the_weights_whatever_the_gradient():
+    for scale in (1e-6, 1.0, 1e6):
+        p = nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+        before = p.detach().clone()
+        p.grad = torch.randn(100, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale
+        Lamb([p], lr=0.01, max_coeff=100.0, eps=1e-20).step()
+        torch.testing.assert_close((p.detach() - before).norm(), 0.01 * before.norm(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_have_float32_state_and_are_rounded_once(dtype):
+    p = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)).to(dtype))
+    optimizer = Lamb([p], lr=0.02)
+    for step in range(5):
+        wide = nn.Parameter(p.detach().float())
+        theirs = Lamb([wide], lr=0.02)
+        theirs.load_state_dict(optimizer.state_dict())
+        p.grad = torch.randn(50, generator=torch.Generator().manual_seed(step)).to(dtype)
+        wide.grad = p.grad.float()
+        optimizer.step()
+        theirs.step()
+        assert torch.equal(p, wide.to(dtype))
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], theirs.state[wide]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_equals_one_never_stopped(dtype):
+    straight, model, resumed = Toy(dtype), Toy(dtype), Toy(dtype, seed=9)
+    optimizer, first, second = (Lamb(m.parameters(), **HYPER) for m in (straight, model, resumed))
+    train(straight, optimizer, range(8))
+    train(model, first, range(4))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": first.state_dict()})
+    resumed.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    train(resumed, second, range(4, 8))
+    assert same_bits(params_of(straight), params_of(resumed))
+    assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict()))
+
+
+def test_loading_copies():
+    model, other = Toy(), Toy()
+    first, second = Lamb(model.parameters()), Lamb(other.parameters())
+    train(model, first, range(2))
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    before = [t.clone() for t in tensors_in(saved)]
+    train(other, second, range(2))
+    assert same_bits(before, tensors_in(saved))
+
+
+def test_copies_and_pickles_go_on_as_the_original():
+    model = Toy()
+    optimizer = Lamb(model.named_parameters(), **HYPER)
+    train(model, optimizer, range(3))
+    others = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    train(model, optimizer, range(3, 6))
+    for m, o in others:
+        train(m, o, range(3, 6))
+        assert same_bits(params_of(model), params_of(m))
+
+
+def test_state_is_complete_at_construction_and_frozen_parameters_have_none():
+    model = Toy()
+    optimizer = Lamb(model.parameters())
+    assert model.frozen not in optimizer.state
+    assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert sum(t.nbytes for t in tensors_in(optimizer.state_dict()) if t.dim()) == 8 * sum(
+        p.numel() for p in model.parameters() if p.requires_grad and p.dim()
+    )
+    model.frozen.requires_grad_(True)
+    model.frozen.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[model.frozen]["step"] == 1
+    assert not torch.equal(model.frozen, torch.ones(4))
+
+
+def test_a_model_that_is_cast_takes_its_state_along():
+    model = Toy()
+    optimizer = Lamb(model.parameters())
+    train(model, optimizer, range(3))
+    model.double()
+    train(model, optimizer, range(3, 5))
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float64
+    assert optimizer.state[model.weight]["step"] == 5
+
+
+def test_the_state_of_a_torch_adam_is_taken_over():
+    theirs, ours = Toy(torch.bfloat16), Toy(torch.bfloat16)
+    adam = torch.optim.Adam(theirs.parameters())
+    train(theirs, adam, range(3))
+    optimizer = Lamb(ours.parameters())
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["max_coeff"] == 10.0
+    assert torch.equal(optimizer.state[ours.weight]["exp_avg"], adam.state[theirs.weight]["exp_avg"].float())
+    train(ours, optimizer, range(3, 5))
+
+
+def test_closures_and_missing_gradients():
+    model = Toy()
+    optimizer = Lamb(model.parameters(), weight_decay=0.1)
+    assert optimizer.step() is None
+    assert same_bits(params_of(model), params_of(Toy()))
+
+    def closure():
+        backward(model, 0, 0, 1)
+        return torch.tensor(3.0)
+
+    assert optimizer.step(closure) == 3.0
+    assert torch.equal(model.unused, Toy().unused)
+    assert not torch.equal(model.weight, Toy().weight)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -0.1}, r"lr must be a number >= 0, got -0.1"),
+        ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\)"),
+        ({"eps": 0.0}, r"eps must be a number > 0, got 0.0"),
+        ({"weight_decay": -1}, r"weight_decay must be a number >= 0, got -1"),
+        ({"min_coeff": -1}, r"min_coeff must be a number >= 0, got -1"),
+        ({"max_coeff": 0}, r"max_coeff must be a number > 0, got 0"),
+        ({"min_coeff": 0.5, "max_coeff": 0.3}, r"max_coeff must be at least min_coeff=0.5, got 0.3"),
+        ({"maximize": 1}, r"maximize must be True or False, got 1"),
+    ],
+)
+def test_an_argument_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Lamb(Toy().parameters(), **arguments)
+    optimizer = Lamb([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], **arguments})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradients_are_refused_before_anything_moves():
+    dense, p = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    dense.grad, p.grad = torch.ones(2), torch.ones(3).to_sparse()
+    optimizer = Lamb([{"params": [dense]}, {"params": [p]}])
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(2))
+    with pytest.raises(ValueError, match="parameter 0 is complex64"):
+        Lamb([torch.zeros(2, dtype=torch.complex64)])
