@@ -53,8 +53,8 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
     """Lets ``optimizer`` decide when ``model`` averages gradients.
 
     While the optimizer wants exact averages (warm-up), DDP averages gradients and overlaps that with backward, as
-    always. In the compressed phase it leaves them local and sends nothing. ``no_sync()`` and gradient accumulation work
-    as always.
+    always. In the compressed phase, and in local steps, it leaves them local and sends nothing. ``no_sync()`` and
+    gradient accumulation work as always. Evaluating the model while replicas differ is reported once.
 
     Args:
         model: a DDP model without a communication hook of its own.
@@ -80,3 +80,4 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
     attachment = Attachment(model, optimizer)
     model.register_comm_hook(attachment, Attachment.hook)
     optimizer._attachment = attachment
+    optimizer.warn_in_evaluation(model.module)

@@ -97,6 +97,20 @@ class Bucket:
         flat[end:].zero_()
         return flat if scale == 1 else flat.mul_(scale)
 
+    def pack_params(self) -> Tensor:
+        """A new flat buffer, shape (padded,), with the parameters."""
+        flat = self.zeros()
+        self.pack_params_(flat)
+        return flat
+
+    def pack_params_(self, flat: Tensor) -> None:
+        """Copies the parameters to ``flat``, shape (padded,)."""
+        torch._foreach_copy_(self.views(flat), [p.detach() for p in self.params])
+
+    def unpack_params(self, flat: Tensor) -> None:
+        """Writes ``flat``, shape (padded,), to the parameters, rounded to their dtypes."""
+        torch._foreach_copy_([p.detach() for p in self.params], self.views(flat))
+
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
         """What of each parameter lies in ``rank``'s chunk, as 1-d views of ``chunk`` (shape (padded / W,)); many are
         empty."""

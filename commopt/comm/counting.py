@@ -65,6 +65,10 @@ class Meter:
         """Closes the count of a step: all since the last call."""
         self.step, self._running = self._running, Tally()
 
+    def leave_out(self) -> None:
+        """What was counted since the last step ended belongs to no step; it stays in ``total``."""
+        self._running = Tally()
+
     def add(self, verb: str, nbytes: int, inside: bool = False) -> None:
         self._running.add(verb, nbytes, inside)
         self.total.add(verb, nbytes, inside)
@@ -112,6 +116,10 @@ class CountingBackend:
     def end_step(self) -> None:
         """Closes the count of a step: all since the last call."""
         self.meter.end_step()
+
+    def leave_out(self) -> None:
+        """What was counted since the last step ended belongs to no step; it stays in ``total``."""
+        self.meter.leave_out()
 
     def lines(self, n: int) -> list[CountingBackend]:
         """``n`` lines of ``inner``, if it has any; their traffic goes into the same counts."""

@@ -4,6 +4,18 @@ from commopt.optim.base import CommOptimizer
 from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.schedules import SyncPolicy, VariancePolicy
 from commopt.optim.state import join_state_dict, split_state_dict
+from commopt.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["CommOptimizer", "Lamb", "OneBitAdam", "OneBitLamb", "join_state_dict", "split_state_dict"]
+__all__ = [
+    "CommOptimizer",
+    "Lamb",
+    "OneBitAdam",
+    "OneBitLamb",
+    "SyncPolicy",
+    "VariancePolicy",
+    "ZeroOneAdam",
+    "join_state_dict",
+    "split_state_dict",
+]

@@ -11,11 +11,19 @@ A subclass says what happens to one bucket in one step, as a generator that yiel
 Before a step touches anything that outlives it, the ranks agree on whether to take it, how to clip, and which
 parameters take part. From then on all of them do the same, so nothing can hang or drift. A bucket's task yields
 ``now.agreed`` at that point: with ``overlap=True`` it has started in backward, long before.
+
+A step may be local (``is_local``): then the ranks tell each other nothing at all, not even that. Each agrees with
+itself; all of them take the step and count it, because the next round is found by counting. A gradient that is inf or
+NaN counts as missing there (``now.dropped``), a missing one as zeros, and the norm that is clipped is this rank's own.
+What a rank changes in a local step may differ from the others' until the next round: such buffers are
+``local_buffers()``, which each rank saves for itself. If groups are in different phases, a step is local if it is for
+all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,6 +36,7 @@ from commopt.comm import (
     Backend,
     CollectiveError,
     CountingBackend,
+    LocalBackend,
     Work,
     all_reduce_bytes,
     message_device,
@@ -41,6 +50,8 @@ from commopt.optim.flight import Flight, Overlap, Step
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
+
+_ALONE = LocalBackend()
 
 LINES = 3
 """Lines that buckets take in turn, in each direction, where the backend has several."""
@@ -91,6 +102,7 @@ class CommOptimizer(PackedOptimizer):
         self.overlap = overlap
         self.buckets = []
         self.skipped_steps = 0
+        self.dropped_gradients = 0
         self._restart()
         self._ready = False
         error: Exception | None = None
@@ -129,8 +141,13 @@ class CommOptimizer(PackedOptimizer):
         """Whether the group's next step needs gradients averaged over the ranks, as DDP does it."""
         return self.phase_of(group) != "compressed"
 
+    def is_local(self, group: dict[str, Any]) -> bool:
+        """Whether the group's next step communicates nothing: the same on every rank, like the phase."""
+        return False
+
     def after_step(self) -> None:
-        """Work across buckets, after all of them have stepped. Communicates the same on all ranks."""
+        """Work across buckets, after all of them have stepped. Communicates the same on all ranks; nothing, if the step
+        was local."""
 
     # groups -----------------------------------------------------------------------------------------------------------
 
@@ -208,6 +225,7 @@ class CommOptimizer(PackedOptimizer):
             what the closure returned, or None.
 
         Raises:
+            RuntimeError: within :meth:`averaged`.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
@@ -222,9 +240,11 @@ class CommOptimizer(PackedOptimizer):
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.refuse_if_lent("step()")
+        local = self.steps_locally()
         flight = self.flight()
         try:
-            self._fly(flight, refused)
+            self._fly(flight, refused, local)
         except CollectiveError:
             raise
         except StepSkipped:
@@ -241,21 +261,26 @@ class CommOptimizer(PackedOptimizer):
             self.backend.end_step()
         return loss
 
-    def _fly(self, flight: Flight, refused: Exception | None) -> None:
+    def _fly(self, flight: Flight, refused: Exception | None, local: bool) -> None:
         """The step, from wherever backward has taken it."""
         early = self.starts_in_backward()
         if early and self._watching is not None:
             self._watching.report(flight)
-        self._open_lines()
+        if not local:
+            self._open_lines()
         self._follow(flight)
         flight.params = params = [p for bucket in self.buckets for p in bucket.params]
         device = params[0].device if params else torch.device("cpu")
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
+        if local and view.error is None and not math.isfinite(view.square_norm):
+            flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
+            self._report_dropped()
         if early and not self._lines:  # all goes over one line, where some ranks have started these in backward
             flight.launch_known(but_last=True)
-        flight.agreement.start(self.backend, device, view, flight.where("agreement of the ranks on it"))
+        those_who_agree = _ALONE if local else self.backend
+        flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
         if early:
             flight.launch_known()
         if flight.launched < len(self.buckets) or not early:
@@ -297,9 +322,19 @@ class CommOptimizer(PackedOptimizer):
     def starts_in_backward(self) -> bool:
         """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
         first step of a copy, which has no lines yet."""
-        if not self.overlap or self._lines is None or self.backend.world_size == 1:
+        if not self.overlap or self._lines is None or self.backend.world_size == 1 or self.steps_locally():
             return False
         return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
+
+    def why_not_meet(self) -> Exception | None:
+        """A step that has begun in backward has sent what belongs to the parameters as they are."""
+        if self._flight is None or not self._flight.launched:
+            return None
+        return ValueError("overlap=True has begun the next step in backward(): take the mean after step(), not before")
+
+    def steps_locally(self) -> bool:
+        """Whether the next step communicates nothing."""
+        return self.backend.world_size > 1 and all(self.is_local(group) for group in self.param_groups)
 
     def accumulating(self) -> bool:
         """Whether an attached DDP model is in its ``no_sync()``."""
@@ -387,6 +422,7 @@ class CommOptimizer(PackedOptimizer):
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.
             residual_ratio: the one over the other; None if the latter is 0.
             skipped_steps: steps skipped because of inf or NaN.
+            dropped_gradients: local steps that this rank took without its gradient, because of inf or NaN.
         """
         step = self.backend.step.summary()
         fp32 = self.fp32_bytes()
@@ -402,6 +438,7 @@ class CommOptimizer(PackedOptimizer):
             "momentum_norm": momentum,
             "residual_ratio": residual / momentum if momentum else None,
             "skipped_steps": self.skipped_steps,
+            "dropped_gradients": self.dropped_gradients,
         }
 
     def fp32_bytes(self) -> int:
@@ -420,6 +457,15 @@ class CommOptimizer(PackedOptimizer):
             logger.warning(
                 "%s: step skipped on all ranks: inf or NaN in the gradients of %d of %d ranks (%d skipped so far)",
                 type(self).__name__, verdict.non_finite, self.backend.world_size, n,
+            )  # fmt: skip
+
+    def _report_dropped(self) -> None:
+        self.dropped_gradients += 1
+        n = self.dropped_gradients
+        if n & (n - 1) == 0:
+            logger.warning(
+                "%s: inf or NaN in the gradient of rank %d in a local step, which counts as zeros there (%d so far)",
+                type(self).__name__, self.backend.rank, n,
             )  # fmt: skip
 
     def _report_equal_gradients(self, verdict: Verdict) -> None:

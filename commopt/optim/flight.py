@@ -53,8 +53,15 @@ class Step:
 
     @property
     def present(self) -> frozenset[int]:
-        """Ids of the parameters that have a gradient on some rank; the others do not move. Known once agreed."""
+        """Ids of the parameters that have a gradient on some rank (in a local step: on this one); the others do not
+        move. Known once agreed."""
         return self.flight.present()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether this rank's gradients count as missing: the step is local, and they are inf or NaN. Known once
+        agreed."""
+        return self.flight.dropped
 
 
 class Flight:
@@ -65,6 +72,7 @@ class Flight:
         launched: how many of them have started.
         agreement: what all ranks decide about the step.
         params: those of all buckets, as in the verdict; set before the agreement starts.
+        dropped: whether this rank's gradients count as missing, because they are not finite and the step is local.
     """
 
     def __init__(self, optimizer: CommOptimizer) -> None:
@@ -74,6 +82,7 @@ class Flight:
         self.agreement = Agreement()
         self.pipeline = Pipeline(self.agreement)
         self.params: list[Tensor] = []
+        self.dropped = False
         self._present: frozenset[int] | None = None
         self._groups = optimizer.group_of()
         self._number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
@@ -162,7 +171,8 @@ class Flight:
         self._used = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: copy.copy(group[key]) for key in self.optimizer.read_in_backward}
+        terms = {key: group[key] for key in self.optimizer.read_in_backward}
+        return {key: t.item() if isinstance(t, Tensor) else copy.copy(t) for key, t in terms.items()}
 
     def check(self) -> None:
         """Makes sure that what was sent in backward is still what the step is about.

@@ -34,6 +34,7 @@ from commopt.comm import Backend, Work, compressed_mean, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.flight import Step
+from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
@@ -135,7 +136,7 @@ class OneBitAdam(WarmupOptimizer):
         if self.phase_of(group) == "compressed":
             yield from self._compressed_step(bucket, group, now)
             return
-        grads = yield from self.averaged_gradients(bucket, now)
+        grads = yield from averaged_gradients(bucket, now)
         params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
         adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
 
@@ -145,7 +146,8 @@ class OneBitAdam(WarmupOptimizer):
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
         nodes = now.line.between.world_size
-        grads, offsets, scale = yield from self.gradients_to_compress(bucket, now)
+        find_live(bucket)
+        grads, offsets, scale = yield from gradients_to_compress(bucket, now)
         mine = Momentum(bucket.part(momentum), grads, offsets, beta1, (1 - beta1) * scale)
 
         def compress(wire: Tensor, columns: Columns) -> None:

@@ -48,6 +48,7 @@ from commopt.comm import Backend, Work, compressed_mean, to_node
 from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.flight import Step
+from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
@@ -158,7 +159,7 @@ class OneBitLamb(WarmupOptimizer):
         if self.phase_of(group) == "compressed":
             yield from self._compressed_step(bucket, group, now)
             return
-        grads = yield from self.averaged_gradients(bucket, now)
+        grads = yield from averaged_gradients(bucket, now)
         params, states = self.tick(bucket, now, variance_moves=True)
         ratios = lamb_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], group)
         for state, ratio in zip(states, ratios):
@@ -171,7 +172,8 @@ class OneBitLamb(WarmupOptimizer):
         beta1, nodes = group["betas"][0], now.line.between.world_size
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
-        grads, offsets, scale = yield from self.gradients_to_compress(bucket, now)
+        find_live(bucket)
+        grads, offsets, scale = yield from gradients_to_compress(bucket, now)
         ks = self._scaling(bucket)
         # k (b1 m + (1-b1) g + e) is formed where the next residual will be, so that nothing remains to be added to it
         mine = bucket.part(momentum)

@@ -21,6 +21,7 @@ from torch import Tensor
 from commopt.bucket import Bucket, bucket_bytes, partition
 from commopt.comm import CountingBackend, resolve_backend
 from commopt.compress import Columns, Compressor, Feedback
+from commopt.optim.replicas import Replicas
 from commopt.optim.state import MERGED, RANK_LOCAL
 
 logger = logging.getLogger("commopt")
@@ -76,7 +77,7 @@ class StateBucket(Bucket):
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
 
-class PackedOptimizer(torch.optim.Optimizer):
+class PackedOptimizer(Replicas, torch.optim.Optimizer):
     """State in buckets, saved and loaded without loss. Says nothing about steps."""
 
     backend: CountingBackend
@@ -85,7 +86,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     bucket_mb: float | None
     overlap: bool
     skipped_steps: int
+    dropped_gradients: int
     buckets: list[StateBucket]
+
+    clocks: tuple[str, ...] = CLOCKS
+    """Names of the 0-d float32 CPU tensors in the state of each parameter."""
 
     residual_of = "exp_avg"
     """Name of the flat buffer whose compression leaves the residuals."""
@@ -96,6 +101,10 @@ class PackedOptimizer(torch.optim.Optimizer):
     def init_bucket(self, bucket: StateBucket) -> None:
         """Makes the flat buffers of a new bucket."""
         raise NotImplementedError
+
+    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """What of the state of ``p``, a parameter of ``group``, may differ between ranks now, besides residuals."""
+        return {}
 
     @property
     def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -133,7 +142,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _alias_state(self, bucket: StateBucket) -> None:
         views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
         for i, p in enumerate(bucket.params):
-            self.state[p] = {name: torch.zeros(()) for name in CLOCKS}
+            self.state[p] = {name: torch.zeros(()) for name in self.clocks}
             for name, start in self.scalars.items():
                 self.state[p][name] = torch.tensor(start, dtype=torch.float64)
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
@@ -165,7 +174,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
         this one, with its rank, the world size, a checksum of the layout of the buckets, and where it stands among the
         nodes. They are apart because tools for distributed checkpoints take what is in ``state`` for equal on all
-        ranks.
+        ranks. Where replicas differ, ``residuals`` also holds what is this rank's own; ``state`` has that as well, for
+        tools that save one rank's.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
         out = super().state_dict()
@@ -176,9 +186,12 @@ class PackedOptimizer(torch.optim.Optimizer):
             rank, world_size, layout = self._origin()
             whose = {"rank": rank, "world_size": world_size, "layout": layout}
             whose |= {"nodes": self.backend.between.world_size, "share": self.share}
-            params = [p for group in self.param_groups for p in group["params"]]
-            residuals = self.residuals
-            owed = {i: _cloned(residuals[p]) for i, p in enumerate(params) if p in residuals}
+            owners = [(p, group) for group in self.param_groups for p in group["params"]]
+            residuals, owed = self.residuals, {}
+            for i, (p, group) in enumerate(owners):
+                own = {**residuals.get(p, {}), **self.local_state(p, group)} if p in self.state else {}
+                if own:
+                    owed[i] = _cloned(own)
             out["residuals"] = {**whose, "state": owed}
         return out
 
@@ -192,7 +205,9 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: if groups, parameters or shapes do not match; nothing is changed then.
+            RuntimeError: within :meth:`averaged`.
         """
+        self.refuse_if_lent("load_state_dict()")
         incoming: dict[str, Any] = {}
 
         def take_state(_: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -233,8 +248,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.__dict__["param_groups"] = state["param_groups"]
         residuals = self._incoming.get("residuals")
         entries = {i: dict(entry) for i, entry in self._incoming["state"].items()}
+        # what differs between ranks is one's own, or the mean of all; else that of the rank whose `state` this is
+        whose = (residuals["rank"], residuals["world_size"]) if residuals else None
+        ours = whose is not None and (whose[0] == MERGED or whose == (self.backend.rank, self.backend.world_size))
         for i, entry in residuals["state"].items() if residuals else ():
-            entries.setdefault(i, {}).update(entry)
+            taken = entry if ours else {name: t for name, t in entry.items() if name in RANK_LOCAL}
+            entries.setdefault(i, {}).update(taken)
         ids = [i for group in self._incoming["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         origin = (residuals["rank"], residuals["world_size"], residuals["layout"]) if residuals else None
@@ -318,7 +337,10 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
-    _SETTINGS = ("compressor", "max_grad_norm", "bucket_mb", "overlap", "skipped_steps", "defaults", "param_groups")
+    _SETTINGS = (
+        "compressor", "max_grad_norm", "bucket_mb", "overlap", "skipped_steps", "dropped_gradients", "defaults",
+        "param_groups",
+    )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""

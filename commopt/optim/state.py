@@ -7,7 +7,9 @@ therefore holds the replicated part once and the residuals of every rank:
     optimizer.load_state_dict(join_state_dict(replicated, all_of_mine, rank, world_size))
 
 At the same world size, and with the same nodes, the result is exact. Else what compression still owes is kept: every
-new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew.
+new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Between two
+rounds of an algorithm with local steps, ranks hold more that differs; it travels with the residuals, and at another
+world size every new rank starts from its mean.
 """
 
 from __future__ import annotations
@@ -79,4 +81,6 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
             "worker_error": workers[0] if len(workers) == 1 else torch.cat(workers),
             "server_error": torch.cat([part["state"][key]["server_error"] for part in parts]),
         }
+        for name in sorted(set(parts[0]["state"][key]) - set(RANK_LOCAL)):  # what differs between two rounds
+            state[key][name] = torch.stack([part["state"][key][name] for part in parts]).mean(0)
     return {**parts[0], "rank": MERGED, "state": state}

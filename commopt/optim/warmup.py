@@ -11,18 +11,14 @@ ratio; that it must not fire while v still grows from 0, nor in the warm-up of l
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt import ops
-from commopt.comm import Work, mean_over_all, reduce_scatter
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
-from commopt.optim.rules import scaled_gradient
 
 logger = logging.getLogger("commopt")
 
@@ -47,40 +43,6 @@ class WarmupOptimizer(CommOptimizer):
             return "plain"
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
-
-    # gradients --------------------------------------------------------------------------------------------------------
-
-    def averaged_gradients(self, bucket: StateBucket, now: Step) -> Generator[Work, None, list[Tensor]]:
-        """The exact averages of the gradients of the parameters that move, in the dtype of the state.
-
-        Yields ``now.agreed``: all ranks take the step when it returns. Masks are for a variance that stands, so there
-        are none from then on.
-        """
-        if now.average:
-            flat = bucket.pack_gradients(now.scale)
-            yield from mean_over_all(flat, now.line, now.back)
-        yield now.agreed
-        bucket.set_live(None)
-        moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
-        if now.average:
-            views = bucket.views(flat)
-            return [views[i] for i in moving]
-        return [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
-
-    def gradients_to_compress(
-        self, bucket: StateBucket, now: Step
-    ) -> Generator[Work, None, tuple[list[Tensor], list[int], float]]:
-        """What this rank brings to a compressed step, once it is known which elements take part: gradients, where each
-        starts in the part of the bucket that this rank compresses, and what to multiply them by."""
-        if bucket.live is None:
-            live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
-            ops.pack_nonzero(bucket.buffers["exp_avg_sq"], live)
-            bucket.set_live(live)
-        if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
-            part = yield from reduce_scatter(bucket.pack_gradients(now.scale), now.line.inside)
-            return [part], [0], 1.0
-        grads = bucket.gradients()
-        return [g for g, _ in grads], [o for _, o in grads], now.scale
 
     def tick(
         self, bucket: StateBucket, now: Step, variance_moves: bool

@@ -76,6 +76,10 @@ class Engine(Protocol):
         """Clip and update."""
         ...
 
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Context in which the model is the same on all ranks, for evaluating and saving it."""
+        ...
+
     def traffic(self) -> Traffic:
         """What the last step sent."""
         ...
@@ -105,6 +109,10 @@ class SelfCommunicating:
         """One step of the optimizer."""
         self.optimizer.step()
         self._skipped = (self._skipped[1], self.optimizer.skipped_steps)
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """The mean model, where local steps have taken replicas apart."""
+        return self.optimizer.averaged()
 
     def traffic(self) -> Traffic:
         """From the optimizer's own counts."""
@@ -147,6 +155,10 @@ class DataParallel:
             log.warning("step skipped on all ranks: inf or NaN in the gradients")
         else:
             self.optimizer.step()
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Replicas are never apart."""
+        return contextlib.nullcontext()
 
     def traffic(self) -> Traffic:
         """DDP sends the same in every step, whether it is then skipped or not."""

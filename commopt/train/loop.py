@@ -154,12 +154,14 @@ class Trainer:
         indices = np.linspace(0, len(self.samples.heldout) - 1, count).astype(int)[self.world.rank :: self.world.size]
         total, predicted = 0.0, 0
         self.model.eval()
-        for start in range(0, len(indices), self.piece):
-            inputs, labels = self._to_device(self.samples.heldout_batch(indices[start : start + self.piece].tolist()))
-            places = int((labels != IGNORE).sum())
-            with self._autocast():
-                total += float(self.model(inputs, labels)) * places
-            predicted += places
+        with self.engine.averaged():
+            for start in range(0, len(indices), self.piece):
+                part = indices[start : start + self.piece].tolist()
+                inputs, labels = self._to_device(self.samples.heldout_batch(part))
+                places = int((labels != IGNORE).sum())
+                with self._autocast():
+                    total += float(self.model(inputs, labels)) * places
+                predicted += places
         self.model.train()
         total, places_of_all = self.world.reduce([total, predicted])
         return total / max(1.0, places_of_all)

@@ -60,7 +60,8 @@ def save(trainer: Trainer) -> Path:
     }
     own = {"optimizer_state": local, "rng": _get_rng(trainer.world.device)}
     keep = trainer.config.train.keep
-    return checkpoint.save(trainer.folder, trainer.step, shared, own, trainer.world, keep)
+    with trainer.engine.averaged():  # the weights of all ranks; where each of them is follows from its optimizer state
+        return checkpoint.save(trainer.folder, trainer.step, shared, own, trainer.world, keep)
 
 
 def load(trainer: Trainer, path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Replicas that may differ between two rounds of an algorithm with local steps: their mean, and how they become one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from commopt.comm import CountingBackend, Pipeline, mean_over_all, message_device, wait
+
+if TYPE_CHECKING:
+    from commopt.optim.packed import StateBucket
+
+logger = logging.getLogger("commopt")
+
+
+class Replicas:
+    """What all optimizers offer for the case that replicas differ. A subclass with local steps says ``apart`` and
+    ``meet``."""
+
+    backend: CountingBackend
+    buckets: list[StateBucket]
+    _lent: dict[Tensor, Tensor] | None = None  # what each parameter was, while it is the mean
+    _reported_apart = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas may differ now; the same on all ranks."""
+        return False
+
+    def meet(self) -> None:
+        """Makes all replicas equal; called while they are apart."""
+        raise NotImplementedError
+
+    def why_not_meet(self) -> Exception | None:
+        """What forbids this rank to take the mean now, if anything does."""
+        return None
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Makes all replicas equal now, and ends the local steps since the last round for good. All ranks must call it
+        at the same point. Does nothing where they are equal: after a round, and for optimizers without local steps.
+
+        Raises:
+            RuntimeError: within :meth:`averaged`; and if another rank cannot take part.
+            commopt.comm.CollectiveError: a collective failed or timed out.
+        """
+        self.refuse_if_lent("synchronize()")
+        if self.apart:
+            self._agree_to_meet("synchronize()")
+            self.meet()
+            self.backend.leave_out()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which the parameters are the mean of all replicas, for evaluating or saving the model; they come
+        back afterwards, to the bit, and training goes on as if nothing had happened. All ranks must enter it at the
+        same point.
+
+        ::
+
+            with optimizer.averaged():
+                evaluate(model)
+
+        Sends what an all-reduce of the parameters in full precision does, and takes their memory once more; nothing
+        where replicas are equal. Inside, ``state_dict()`` is what it is outside; ``step()``, ``synchronize()`` and
+        ``load_state_dict()`` are refused. Buffers of the model, such as running statistics, are each rank's own.
+
+        Raises:
+            RuntimeError: if another rank cannot take part.
+            commopt.comm.CollectiveError: a collective failed or timed out.
+        """
+        if self._lent is not None:
+            yield
+            return
+        own: dict[Tensor, Tensor] = {}
+        if self.apart:
+            self._agree_to_meet("averaged()")
+            with torch.no_grad():
+                own = {p: p.detach().clone() for bucket in self.buckets for p in bucket.params}
+        self._lent = own
+        try:
+            if own:
+                self._show_mean()
+            yield
+        finally:
+            self._lent = None
+            with torch.no_grad():
+                for p, value in own.items():
+                    p.copy_(value)
+
+    @torch.no_grad()
+    def _show_mean(self) -> None:
+        for i, bucket in enumerate(self.buckets):
+            flat, pipeline = bucket.pack_params(), Pipeline()
+            where = f"mean of the replicas, bucket {i} of {len(self.buckets)} ({bucket.describe()})"
+            pipeline.launch(mean_over_all(flat, self.backend, self.backend), where)
+            pipeline.finish()
+            bucket.unpack_params(flat)
+        self.backend.leave_out()
+
+    def own_value(self, p: Tensor) -> Tensor:
+        """What ``p`` is on this rank, also within :meth:`averaged`."""
+        return p.detach() if self._lent is None else self._lent.get(p, p.detach())
+
+    def refuse_if_lent(self, what: str) -> None:
+        """Raises RuntimeError within :meth:`averaged`."""
+        if self._lent is not None:
+            raise RuntimeError(f"{what} within `with optimizer.averaged():`, where parameters are lent; leave it first")
+
+    def _agree_to_meet(self, what: str) -> None:
+        """Makes sure that all ranks can take the mean now."""
+        error = self.why_not_meet()
+        failed = torch.tensor([float(error is not None)], device=message_device(self.backend.inner))
+        wait(self.backend.all_reduce(failed), f"{what}, whether all ranks can")
+        self.backend.leave_out()
+        if error is not None:
+            raise error
+        if failed.item() > 0:
+            raise RuntimeError(f"another rank cannot take part in {what}; its own error says why")
+
+    def warn_in_evaluation(self, model: nn.Module) -> None:
+        """Warns once if ``model`` runs in ``eval()`` mode while replicas differ, and says what to call.
+
+        ``attach()`` does this for a DDP model; call it for a bare one. Nothing to do for optimizers without local
+        steps.
+        """
+        if type(self).apart is not Replicas.apart:
+            model.register_forward_pre_hook(_EvaluationWatch(self))
+
+    def report_apart(self) -> None:
+        """Warns once, on rank 0, that a model is evaluated while replicas differ."""
+        if self._reported_apart or self._lent is not None or not self.apart:
+            return
+        self._reported_apart = True
+        if self.backend.rank == 0:
+            logger.warning(
+                "%s: the model is evaluated between two rounds, and every rank's differs. Evaluate it within `with "
+                "optimizer.averaged():`, or call optimizer.synchronize() first (on all ranks)",
+                type(self).__name__,
+            )
+
+
+class _EvaluationWatch:
+    """A forward pre-hook that reports that a model is evaluated while replicas differ.
+
+    Holds the optimizer weakly, and is empty in a copy of the model.
+    """
+
+    def __init__(self, optimizer: Replicas | None = None) -> None:
+        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+
+    def __reduce__(self) -> tuple[type[_EvaluationWatch], tuple[()]]:
+        return type(self), ()
+
+    def __call__(self, module: nn.Module, _: Sequence[Any]) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None and not module.training:
+            optimizer.report_apart()

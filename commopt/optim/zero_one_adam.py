@@ -1,0 +1,454 @@
+"""0/1 Adam: Adam that sends one bit or nothing (Lu et al., arXiv 2202.06009, Algorithm 1).
+
+Two ideas. The variance v changes slowly, so it is refreshed from exact gradients ever more rarely, at the steps T_v,
+and the momentum is compressed from the start: there is no warm-up in full precision. And once v stands still, ranks
+take steps on their own between the steps T_u, at which they send what they have gathered. Every step is of one kind:
+
+    exact, t in T_v:        g = mean_i g_i;   m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
+                            x = x - c_t m / D
+    compressed, t in T_u:   m_i = b1 m_i + (1-b1) g_i;   u_i = u_i + c m_i;   G = G + c
+                            m_i = m = compressed_all_reduce(u_i / G);   x_i = x = x_a - G m / D
+                            x_a = x;   u_i = 0;   G = 0
+    local, all others:      m_i = b1 m_i + (1-b1) g_i;   u_i = u_i + c m_i;   G = G + c
+                            x_i = x_a - u_i / D
+
+with D = sqrt(v / (1-b2^k)) + eps after k refreshes, and c = lr / (1-b1^t). The anchor x_a is the model after the last
+round. Local steps begin when T_v has ended, so D does not change between two rounds.
+
+Where this differs from the paper and its usual implementation:
+
+* x_i is always made from the anchor, never by undoing local steps. So replicas are the same to the bit after every
+  round, and x_i need not be saved: it follows from x_a, u_i and v.
+* What is kept and sent is u_i / G, the mean of the momenta weighted with c, instead of u_i: the same where lr is
+  constant. The residual is then momentum and not a distance, so that it does not swamp the momentum when lr falls;
+  lr = 0 divides nothing by 0; and rounds at successive steps are those of 1-bit Adam.
+* At T_v the exact mean gradient feeds the momentum too, and nothing is compressed. So T_v at every step is Adam.
+  v is refreshed before it is used: in the paper's order the first step divides by eps.
+* Bias correction as in ``torch.optim.Adam``, with the clock of b2 counting refreshes. Between two rounds c keeps the
+  correction of the first step, so that one number G serves all elements.
+* Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m.
+* T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
+* Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
+  :class:`commopt.OneBitAdam`.
+* One rank alone, or one node, is plain Adam. With nodes of several ranks a round averages inside the node and is
+  compressed between nodes; local steps are each rank's own, and communicate nothing in the node either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import Backend, Work, compressed_mean, reduce_scatter, to_node, wait
+from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
+from commopt.optim import checks
+from commopt.optim.base import CommOptimizer
+from commopt.optim.flight import Step
+from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.packed import CLOCKS, Origin, StateBucket
+from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
+from commopt.optim.schedules import SyncPolicy, VariancePolicy
+
+logger = logging.getLogger("commopt")
+
+_POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps since the last round, of one parameter group.
+
+    Attributes:
+        steps: how many.
+        lr_sum: of their lr.
+        decay: the product of their 1 - lr wd.
+        share: of the last step in ``lr_sum``, 1 if that is 0: its weight in the mean of the momenta.
+    """
+
+    steps: int
+    lr_sum: float
+    decay: float
+    share: float
+
+
+class ZeroOneAdam(CommOptimizer):
+    """Adam (AdamW with ``weight_decay``) that sends one bit per parameter from the start, later nothing in most steps.
+
+    ::
+
+        optimizer = commopt.ZeroOneAdam(model.parameters(), lr=1e-3, variance=VariancePolicy(stop=10_000))
+
+    Between two rounds the ranks' parameters differ. Evaluate and save the model in ``with optimizer.averaged():``, or
+    call ``optimizer.synchronize()`` first. All ranks must call ``step()`` equally often.
+
+    State per parameter and rank: exp_avg, exp_avg_sq, mean_momentum, anchor, one residual of the same size and 1/W of
+    one, in float32 (float64 for float64 parameters): 5 + 1/W times the parameters; residuals only with more than one
+    rank. With nodes of L ranks the residuals are 1/L and 1/W. A round after local steps takes one buffer more while
+    it is compressed. Between two rounds exp_avg, mean_momentum and the parameters are each rank's own; ``state_dict()``
+    has the first two with the residuals, and ``load_state_dict()`` makes the parameters from them.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or parameter groups; float64, float32, bfloat16 or float16.
+        lr: learning rate, >= 0; a float or a 0-d tensor, read at each step.
+        betas: decay of exp_avg and exp_avg_sq, each in [0, 1). The second is used at each refresh only.
+        eps: added to the square root, >= 0.
+        weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
+        maximize: go up instead of down.
+        variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
+            must fit the run: local steps begin there. In a parameter group it is the numbers ``variance_kappa`` and
+            ``variance_stop``.
+        sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments; ``sync_first``, ``sync_double_every`` and
+            ``sync_longest`` in a group.
+        compressor: what is sent at T_u; ``Sign()`` if None.
+        max_grad_norm: clip to this norm, > 0, or None. The norm is sqrt(mean_i ||g_i||^2), as in ``OneBitAdam``; in a
+            local step, ||g_i|| of this rank.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        overlap: send while backward runs, at T_v and T_u: to the same bits. Costs both residuals once more, and
+            excludes what needs all gradients first, as in ``OneBitAdam``; and lr may not change between backward() and
+            step().
+        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node.
+        backend: a :class:`commopt.comm.Backend` instead.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
+            settings.
+    """
+
+    _reported_late = False
+    clocks = (*CLOCKS, "interval_step")
+    read_in_backward = (
+        "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        variance: VariancePolicy | Mapping[str, Any] | None = None,
+        sync: SyncPolicy | Mapping[str, Any] | None = None,
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = False,
+        process_group: Any = None,
+        backend: Backend | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
+            "local_lr_sum": 0.0,
+            "local_decay": 1.0,
+        }
+        super().__init__(
+            params,
+            {**defaults, **_numbers("variance", variance), **_numbers("sync", sync)},
+            compressor=compressor,
+            max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            process_group=process_group,
+            backend=backend,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_lr(group["lr"])
+        checks.check_betas(group["betas"])
+        checks.check_at_least("eps", group["eps"], 0)
+        checks.check_at_least("weight_decay", group["weight_decay"], 0)
+        checks.check_bool("maximize", group["maximize"])
+        _variance(group)
+        _sync(group)
+        known = {**_numbers("variance", None), **_numbers("sync", None)}
+        for key in group:
+            if key.startswith(("variance_", "sync_")) and key not in known:
+                raise ValueError(f"a policy has no {key!r}; there are {', '.join(known)}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, which starts at its own step 0, with its own ``variance`` and ``sync`` if it has them."""
+        for name in _POLICIES:
+            if name in param_group:
+                param_group.update(_numbers(name, param_group.pop(name)))
+        super().add_param_group(param_group)
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        for name in ("exp_avg", "exp_avg_sq", "mean_momentum", "anchor"):
+            bucket.buffers[name] = bucket.zeros()
+
+    # schedule ---------------------------------------------------------------------------------------------------------
+
+    def kind_of(self, group: dict[str, Any]) -> str:
+        """Kind of the group's next step: "exact", "compressed" or "local"."""
+        return self._kind(group, group["step"] + 1)
+
+    def _kind(self, group: dict[str, Any], step: int) -> str:
+        if self.backend.between.world_size == 1:
+            return "exact"
+        variance = _variance(group)
+        if variance.refreshes(step):  # not between rounds: a policy that was changed there waits for the round
+            return "compressed" if group["local_steps"] else "exact"
+        return "compressed" if _sync(group).synchronises(step - variance.stop) else "local"
+
+    def phase_of(self, group: dict[str, Any]) -> str:
+        """ "plain" on one node, else "refreshing" up to the last step of T_v, then "frozen"."""
+        if self.backend.between.world_size == 1:
+            return "plain"
+        return "refreshing" if group["step"] < group["variance_stop"] else "frozen"
+
+    def wants_average(self, group: dict[str, Any]) -> bool:
+        return self.kind_of(group) == "exact"
+
+    def is_local(self, group: dict[str, Any]) -> bool:
+        return self.kind_of(group) == "local"
+
+    @property
+    def apart(self) -> bool:
+        return any(group["local_steps"] for group in self.param_groups)
+
+    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: self.state[p][name] for name in ("exp_avg", "mean_momentum")} if group["local_steps"] else {}
+
+    def after_step(self) -> None:
+        """Counts the local steps since the last round."""
+        for group in self.param_groups:
+            if self._kind(group, group["step"]) == "local":
+                now = _next(group)
+                group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
+            else:
+                self._end_interval([group])
+
+    # the step ---------------------------------------------------------------------------------------------------------
+
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        steps = {"exact": self._exact_step, "compressed": self._compressed_step, "local": self._local_step}
+        yield from steps[self.kind_of(group)](bucket, group, now)
+
+    def _exact_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """Adam on the mean gradient."""
+        grads = yield from averaged_gradients(bucket, now)
+        params = [p for p in bucket.params if id(p) in now.present]
+        states = [self.state[p] for p in params]
+        for s in states:
+            s["step"] += 1
+            s["variance_step"] += 1
+        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
+        adam_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks, group)
+
+    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """m = the mean over ranks and steps of the momenta, compressed;  x = x_a - G m / D."""
+        momentum, feedback, interval = bucket.buffers["exp_avg"], bucket.feedback, _next(group)
+        assert feedback is not None
+        find_live(bucket)
+        nodes = now.line.between.world_size
+        sending = [(yield from self._to_send(bucket, group, now, interval))]
+
+        def compress(wire: Tensor, columns: Columns) -> None:
+            worker, after = feedback.worker_rows(nodes)
+            self.compressor.compress_momentum(sending[0], worker, wire, feedback.live_rows(nodes), after, columns)
+            if columns == bucket.columns[-1]:
+                sending.clear()  # what was formed for this is not needed while the bytes are on their way
+
+        arrivals = yield from compressed_mean(
+            compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
+        )
+        arrivals = yield from to_node(arrivals, now.back.inside)
+        yield now.agreed
+        feedback.commit()
+        then = self._moves(bucket, group, interval, self._tick(bucket, group, interval, now.present))
+        if interval.steps > 1:
+            _to_anchor(bucket, then)
+        for arrival in arrivals:
+            yield arrival.work
+            self.compressor.decompress_adam(arrival.wires, momentum, then, bucket.live_rows(), arrival.columns)
+        if interval.steps > 1:
+            bucket.buffers["mean_momentum"].zero_()  # so that all state is the same on all ranks
+
+    def _to_send(
+        self, bucket: StateBucket, group: dict[str, Any], now: Step, interval: Interval
+    ) -> Generator[Work, None, Momentum]:
+        """u_i / G with this step, of the part of the bucket that this rank compresses for its node."""
+        beta1, momentum = group["betas"][0], bucket.buffers["exp_avg"]
+        if interval.steps == 1:  # the momentum is the same on all ranks: only gradients differ
+            fresh, offsets, scale = yield from gradients_to_compress(bucket, now)
+            return Momentum(bucket.part(momentum), fresh, offsets, beta1, (1 - beta1) * scale)
+        base = bucket.buffers["mean_momentum"] * (1 - interval.share)
+        base.add_(momentum, alpha=beta1 * interval.share)
+        grads, alpha = bucket.gradients(), (1 - beta1) * now.scale * interval.share
+        mine = Momentum(base, [g for g, _ in grads], [o for _, o in grads], 1.0, alpha)
+        if bucket.places == 1:
+            return mine
+        ops.momentum(mine.m, mine.grads, mine.offsets, mine.beta, mine.alpha, base)
+        part = yield from reduce_scatter(base, now.line.inside)
+        return Momentum(part, [], [], 1.0, 0.0)
+
+    def _local_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        """m_i and u_i / G go on;  x_i = x_a - u_i / D."""
+        yield now.agreed
+        beta1, interval = group["betas"][0], _next(group)
+        momentum, mean = bucket.buffers["exp_avg"], bucket.buffers["mean_momentum"]
+        grads = [] if now.dropped else bucket.gradients()
+        ops.momentum(
+            momentum, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * now.scale, momentum
+        )  # fmt: skip
+        if interval.steps == 1:
+            bucket.pack_params_(bucket.buffers["anchor"])
+            mean.copy_(momentum)
+        else:
+            mean.lerp_(momentum, interval.share)
+        self._place(bucket, self._moves(bucket, group, interval, self._tick(bucket, group, interval, None)), mean)
+
+    def _tick(
+        self, bucket: StateBucket, group: dict[str, Any], interval: Interval, present: frozenset[int] | None
+    ) -> list[int]:
+        """The indices of the parameters that move, the same on all ranks, after their clocks have ticked.
+
+        Between rounds nobody knows which of them have a gradient on some rank. So with local steps go all that are
+        trainable and have a variance when the first begins, until the round; a missing gradient is zeros. In a round
+        that follows another, those ``present``.
+        """
+        moving = []
+        for i, p in enumerate(bucket.params):
+            s = self.state[p]
+            if interval.steps > 1:
+                moves = bool(s["interval_step"] > 0)
+            else:
+                here = p.requires_grad if present is None else id(p) in present
+                moves = here and bool(s["variance_step"] > 0)
+                if p.grad is not None and not s["variance_step"] and self.phase_of(group) == "frozen":
+                    self._report_too_late()
+            if moves:
+                s["step"] += 1
+                s["interval_step"] += 1
+                moving.append(i)
+        return moving
+
+    def _report_too_late(self) -> None:
+        if not self._reported_late and self.backend.rank == 0:
+            logger.warning(
+                "%s: a parameter has its first gradient after the last refresh of the variance; it will not move. Give "
+                "it to add_param_group() when it becomes trainable, and its group starts by itself.",
+                type(self).__name__,
+            )
+        self._reported_late = True
+
+    # where the parameters are -----------------------------------------------------------------------------------------
+
+    def _moves(self, bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: list[int]) -> FrozenAdam:
+        """How parameters get from the anchor to where ``interval`` has brought them."""
+        params = [bucket.params[i] for i in moving]
+        states = [self.state[p] for p in params]
+        clocks = [((s["step"] - s["interval_step"] + 1).item(), s["variance_step"].item()) for s in states]
+        step_sizes, corrections, eps, _ = frozen_adam_factors(clocks, {**group, "lr": interval.lr_sum})
+        offsets = [bucket.offsets[i] for i in moving]
+        variance = bucket.buffers["exp_avg_sq"]
+        return FrozenAdam(variance, params, offsets, step_sizes, corrections, eps, interval.decay)
+
+    @staticmethod
+    def _place(bucket: StateBucket, then: FrozenAdam, mean: Tensor) -> None:
+        """x = x_a - G mean / D, where ``mean`` is a flat buffer: this rank's u_i / G, or that of all ranks."""
+        _to_anchor(bucket, then)
+        means, variances = _views(mean, then), _views(then.v, then)
+        corrections = then.sqrt_bias_corrections2
+        ops.frozen_adam_apply_(then.params, means, variances, then.step_sizes, corrections, then.eps, then.decay)
+
+    def _apart(self) -> Iterator[tuple[StateBucket, dict[str, Any], FrozenAdam]]:
+        """The buckets that differ between ranks, with their groups, and how their parameters have come from the
+        anchor."""
+        owner = self.group_of()
+        for bucket in self.buckets:
+            group = owner[id(bucket.params[0])]
+            if group["local_steps"]:
+                interval = Interval(group["local_steps"], group["local_lr_sum"], group["local_decay"], 1.0)
+                moving = [i for i, p in enumerate(bucket.params) if self.state[p]["interval_step"] > 0]
+                yield bucket, group, self._moves(bucket, group, interval, moving)
+
+    def _mean_of_all(self, bucket: StateBucket) -> Tensor:
+        """u_i / G, as a new flat buffer with its exact mean over the ranks."""
+        mean = bucket.buffers["mean_momentum"].clone()
+        wait(self.backend.all_reduce(mean), f"synchronisation between rounds, bucket with {bucket.describe()}")
+        return mean
+
+    def meet(self) -> None:
+        """A round in full precision, out of turn. The next one comes when it would have."""
+        for bucket, _, then in self._apart():
+            mean = self._mean_of_all(bucket)
+            ops.zero_dead_(mean, find_live(bucket))
+            self._place(bucket, then, mean)
+            bucket.buffers["exp_avg"].copy_(mean)
+            bucket.buffers["mean_momentum"].zero_()
+        self._end_interval(self.param_groups)
+
+    def _end_interval(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
+            group.update(local_steps=0, local_lr_sum=0.0, local_decay=1.0)
+            for p in group["params"]:
+                if p in self.state:
+                    self.state[p]["interval_step"].zero_()
+
+    @torch.no_grad()
+    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        """As everywhere; and between two rounds puts the parameters where the state says they are."""
+        alone = self.backend.between.world_size == 1
+        if alone:  # there are no rounds to come: what was gathered is the momentum
+            apart = {id(p) for group in self.param_groups if group.get("local_steps") for p in group["params"]}
+            momenta = {p: e["mean_momentum"] for p, e in state.items() if id(p) in apart and "mean_momentum" in e}
+            state = {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in state.items()}
+        super()._fill(state, origin)
+        for bucket, _, then in self._apart():
+            self._place(bucket, then, bucket.buffers["mean_momentum"])
+            if alone:
+                bucket.buffers["mean_momentum"].zero_()
+        if alone:
+            self._end_interval(self.param_groups)
+
+
+def _next(group: dict[str, Any]) -> Interval:
+    """The steps since the last round, with the next one."""
+    lr = float(group["lr"])
+    lr_sum = group["local_lr_sum"] + lr
+    share = lr / lr_sum if lr_sum > 0 else 1.0
+    return Interval(group["local_steps"] + 1, lr_sum, group["local_decay"] * weight_decay_factor(group), share)
+
+
+def _to_anchor(bucket: StateBucket, then: FrozenAdam) -> None:
+    for p, anchor in zip(then.params, _views(bucket.buffers["anchor"], then)):
+        p.copy_(anchor)
+
+
+def _views(flat: Tensor, then: FrozenAdam) -> list[Tensor]:
+    """What of ``flat`` belongs to the parameters that move."""
+    return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(then.offsets, then.params)]
+
+
+def _numbers(name: str, policy: Any) -> dict[str, Any]:
+    """A policy as numbers of a parameter group. What is wrong with them, ``check_group`` says, on every rank."""
+    default = _POLICIES[name]()
+    if policy is None or isinstance(policy, type(default)):
+        given = asdict(policy or default)
+    elif isinstance(policy, Mapping):
+        given = {**asdict(default), **policy}
+    else:
+        given = dict.fromkeys(asdict(default), policy)
+    return {f"{name}_{key}": value for key, value in given.items()}
+
+
+def _variance(group: dict[str, Any]) -> VariancePolicy:
+    return VariancePolicy(group["variance_kappa"], group["variance_stop"])
+
+
+def _sync(group: dict[str, Any]) -> SyncPolicy:
+    return SyncPolicy(group["sync_first"], group["sync_double_every"], group["sync_longest"])
