@@ -4,8 +4,8 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 """
 
 from commopt.attach import attach
-from commopt.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from commopt.optim import CSER, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 
 __version__ = "0.1.0"
 
-__all__ = ["Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "__version__", "attach"]
+__all__ = ["CSER", "Lamb", "OneBitAdam", "OneBitLamb", "QSparseLocalSGD", "ZeroOneAdam", "__version__", "attach"]

@@ -5,6 +5,7 @@ from commopt.comm.collectives import compressed_all_reduce, compressed_mean, mea
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
+from commopt.comm.partial import BlockMean, PartialMean, WireMean, partial_mean
 from commopt.comm.resolve import resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
@@ -12,16 +13,19 @@ from commopt.comm.torch import TorchBackend
 
 __all__ = [
     "Backend",
+    "BlockMean",
     "CollectiveError",
     "CountingBackend",
     "LocalBackend",
     "MPIBackend",
     "NodesBackend",
+    "PartialMean",
     "Pipeline",
     "Task",
     "ThreadBackend",
     "ThreadWorld",
     "TorchBackend",
+    "WireMean",
     "Work",
     "all_reduce_bytes",
     "compressed_all_reduce",
@@ -29,6 +33,7 @@ __all__ = [
     "mean_over_all",
     "message_device",
     "open_lines",
+    "partial_mean",
     "reduce_scatter",
     "resolve_backend",
     "run",

@@ -3,6 +3,7 @@
 from commopt.compress.compressor import Columns, Compressor, FrozenAdam, Momentum
 from commopt.compress.feedback import Feedback
 from commopt.compress.identity import Identity
+from commopt.compress.random_block import Blocks, RandomBlocks
 from commopt.compress.sign import Sign
 
-__all__ = ["Columns", "Compressor", "Feedback", "FrozenAdam", "Identity", "Momentum", "Sign"]
+__all__ = ["Blocks", "Columns", "Compressor", "Feedback", "FrozenAdam", "Identity", "Momentum", "RandomBlocks", "Sign"]

@@ -1,18 +1,22 @@
 """The optimizers."""
 
 from commopt.optim.base import CommOptimizer
+from commopt.optim.cser import CSER
 from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.qsparse import QSparseLocalSGD
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
 from commopt.optim.state import join_state_dict, split_state_dict
 from commopt.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "CSER",
     "CommOptimizer",
     "Lamb",
     "OneBitAdam",
     "OneBitLamb",
+    "QSparseLocalSGD",
     "SyncPolicy",
     "VariancePolicy",
     "ZeroOneAdam",

@@ -80,6 +80,10 @@ class CommOptimizer(PackedOptimizer):
     read_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
     """What of a parameter group a bucket's task reads before it yields ``now.agreed``."""
 
+    presence_first = False
+    """Whether a bucket's task must know at its start which parameters have a gradient anywhere. It does where all have
+    one here; else it starts after the agreement. Such a task starts no collective after its first ``yield``."""
+
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
 
@@ -107,7 +111,7 @@ class CommOptimizer(PackedOptimizer):
         self._ready = False
         error: Exception | None = None
         try:
-            checks.check_common(self.compressor, max_grad_norm, bucket_mb, overlap)
+            self.check_settings()
             super().__init__(params, {**defaults, "step": 0})
         except (ValueError, TypeError) as caught:
             error = caught
@@ -127,6 +131,15 @@ class CommOptimizer(PackedOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError if a hyper-parameter of ``group`` is out of range."""
         raise NotImplementedError
+
+    def check_settings(self) -> None:
+        """Raises ValueError if an argument that is not of a group is out of range."""
+        checks.check_compressor(self.compressor)
+        checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
+
+    def settings(self) -> list[Any]:
+        """What besides the groups must be the same on every rank."""
+        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap]
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
@@ -177,7 +190,7 @@ class CommOptimizer(PackedOptimizer):
         # providers may differ in the last bit of an update; instruction sets of one provider do not
         devices = sorted({p.device.type for group in groups for p in group["params"]})
         providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
-        settings += [type(self).__name__, self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, providers]
+        settings += [type(self).__name__, *self.settings(), providers]
         params = [p for group in groups for p in group["params"]]
         facts = {
             "parameter lists": str(
@@ -194,6 +207,11 @@ class CommOptimizer(PackedOptimizer):
             self.make_buckets(group)
         if self.overlap:
             self._open_lines()
+            if self.presence_first and self.backend.world_size > 1 and not self._lines:
+                raise ValueError(
+                    f"{type(self).__name__}(overlap=True) needs a backend that has several lines, as over Gloo and "
+                    "MPI; this one has one (as NCCL has): create the optimizer with overlap=False"
+                )
         self._watch()
         self.backend.end_step()
 
@@ -248,10 +266,10 @@ class CommOptimizer(PackedOptimizer):
         except CollectiveError:
             raise
         except StepSkipped:
-            flight.pipeline.stop()
+            flight.call_off()
             self._skip(flight.agreement.verdict)
         except Exception:
-            flight.pipeline.stop()
+            flight.call_off()
             raise
         finally:
             self._flight = None
@@ -281,7 +299,8 @@ class CommOptimizer(PackedOptimizer):
             flight.launch_known(but_last=True)
         those_who_agree = _ALONE if local else self.backend
         flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
-        if early:
+        flight.early = early
+        if early and not self.presence_first:
             flight.launch_known()
         if flight.launched < len(self.buckets) or not early:
             verdict = flight.agreement.wait()
@@ -426,8 +445,7 @@ class CommOptimizer(PackedOptimizer):
         """
         step = self.backend.step.summary()
         fp32 = self.fp32_bytes()
-        residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
-        momentum = square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
+        residual, momentum = self._norms()
         return {
             "phase": self.phase,
             "step": step,
@@ -440,6 +458,11 @@ class CommOptimizer(PackedOptimizer):
             "skipped_steps": self.skipped_steps,
             "dropped_gradients": self.dropped_gradients,
         }
+
+    def _norms(self) -> tuple[float, float]:
+        """2-norms of what this rank's compression owes, and of what is compressed."""
+        residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
+        return residual, square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
 
     def fp32_bytes(self) -> int:
         """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.compress import Compressor
+from commopt.compress import Compressor, RandomBlocks
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -86,10 +86,24 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_common(compressor: Any, max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
-    """The arguments that all optimizers share."""
+def check_compressor(compressor: Any) -> None:
     if not isinstance(compressor, Compressor):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+
+
+def check_partial(name: str, how: Any) -> None:
+    """``how`` must say which part of a buffer is averaged: RandomBlocks, or any Compressor."""
+    if not isinstance(how, (Compressor, RandomBlocks)):
+        raise ValueError(f"{name} must be a RandomBlocks or a Compressor of commopt.compress, got {how!r}")
+
+
+def check_period(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"period must be an int >= 1, got {value!r}")
+
+
+def check_common(max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
+    """The arguments that all optimizers share."""
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     if bucket_mb is not None:

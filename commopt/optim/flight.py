@@ -72,6 +72,7 @@ class Flight:
         launched: how many of them have started.
         agreement: what all ranks decide about the step.
         params: those of all buckets, as in the verdict; set before the agreement starts.
+        early: whether buckets start in backward, and ranks are about to agree.
         dropped: whether this rank's gradients count as missing, because they are not finite and the step is local.
     """
 
@@ -82,7 +83,7 @@ class Flight:
         self.agreement = Agreement()
         self.pipeline = Pipeline(self.agreement)
         self.params: list[Tensor] = []
-        self.dropped = False
+        self.early = self.dropped = False
         self._present: frozenset[int] | None = None
         self._groups = optimizer.group_of()
         self._number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
@@ -99,6 +100,12 @@ class Flight:
         which never starts in backward."""
         while self.launched < len(self.buckets) - but_last:
             self._launch_next(1.0, True)
+
+    def call_off(self) -> None:
+        """Ends all tasks without effect, where all ranks have started the same collectives."""
+        if self.early:
+            self.launch_known()  # as other ranks may have done in backward
+        self.pipeline.stop()
 
     def launch_all(self, scale: float, average: bool) -> None:
         """Starts all buckets that have not started yet, on the terms given."""

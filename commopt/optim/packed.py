@@ -125,19 +125,24 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        world, inside, nodes = self.backend.world_size, self.backend.inside, self.backend.between.world_size
+        world, inside = self.backend.world_size, self.backend.inside
         packed = {id(p) for bucket in self.buckets for p in bucket.params}
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
         capacity = bucket_bytes(self.bucket_mb, new)
         for run in partition(new, capacity):
             bucket = StateBucket(run, world, inside.rank, inside.world_size)
-            bucket.columns = bucket.cut(capacity, self.compressor.grain)
+            self.init_messages(bucket, capacity)
             self.init_bucket(bucket)
-            if nodes > 1:
-                numel = bucket.padded // inside.world_size
-                bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, self.overlap)
             self.buckets.append(bucket)
             self._alias_state(bucket)
+
+    def init_messages(self, bucket: StateBucket, capacity: int) -> None:
+        """In which columns a new bucket is sent, and the residuals of that."""
+        nodes = self.backend.between.world_size
+        bucket.columns = bucket.cut(capacity, self.compressor.grain)
+        if nodes > 1:
+            numel = bucket.padded // bucket.places
+            bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, self.overlap)
 
     def _alias_state(self, bucket: StateBucket) -> None:
         views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
@@ -284,7 +289,8 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
                 tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
             else:
                 tensor.fill_(self.scalars.get(name, 0.0))
-        if "variance_step" not in entry:  # the state of a plain Adam, whose second moment never stopped
+        # the state of a plain Adam has one clock: its second moment never stopped
+        if "variance_step" in mine and "variance_step" not in entry:
             mine["variance_step"].copy_(mine["step"])
 
     def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
@@ -337,7 +343,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
-    _SETTINGS = (
+    _SETTINGS: tuple[str, ...] = (
         "compressor", "max_grad_norm", "bucket_mb", "overlap", "skipped_steps", "dropped_gradients", "defaults",
         "param_groups",
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Replicas:
         self._lent = own
         try:
             if own:
-                self._show_mean()
+                self.take_mean()
             yield
         finally:
             self._lent = None
@@ -95,7 +95,8 @@ class Replicas:
                     p.copy_(value)
 
     @torch.no_grad()
-    def _show_mean(self) -> None:
+    def take_mean(self) -> None:
+        """Makes the parameters the mean of all replicas, and nothing else."""
         for i, bucket in enumerate(self.buckets):
             flat, pipeline = bucket.pack_params(), Pipeline()
             where = f"mean of the replicas, bucket {i} of {len(self.buckets)} ({bucket.describe()})"

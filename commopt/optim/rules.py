@@ -56,6 +56,33 @@ def adam_(
             x.copy_(result)
 
 
+def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+    """One step of SGD, operation for operation as ``torch.optim.SGD``.
+
+        g = g + wd x;   m = b m + g;   x = x - lr (m, or g + b m with Nesterov)
+
+    Args:
+        params: x, of any floating dtype; the arithmetic is done in the dtype of the gradients.
+        grads: g, unchanged.
+        momenta: m, of the dtype of the gradients; read only if there is momentum.
+        group: lr, momentum, nesterov, weight_decay.
+    """
+    if not params:
+        return
+    work = [x if x.dtype == g.dtype else x.to(g.dtype) for x, g in zip(params, grads)]
+    directions: Any = grads
+    if group["weight_decay"] != 0:
+        directions = torch._foreach_add(directions, work, alpha=group["weight_decay"])
+    if group["momentum"] != 0:
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, directions)
+        directions = torch._foreach_add(directions, momenta, alpha=group["momentum"]) if group["nesterov"] else momenta
+    torch._foreach_add_(work, directions, alpha=-float(group["lr"]))
+    for x, result in zip(params, work):
+        if result is not x:
+            x.copy_(result)
+
+
 def frozen_adam_factors(
     clocks: list[tuple[float, float]], group: dict[str, Any]
 ) -> tuple[list[float], list[float], float, float]:

@@ -1,15 +1,14 @@
 """Optimizer states of several ranks, taken apart and put together.
 
-A replica's state is the same on every rank, but for the residuals of compression. A checkpoint
-therefore holds the replicated part once and the residuals of every rank:
+A replica's state is the same on every rank, but for the residuals of compression, and for what a method lets ranks have
+of their own between two rounds. A checkpoint therefore holds the replicated part once and the other part of every rank:
 
     replicated, mine = split_state_dict(optimizer.state_dict())        # save both; `replicated` on one rank only
     optimizer.load_state_dict(join_state_dict(replicated, all_of_mine, rank, world_size))
 
 At the same world size, and with the same nodes, the result is exact. Else what compression still owes is kept: every
-new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Between two
-rounds of an algorithm with local steps, ranks hold more that differs; it travels with the residuals, and at another
-world size every new rank starts from its mean.
+new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Of all else that
+is a rank's own, new ranks start from the mean.
 """
 
 from __future__ import annotations
@@ -70,17 +69,16 @@ def _nodes(part: StateDict) -> int:
 
 def _merge(parts: Sequence[StateDict]) -> StateDict:
     """The residuals of all ranks together: the mean of the workers', place by place where nodes have several, and the
-    servers' end to end."""
+    servers' end to end. Of all else that is a rank's own, the mean."""
     nodes = _nodes(parts[0])
     parts = sorted(parts, key=lambda part: part["share"] if "share" in part else part["rank"])
     places = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
     state = {}
-    for key in parts[0]["state"]:
-        workers = [torch.stack([part["state"][key]["worker_error"] for part in place]).mean(0) for place in places]
-        state[key] = {
-            "worker_error": workers[0] if len(workers) == 1 else torch.cat(workers),
-            "server_error": torch.cat([part["state"][key]["server_error"] for part in parts]),
-        }
-        for name in sorted(set(parts[0]["state"][key]) - set(RANK_LOCAL)):  # what differs between two rounds
-            state[key][name] = torch.stack([part["state"][key][name] for part in parts]).mean(0)
+    for key, names in parts[0]["state"].items():
+        every = {name: [part["state"][key][name] for part in parts] for name in names}
+        state[key] = {name: torch.stack(values).mean(0) for name, values in every.items() if name not in RANK_LOCAL}
+        if "worker_error" in every:
+            workers = [torch.stack([part["state"][key]["worker_error"] for part in place]).mean(0) for place in places]
+            state[key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
+            state[key]["server_error"] = torch.cat(every["server_error"])
     return {**parts[0], "rank": MERGED, "state": state}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import nn
 import commopt.compress
 import commopt.optim
 from commopt.comm import Backend, all_reduce_bytes
+from commopt.compress import Compressor, RandomBlocks
 from commopt.train.backend import backend_class
 from commopt.train.config import CompressorConfig, Config, OptimConfig
 from commopt.train.errors import ConfigError
@@ -27,6 +29,7 @@ from commopt.train.named import build, check_arguments, find_class
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
+AnyCompressor = Compressor | RandomBlocks
 OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "backend": "comm.backend",
@@ -169,10 +172,9 @@ class DataParallel:
         return None
 
 
-def make_compressor(config: CompressorConfig) -> Any:
-    """The compressor that a config names."""
-    key = "optim.compressor"
-    cls = find_class(config.name, f"{key}.name", (commopt.compress,), commopt.compress.Compressor)
+def make_compressor(config: CompressorConfig, key: str) -> Any:
+    """The compressor, or the sparsifier, that a config names under ``key``."""
+    cls = find_class(config.name, f"{key}.name", (commopt.compress,), AnyCompressor)
     check_arguments(cls, config.args, f"{key}.args")
     return build(cls, key, **config.args)
 
@@ -186,10 +188,21 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
         extra["max_grad_norm"] = config.max_grad_norm
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
-        extra["compressor"] = make_compressor(config.compressor)
+        extra["compressor"] = make_compressor(config.compressor, "optim.compressor")
     if config.weight_decay:
         check_arguments(cls, {"weight_decay": None}, "optim")
-    return cls, extra | config.args
+    for name, value in config.args.items():
+        if name.endswith("_compressor") and isinstance(value, Mapping):
+            extra[name] = make_compressor(_compressor_config(value, f"optim.args.{name}"), f"optim.args.{name}")
+    return cls, config.args | extra
+
+
+def _compressor_config(value: Mapping[str, Any], key: str) -> CompressorConfig:
+    """A further compressor of an optimizer, written like ``optim.compressor``."""
+    name, args = value.get("name"), value.get("args", {})
+    if not value.keys() <= {"name", "args"} or not isinstance(name, str) or not isinstance(args, Mapping):
+        raise ConfigError(f"{key}={dict(value)} is not allowed: expected name, the name of a compressor, and its args")
+    return CompressorConfig(name, dict(args))
 
 
 def check_plan(config: Config) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+from types import ModuleType, UnionType
+from typing import Any, get_args
 
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
@@ -21,8 +21,9 @@ def import_dotted(name: str, key: str) -> Any:
         raise ConfigError(f"{key}={name!r}: cannot import {path}: {error}") from None
 
 
-def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type) -> type:
-    """The class that a config names: an attribute of one of ``modules``, or a dotted path.
+def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type | UnionType) -> type:
+    """The class that a config names: an attribute of one of ``modules``, or a dotted path; a subclass of ``base``,
+    which may be several.
 
     Raises ConfigError, with the nearest valid name, where there is none.
     """
@@ -33,7 +34,8 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type)
     if not (isinstance(found, type) and issubclass(found, base)):
         public = [n for m in modules for n, v in vars(m).items() if isinstance(v, type) and issubclass(v, base)]
         places = " or ".join(module.__name__ for module in modules)
-        raise ConfigError(f"{key}={name!r} is no {base.__name__} of {places}{nearest(name, public)}")
+        kinds = " or ".join(kind.__name__ for kind in get_args(base) or (base,))
+        raise ConfigError(f"{key}={name!r} is no {kinds} of {places}{nearest(name, public)}")
     return found
 
 

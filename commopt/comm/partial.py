@@ -1,0 +1,88 @@
+"""The mean over the ranks of a part of what each has (``PSync`` of CSER, arXiv 2007.13221), and the rest of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from commopt.comm.backend import Backend, Work
+from commopt.compress.compressor import Compressor
+from commopt.compress.random_block import Blocks
+
+
+class PartialMean(Protocol):
+    """C[v] of every rank under way, to be averaged.
+
+    Attributes:
+        rest: (n,), v - C[v]: what this rank has not sent.
+        works: the collectives, started; when they are done, the mean is there.
+    """
+
+    rest: Tensor
+    works: list[Work]
+
+    def mean(self) -> Tensor:
+        """mean_i C[v_i], (n,): a new tensor, with the same bits on every rank."""
+
+
+class BlockMean:
+    """Of blocks that are the same on every rank: one all-reduce of their elements, none where there are none.
+
+    Args:
+        v: (n,), overwritten with the rest of it.
+        blocks: what is sent.
+        backend: the ranks.
+    """
+
+    def __init__(self, v: Tensor, blocks: Blocks, backend: Backend) -> None:
+        self.blocks, self.rest = blocks, v
+        self.values = blocks.gather(v)
+        self.works = [backend.all_reduce(self.values)] if self.values.numel() else []
+        blocks.zero_(v)
+
+    def mean(self) -> Tensor:
+        mean = torch.zeros_like(self.rest)
+        self.blocks.scatter_(mean, self.values)
+        return mean
+
+
+class WireMean:
+    """Of what any compressor makes of it: one all-gather of a wire row of each rank, (W - 1) nbytes(n) bytes sent.
+
+    Nothing is lost between the ranks: the mean is that of what they have compressed.
+
+    Args:
+        v: (n,), overwritten with the rest of it.
+        compressor: the same on every rank.
+        backend: the ranks, W of them.
+    """
+
+    def __init__(self, v: Tensor, compressor: Compressor, backend: Backend) -> None:
+        self.compressor, self.rest = compressor, v
+        row = v.view(1, -1)
+        own = torch.empty(1, compressor.nbytes(v.numel(), v.dtype), dtype=torch.uint8, device=v.device)
+        self._own = own  # belongs to the collective until that is done
+        compressor.compress(row, own)
+        self.wires = own.new_empty(backend.world_size, own.shape[1])
+        self.works = [backend.all_gather(self.wires, own[0])]
+        sent = torch.empty_like(row)
+        compressor.decompress(own, sent)
+        v.sub_(sent[0])
+
+    def mean(self) -> Tensor:
+        mean = torch.empty_like(self.rest)
+        self.compressor.decompress_mean(self.wires, mean)
+        return mean
+
+
+def partial_mean(v: Tensor, how: Compressor | Blocks, backend: Backend) -> PartialMean:
+    """Starts to average C[v] over the ranks.
+
+    Args:
+        v: (n,) float32 or float64, contiguous; overwritten with the rest of it.
+        how: C; or the blocks that it keeps.
+        backend: the ranks.
+    """
+    return BlockMean(v, how, backend) if isinstance(how, Blocks) else WireMean(v, how, backend)

@@ -1,0 +1,416 @@
+"""CSER: SGD with compressed updates, whose error is kept in the local model and reset (Xie et al., arXiv 2007.13221).
+
+Error feedback keeps what compression loses for later; at high compression it comes too late. CSER gives it to the local
+model at once. The models of the ranks come apart by that, and every H steps they are brought together again, in part:
+
+    PSync(v_i, C):            q_i = C(v_i);   r_i = v_i - q_i;   v'_i = mean_i q_i + r_i;   returns v'_i, r_i
+
+    every step:               m_i = b m_i + g_i;   p_i = lr m_i,  or lr (g_i + b m_i) with Nesterov
+                              p'_i, r_i = PSync(p_i, C2);   x_i = x_i - p'_i;   e_i = e_i - r_i
+    at each H-th step, then:  e'_i, e_new = PSync(e_i, C1);   x_i = x_i - e_i + e'_i;   e_i = e_new
+
+g_i is the gradient of rank i at its own x_i (plus weight decay times x_i, as in ``torch.optim.SGD``), m_i its own too.
+x_i - e_i is the same on all ranks, and the mean of x_i moves by the mean of p_i, whatever C1 and C2 lose.
+
+Where this differs from the paper:
+
+* With blocks chosen at random (:class:`commopt.compress.RandomBlocks`) for C1 and C2 there is no e: the kept blocks of
+  p_i are averaged at each step, and the kept blocks of x_i at a reset, which is the same (the paper's implementation
+  II). Both are sent together: the mean of x_i after the update is that of x_i - p_i, as PSync keeps means.
+* With other compressors the anchor a = x_i - e_i is stored instead of e_i. It moves by what is received and nothing
+  else, so it is the same on all ranks to the bit, whatever the arithmetic of x_i loses (bfloat16 too): no drift. What
+  e_i will be after the update, x_i - r_i - a, is known before the others' q_i: both syncs of a reset go out together.
+* The mean of what other compressors send is exact: every rank gathers every q_i, (W - 1) rows of bytes, and nothing is
+  compressed a second time on its way back.
+* The paper's released code averages models in every step, instead of updates. This is the paper's Algorithm 2.
+* One rank alone is plain SGD. A parameter that has no gradient on any rank gets no update, but takes part in resets.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from commopt.bucket import buffer_dtype
+from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
+from commopt.compress import Compressor, Identity, RandomBlocks
+from commopt.optim import checks
+from commopt.optim.base import CommOptimizer, square_norm
+from commopt.optim.flight import Step
+from commopt.optim.packed import Origin, StateBucket
+from commopt.optim.rules import scaled_gradient, sgd_
+from commopt.optim.state import MERGED
+
+logger = logging.getLogger("commopt")
+
+AnyCompressor = Compressor | RandomBlocks
+
+UPDATE, RESET = 0, 1
+"""What blocks are chosen for: both choose independently of each other."""
+
+
+class CSER(CommOptimizer):
+    """SGD that averages a part of each update, and a part of what the models have come apart by every ``period`` steps.
+
+    ::
+
+        optimizer = commopt.CSER(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)  # was torch.optim.SGD(...)
+        with optimizer.averaged():
+            evaluate(model); save(model)
+
+    Parameters differ from rank to rank. :meth:`averaged` lends their mean, for evaluation and saving;
+    :meth:`synchronize` makes it every rank's. With blocks of ratio R2 for C2 and R1 for C1, a step costs
+    32 (1/R2 + 1/(H R1)) bits a parameter one way; with another compressor a rank sends W - 1 rows of it.
+
+    Other methods are settings of it:
+
+    ====================  ==================  ================  ======
+    method                compressor (C2)     reset_compressor  period
+    ====================  ==================  ================  ======
+    synchronous SGD       RandomBlocks(1)     any               any
+    local SGD             None                RandomBlocks(1)   H
+    CSER-PL               None                any               H
+    CSEA                  None                any               1
+    ====================  ==================  ================  ======
+
+    Where residuals are kept apart instead, :class:`commopt.QSparseLocalSGD` has QSparse-local-SGD and EF-SGD.
+
+    State per parameter and rank, of its size in float32 (float64 for float64 parameters): momentum_buffer 1 with
+    ``momentum``; anchor 1 unless both compressors are RandomBlocks, Identity or None; nothing else. For the duration of
+    a step each bucket takes 2 more of its size (3 with an anchor); with ``overlap=True`` all buckets do at once.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or parameter groups; float64, float32, bfloat16 or float16.
+        lr: learning rate, >= 0; a float or a tensor of one element, read at each step.
+        momentum: b, in [0, 1).
+        nesterov: Nesterov's momentum instead of the heavy ball; with momentum > 0 only.
+        weight_decay: added to the gradient times the parameter, >= 0, as in ``torch.optim.SGD``.
+        maximize: go up instead of down.
+        period: H, an int >= 1: errors are reset at each H-th step.
+        compressor: C2, which part of each update is averaged: RandomBlocks, any Compressor, or None for nothing.
+        reset_compressor: C1, which part of the errors is averaged at a reset; RandomBlocks or any Compressor.
+        max_grad_norm: clip each rank's gradients to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2),
+            one number on all ranks. Not with ``overlap=True``.
+        bucket_mb, overlap, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not on nodes of several
+            ranks.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, if ranks differ in parameters or
+            settings, and for nodes of several ranks.
+    """
+
+    read_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
+    presence_first = True
+    clocks = ("step",)
+    own_buffers: tuple[str, ...] = ("momentum_buffer",)
+    """Flat buffers that every rank has of its own."""
+    compressor: Any
+    _SETTINGS = (*CommOptimizer._SETTINGS, "reset_compressor")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        *,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        period: int = 16,
+        compressor: AnyCompressor | None = RandomBlocks(64),  # noqa: B008  it is frozen
+        reset_compressor: AnyCompressor = RandomBlocks(4),  # noqa: B008
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = False,
+        process_group: Any = None,
+        backend: Backend | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "period": period,
+            "met_step": 0,  # after which all ranks had the same parameters
+        }
+        self.reset_compressor = reset_compressor
+        updates: Any = RandomBlocks(math.inf) if compressor is None else compressor
+        super().__init__(
+            params,
+            defaults,
+            compressor=updates,
+            max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            process_group=process_group,
+            backend=backend,
+        )
+
+    def check_settings(self) -> None:
+        checks.check_partial("compressor", self.compressor)
+        checks.check_partial("reset_compressor", self.reset_compressor)
+        if isinstance(self.reset_compressor, RandomBlocks) and math.isinf(self.reset_compressor.ratio):
+            raise ValueError(f"reset_compressor must keep something, got {self.reset_compressor}")
+        checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
+        if self.backend.inside.world_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} does not know nodes of several ranks, got nodes of "
+                f"{self.backend.inside.world_size}: give it a process group or mesh of one dimension"
+            )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_lr(group["lr"])
+        checks.check_within("momentum", group["momentum"], 0, 1)
+        checks.check_bool("nesterov", group["nesterov"])
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
+        checks.check_at_least("weight_decay", group["weight_decay"], 0)
+        checks.check_bool("maximize", group["maximize"])
+        checks.check_period(group["period"])
+
+    def settings(self) -> list[Any]:
+        return [*super().settings(), self.reset_compressor]
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def anchored(self) -> bool:
+        """Whether x_i - e_i is stored, because it cannot be found again from x_i."""
+        return self.backend.world_size > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
+
+    def init_messages(self, bucket: StateBucket, capacity: int) -> None:
+        """Nothing is left behind but in the model."""
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        if self.group_of()[id(bucket.params[0])]["momentum"] != 0:
+            bucket.buffers["momentum_buffer"] = bucket.zeros()
+        if self.anchored:
+            bucket.buffers["anchor"] = bucket.pack_params()
+
+    def _momentum(self, bucket: StateBucket) -> Tensor:
+        """The momentum of a bucket; zeros, if it has had none so far."""
+        if "momentum_buffer" not in bucket.buffers:
+            bucket.buffers["momentum_buffer"] = bucket.zeros()
+            for p, view in zip(bucket.params, bucket.views(bucket.buffers["momentum_buffer"])):
+                self.state[p]["momentum_buffer"] = view
+        return bucket.buffers["momentum_buffer"]
+
+    def _check_incoming(self, given: dict[str, Any]) -> None:
+        super()._check_incoming(given)
+        own = given.get("residuals")
+        if (
+            self.anchored
+            and own
+            and own["rank"] != MERGED
+            and any("anchor" not in given["state"][i] for i in own["state"])
+        ):
+            raise ValueError(
+                "the loaded state has no anchor, so what the models of the ranks have in common is not known: it was "
+                "saved with RandomBlocks for both compressors. Load it with such, call synchronize(), and save again"
+            )
+
+    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        for bucket in self.buckets:
+            if self.group_of()[id(bucket.params[0])].get("momentum", 0) != 0:
+                self._momentum(bucket)
+        super()._fill(state, origin)
+        for p, entry in self.state.items():  # of an optimizer that had none, its models are in one place
+            if "anchor" in entry and "anchor" not in state.get(p, {}):
+                entry["anchor"].copy_(p.detach())
+
+    def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        """Writes each rank its own parameters; the layout of buckets does not matter to them."""
+        here = self._origin()
+        for bucket in self.buckets:
+            for p in bucket.params:
+                if "parameter" in state.get(p, {}):
+                    p.detach().copy_(state[p]["parameter"].reshape(p.shape))
+        mine = origin is not None and (origin[0] == MERGED or origin[:2] == here[:2])
+        keeps = origin is not None and origin[0] == 0 and origin[1] == here[1]  # rank 0, given its own
+        if self.apart and not mine and here[0] == int(keeps):  # one rank speaks for all
+            logger.warning(
+                "%s: what is each rank's own (its parameters and momentum) is of (rank, world size) %s in the loaded "
+                "state, not of %s; parameters stay as they are. Save that of every rank "
+                "(commopt.optim.split_state_dict) to go on exactly.",
+                type(self).__name__, origin and origin[:2], here[:2],
+            )  # fmt: skip
+
+    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        dtype = buffer_dtype(p.dtype)
+        own = {"parameter": self.own_value(p).to(dtype)} if self.apart else {}
+        return own | {name: self.state[p][name] for name in self.own_buffers if name in self.state[p]}
+
+    # the mean model ---------------------------------------------------------------------------------------------------
+
+    @property
+    def apart(self) -> bool:
+        many = self.backend.world_size > 1
+        return many and any(group["step"] != group.get("met_step", 0) for group in self.param_groups)
+
+    def meet(self) -> None:
+        """x_i <- mean_i x_i, in full precision: all ranks have the same model then, and no error."""
+        self.take_mean()
+        for bucket in self.buckets:
+            if "anchor" in bucket.buffers:
+                bucket.pack_params_(bucket.buffers["anchor"])
+        for group in self.param_groups:
+            group["met_step"] = group["step"]
+
+    def resets_all(self) -> bool:
+        """Whether a reset leaves all ranks with the same parameters."""
+        return _keeps_all(self.reset_compressor)
+
+    def after_step(self) -> None:
+        """Takes down where all ranks have the same parameters."""
+        for group in self.param_groups:
+            together = _keeps_all(self.compressor) and group["met_step"] == group["step"] - 1
+            if together or (group["step"] % group["period"] == 0 and self.resets_all()):
+                group["met_step"] = group["step"]
+
+    # the step ---------------------------------------------------------------------------------------------------------
+
+    def phase_of(self, group: dict[str, Any]) -> str:
+        """ "plain" on one rank, else "compressed"."""
+        return "plain" if self.backend.world_size == 1 else "compressed"
+
+    def wants_average(self, group: dict[str, Any]) -> bool:
+        return False
+
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+        if self.phase_of(group) == "plain":
+            yield now.agreed
+            self._plain_step(bucket, group, now)
+            return
+        n, absent = bucket.numel, self._absent(bucket, now)
+        resets = (group["step"] + 1) % group["period"] == 0
+        update, momentum = self._update(bucket, group, now.scale, absent)
+        model = bucket.pack_params() if resets else None
+        # all that a step sends is started at once: none of it depends on what is received
+        if "anchor" in bucket.buffers:
+            sent = self._send(self.compressor, update, group, bucket, UPDATE, now)
+            for at in absent:
+                sent.rest[at] = 0
+            again = None
+            if model is not None:
+                error = model[:n].sub_(bucket.buffers["anchor"][:n]).sub_(sent.rest)
+                again = self._send(self.reset_compressor, self.to_reset(bucket, error), group, bucket, RESET, now)
+        else:
+            again = None
+            if model is not None:
+                again = self._send(self.reset_compressor, model[:n].sub_(update), group, bucket, RESET, now)
+            sent = self._send(self.compressor, update, group, bucket, UPDATE, now)
+        yield from sent.works + (again.works if again is not None else [])
+        yield now.agreed
+        if momentum is not None:
+            bucket.buffers["momentum_buffer"][:n].copy_(momentum)
+        for p in (p for p in bucket.params if id(p) in now.present):
+            self.state[p]["step"] += 1
+        self._apply(bucket, sent, again, absent)
+
+    def _apply(self, bucket: StateBucket, sent: PartialMean, again: PartialMean | None, absent: list[slice]) -> None:
+        """x_i <- x_i - p'_i, and the reset."""
+        n = bucket.numel
+        mean = sent.mean()
+        for at in absent:
+            mean[at] = 0
+        flat = bucket.pack_params()
+        x, anchor = flat[:n], bucket.buffers.get("anchor")
+        if anchor is None:
+            x.sub_(sent.rest.add_(mean))
+            if again is not None:
+                assert isinstance(again, BlockMean)
+                again.blocks.scatter_(x, again.values)
+        else:
+            anchor[:n].sub_(mean)
+            x.sub_(sent.rest.add_(mean))
+            if again is not None:
+                anchor[:n].add_(again.mean())
+                x.copy_(anchor[:n])
+                self.assimilate(bucket, x, again.rest)
+        bucket.unpack_params(flat)
+
+    def to_reset(self, bucket: StateBucket, error: Tensor) -> Tensor:
+        """What of e_i, (n,), is synchronised at a reset: all of it. May be written."""
+        return error
+
+    def assimilate(self, bucket: StateBucket, x: Tensor, rest: Tensor) -> None:
+        """Where what a reset has not sent goes, (n,): into the local model."""
+        x.add_(rest)
+
+    def _send(
+        self,
+        how: AnyCompressor,
+        v: Tensor,
+        group: dict[str, Any],
+        bucket: StateBucket,
+        what: int,
+        now: Step,
+    ) -> PartialMean:
+        """Starts to average the part of ``v`` that ``how`` keeps at this step."""
+        if isinstance(how, Identity):
+            how = RandomBlocks(1)
+        if not isinstance(how, RandomBlocks):
+            return partial_mean(v, how, now.line)
+        index = next(i for i, other in enumerate(self.buckets) if other is bucket)
+        return partial_mean(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), now.line)
+
+    def _absent(self, bucket: StateBucket, now: Step) -> list[slice]:
+        """Where in a flat buffer the parameters are that have no gradient on any rank."""
+        known = now.agreed.verdict is not None
+        present = now.present if known else {id(p) for p in bucket.params if p.grad is not None}
+        places = zip(bucket.params, bucket.offsets)
+        return [slice(offset, offset + p.numel()) for p, offset in places if id(p) not in present]
+
+    def _update(
+        self, bucket: StateBucket, group: dict[str, Any], scale: float, absent: list[slice]
+    ) -> tuple[Tensor, Tensor | None]:
+        """p_i, and m_i if there is momentum; (n,) each, new tensors."""
+        n, beta = bucket.numel, group["momentum"]
+        update = bucket.pack_gradients(scale)[:n]
+        if group["weight_decay"] != 0:
+            update.add_(bucket.pack_params()[:n], alpha=group["weight_decay"])
+        momentum = None
+        if beta != 0:
+            before = self._momentum(bucket)[:n]
+            momentum = (before * beta).add_(update)
+            for at in absent:
+                momentum[at] = before[at]
+            update = update.add_(momentum, alpha=beta) if group["nesterov"] else momentum.clone()
+        for at in absent:
+            update[at] = 0
+        return update.mul_(float(group["lr"])), momentum
+
+    def _plain_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> None:
+        params = [p for p in bucket.params if id(p) in now.present]
+        for p in params:
+            self.state[p]["step"] += 1
+        grads = [scaled_gradient(p, bucket.dtype, now.scale) for p in params]
+        momenta = []
+        if group["momentum"] != 0:
+            self._momentum(bucket)
+            momenta = [self.state[p]["momentum_buffer"] for p in params]
+        sgd_(params, grads, momenta, group)
+
+    def _norms(self) -> tuple[float, float]:
+        """2-norms of e_i, where it is kept (else 0), and of the momentum."""
+        errors = []
+        for bucket in self.buckets:
+            if "anchor" in bucket.buffers:
+                errors.append(bucket.pack_params().sub_(bucket.buffers["anchor"]))
+        momenta = [b.buffers["momentum_buffer"] for b in self.buckets if "momentum_buffer" in b.buffers]
+        return square_norm(errors) ** 0.5, square_norm(momenta) ** 0.5
+
+
+def _keeps_all(how: AnyCompressor) -> bool:
+    """Whether nothing is left out, so that what was averaged is the same on all ranks."""
+    return isinstance(how, Identity) or (isinstance(how, RandomBlocks) and how.ratio == 1)
+
+
+def _shared(how: AnyCompressor) -> bool:
+    """Whether all ranks keep the same elements, so that nothing has to be stored."""
+    return isinstance(how, (RandomBlocks, Identity))

@@ -1,0 +1,67 @@
+"""QSparse-local-SGD (Basu et al., arXiv 1906.02367) and EF-SGD (Karimireddy et al., arXiv 1901.09847), as CSER whose
+error is kept apart.
+
+    every step:               x_i = x_i - p_i                              (p_i as in CSER)
+    at each H-th step, then:  e_i = e_i + x_i - a;   q_i = C(e_i);   e_i = e_i - q_i
+                              a = a + mean_i q_i;    x_i = a
+
+Where this differs from the papers: every rank has the exact mean of q_i, as in CSER; momentum is each rank's own and
+goes on through the rounds; all ranks synchronise at the same steps. One rank alone is plain SGD.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from commopt.compress import RandomBlocks
+from commopt.optim.cser import CSER, AnyCompressor
+from commopt.optim.packed import StateBucket
+
+
+class QSparseLocalSGD(CSER):
+    """Local SGD whose models are averaged through a compressor with error feedback (Basu et al., arXiv 1906.02367).
+
+    CSER that sends nothing between resets, but keeps what a reset has not sent for the next one, instead of in the
+    model. All ranks have the same model after every H-th step. EF-SGD (Karimireddy et al., arXiv 1901.09847) is
+    ``period=1``.
+
+    State per parameter and rank: momentum_buffer 1 with ``momentum``, anchor 1, error 1. With one rank plain SGD.
+
+    Args:
+        compressor: C, a RandomBlocks or any Compressor.
+        all others: as for :class:`CSER`.
+    """
+
+    own_buffers = ("momentum_buffer", "error")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        *,
+        compressor: AnyCompressor = RandomBlocks(8),  # noqa: B008
+        **others: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, compressor=None, reset_compressor=compressor, **others)
+
+    @property
+    def anchored(self) -> bool:
+        return self.backend.world_size > 1
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        super().init_bucket(bucket)
+        if self.anchored:
+            bucket.buffers["error"] = bucket.zeros()
+
+    def resets_all(self) -> bool:
+        return True
+
+    def to_reset(self, bucket: StateBucket, error: Tensor) -> Tensor:
+        return error.add_(bucket.buffers["error"][: bucket.numel])
+
+    def assimilate(self, bucket: StateBucket, x: Tensor, rest: Tensor) -> None:
+        """Where what a reset has not sent goes: to the next one."""
+        bucket.buffers["error"][: bucket.numel].copy_(rest)
