@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt import ops
+from commopt.optim import CommOptimizer
 from commopt.train.config import ModelConfig
 from commopt.train.models import GPT
 
@@ -71,6 +72,12 @@ def onebit_adam(model: nn.Module, attached: bool = False, nodes: bool = False, *
     return wrapped, optimizer
 
 
+def zero_one_adam(model: nn.Module, distance: int, **options: Any) -> tuple[nn.Module, Any]:
+    """A round every ``distance`` steps."""
+    rounds = {"variance": {"stop": 3}, "sync": {"first": distance, "double_every": None, "longest": distance}}
+    return model, commopt.ZeroOneAdam(model.parameters(), lr=1e-5, weight_decay=0.01, **rounds, **options)
+
+
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "none": ("AdamW, no communication", none, {}),
     "none_fused": ("AdamW(fused), no communication", none, {"fused": True}),
@@ -86,6 +93,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         onebit_adam,
         {"attached": True, "overlap": True},
     ),
+    "zero_one_adam_4": ("ZeroOneAdam, a round every 4 steps", zero_one_adam, {"distance": 4}),
     "onebit_adam_nodes": ("OneBitAdam, hosts as nodes", onebit_adam, {"nodes": True}),
     "onebit_adam_nodes_overlap": (
         "OneBitAdam(overlap=True), hosts as nodes",
@@ -109,6 +117,7 @@ class Trainee:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(0, spec["vocab"], (spec["batch"], spec["sequence"]), generator=generator)
         self.model, self.optimizer = METHODS[name][1](model, **METHODS[name][2])
+        self.cycle = self.optimizer.param_groups[0].get("sync_first", 1)  # steps after which all begins again
         self.count = 0
 
     def step(self) -> None:
@@ -120,20 +129,23 @@ class Trainee:
         """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
-        took = measure(self.step, 2)["seconds"]
-        count = torch.tensor([max(1, min(50, round(seconds / took)))])
+        took = measure(self.step, 2 * self.cycle)["seconds"]
+        count = torch.tensor([max(1, min(50, round(seconds / took)) // self.cycle)])
         dist.broadcast(count, 0)
-        self.count = int(count)
-        if isinstance(self.optimizer, commopt.OneBitAdam) and dist.get_world_size() > 1:
-            assert self.optimizer.phase == "compressed"
+        self.count = int(count) * self.cycle
+        if isinstance(self.optimizer, CommOptimizer) and dist.get_world_size() > 1:
+            assert self.optimizer.phase in ("compressed", "frozen")
             assert self.optimizer.skipped_steps == 0
 
     def collectives(self) -> int:
-        """Collectives that one step starts."""
+        """Collectives that one step starts; of several, rounded."""
+        if isinstance(self.optimizer, CommOptimizer):  # it has groups of its own, and counts
+            before = self.optimizer.comm_stats()["total"]["calls"]
+            for _ in range(self.cycle):
+                self.step()
+            return round((self.optimizer.comm_stats()["total"]["calls"] - before) / self.cycle)
         before = dist.group.WORLD._get_sequence_number_for_group()
         self.step()
-        if isinstance(self.optimizer, commopt.OneBitAdam):  # it has groups of its own, and counts
-            return self.optimizer.comm_stats()["step"]["calls"]
         return dist.group.WORLD._get_sequence_number_for_group() - before
 
 

@@ -49,7 +49,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure = new_figure(6.2 * len(runs), 1.3 + 0.36 * rows)
     for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
         for row, (name, method) in enumerate(run["methods"].items()):
-            color = BLUE if name.startswith("onebit") else GREY
+            color = BLUE if name.startswith(("onebit", "zero_one")) else GREY
             median, quartiles = 1e3 * method["seconds_median"], [1e3 * s for s in method["seconds_quartiles"]]
             axes.plot(quartiles, [row, row], color=color, linewidth=3, solid_capstyle="butt")
             axes.plot(median, row, "o", color=color, markersize=7)

@@ -218,7 +218,16 @@ def test_a_nic_is_as_fast_as_it_was_asked_to_be() -> None:
 
 
 def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> None:
-    arguments = ["--methods", "none,ddp,onebit_adam", "--rate", "1gbit", "--rounds", "2", "--seconds", "0.02"]
+    arguments = [
+        "--methods",
+        "none,ddp,onebit_adam,zero_one_adam_4",
+        "--rate",
+        "1gbit",
+        "--rounds",
+        "2",
+        "--seconds",
+        "0.02",
+    ]
     arguments += ["--layers", "1", "--width", "64", "--vocab", "512", "--sequence", "16", "--timeout", "120"]
     arguments += ["--json", str(tmp_path / "figures.json"), "--png", str(tmp_path / "figures.png")]
     code, out, err = finish(start("bench_network.py", *arguments))
@@ -234,6 +243,7 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     assert payload < methods["ddp"]["bytes_per_host"] < 1.2 * payload
     assert payload / 32 < methods["onebit_adam"]["bytes_per_host"] < payload / 16
     assert methods["onebit_adam"]["collectives"] >= 3
+    assert methods["zero_one_adam_4"]["bytes_per_host"] < 0.4 * methods["onebit_adam"]["bytes_per_host"]
     assert run["rounds_used"] in (1, 2)  # a round that others disturb does not count
     assert all(len(m["seconds"]) == run["rounds_used"] and m["to_bound"] > 0 for m in methods.values())
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
