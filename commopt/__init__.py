@@ -5,7 +5,21 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 
 from commopt.attach import attach
 from commopt.optim import CSER, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
 __version__ = "0.1.0"
 
-__all__ = ["CSER", "Lamb", "OneBitAdam", "OneBitLamb", "QSparseLocalSGD", "ZeroOneAdam", "__version__", "attach"]
+__all__ = [
+    "CSER",
+    "DiLoCo",
+    "Lamb",
+    "LocalSGD",
+    "OneBitAdam",
+    "OneBitLamb",
+    "QSparseLocalSGD",
+    "SignMomentum",
+    "SlowMo",
+    "ZeroOneAdam",
+    "__version__",
+    "attach",
+]

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm import TorchBackend
 from commopt.optim.base import CommOptimizer
+from commopt.outer import OuterOptimizer
 
 
 class Attachment:
@@ -21,7 +22,7 @@ class Attachment:
             0-d.
     """
 
-    def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
         self.model = model
         self.optimizer = optimizer
         self.averaged: dict[int, Tensor] = {}
@@ -49,7 +50,7 @@ class Attachment:
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[attr-defined]
 
 
-def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
+def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
     """Lets ``optimizer`` decide when ``model`` averages gradients.
 
     While the optimizer wants exact averages (warm-up), DDP averages gradients and overlaps that with backward, as
@@ -68,7 +69,7 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer) -> None:
         raise ValueError(
             f"attach() connects a DistributedDataParallel; a bare {type(model).__name__} needs no attaching"
         )
-    if not isinstance(optimizer, CommOptimizer):
+    if not isinstance(optimizer, (CommOptimizer, OuterOptimizer)):
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
     inner = getattr(optimizer.backend.inner, "everyone", optimizer.backend.inner)
     mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None

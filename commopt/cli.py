@@ -40,7 +40,7 @@ def set_up_logging() -> None:
 
 def train_command(argv: Sequence[str]) -> None:
     """``commopt train``."""
-    from commopt.train.engine import check_plan
+    from commopt.train.optimizer import check_plan
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:

@@ -33,7 +33,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", "--optim.lr=-1"], "optim.lr=-1.0 is not allowed: it must be > 0"),
         (
             ["train", "--optim.name=AdamV"],
-            "optim.name='AdamV' is no Optimizer of commopt.optim or torch.optim; did you mean ",
+            "optim.name='AdamV' is no Optimizer of commopt.optim or commopt.outer or torch.optim; did you mean ",
         ),
         (["train", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"], "corpus /nowhere: no such file or folder"),
         (["train", "--resume=/nowhere"], "checkpoint /nowhere: no such folder"),

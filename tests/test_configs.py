@@ -201,7 +201,7 @@ def test_settings_that_cannot_be(tmp_path: Path, settings: str, message: str) ->
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_baseline_is_a_value(path: Path) -> None:
-    from commopt.train.engine import check_plan
+    from commopt.train.optimizer import check_plan
 
     config = parse([str(path), "--optim.name=AdamW"])
     check_plan(config)

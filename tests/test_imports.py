@@ -1,4 +1,4 @@
-"""Imports go one way: ops <- bucket <- compress <- comm <- optim <- attach <- probe <- train <- report <- cli."""
+"""Imports go one way, as ROOMS says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import commopt
 
-ROOMS = ["ops", "bucket", "compress", "comm", "optim", "attach", "probe", "train", "report", "cli"]
+ROOMS = ["ops", "bucket", "compress", "comm", "optim", "outer", "attach", "probe", "train", "report", "cli"]
 PACKAGE = Path(commopt.__file__).parent
 
 

@@ -18,8 +18,8 @@ from worlds import Toy, on_processes, on_threads, params_of, same_bits, train
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend, TorchBackend
 from commopt.train.config import CommConfig, Config
-from commopt.train.engine import check_plan
 from commopt.train.errors import ConfigError
+from commopt.train.optimizer import check_plan
 
 Make = Callable[..., Config]
 DOCS = Path(__file__).parents[1] / "docs" / "backends.md"

@@ -11,9 +11,9 @@ from test_train_resume import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
 
 from commopt.train.config import OptimConfig
-from commopt.train.engine import plan_optimizer
 from commopt.train.errors import ConfigError
 from commopt.train.metrics import read_metrics
+from commopt.train.optimizer import plan_optimizer
 
 ZERO_ONE = {
     "name": "ZeroOneAdam",
@@ -75,7 +75,7 @@ def test_cser_stopped_and_resumed_is_never_stopped_and_saves_the_mean_model(
         ({"name": "RandomBlock"}, "optim.args.reset_compressor.name='RandomBlock' is no Compressor or RandomBlocks"),
         ({"name": "RandomBlocks", "args": {"rate": 2}}, "optim.args.reset_compressor.args.rate: RandomBlocks has no"),
         ({"name": "RandomBlocks", "args": {"ratio": 0.5}}, "ratio must be a number >= 1, got 0.5"),
-        ({"ratio": 2}, r"optim.args.reset_compressor={'ratio': 2} is not allowed: expected name"),
+        ({"ratio": 2}, r"optim.args.reset_compressor={'ratio': 2} is not allowed: it must be a name"),
     ],
 )
 def test_a_reset_compressor_that_cannot_be(value: dict[str, Any], message: str) -> None:

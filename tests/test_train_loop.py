@@ -24,11 +24,11 @@ from trainer_pair import Pair, run
 import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
-from commopt.train.engine import make_optimizer
 from commopt.train.errors import CheckpointError, ConfigError
 from commopt.train.loop import Trainer, learning_rate, train
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
+from commopt.train.optimizer import make_optimizer
 from commopt.train.parse import from_dict, to_yaml
 from commopt.train.stop import StopSignal
 from commopt.train.tasks import IGNORE

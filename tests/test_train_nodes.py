@@ -15,8 +15,8 @@ from worlds import needs_mpi, on_mpi, same_bits
 
 from commopt.train.backend import ranks_per_node
 from commopt.train.config import CommConfig, Config, OptimConfig
-from commopt.train.engine import check_plan
 from commopt.train.errors import ConfigError
+from commopt.train.optimizer import check_plan
 
 Make = Callable[..., Config]
 

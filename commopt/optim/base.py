@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,14 +38,11 @@ from commopt.comm import (
     CountingBackend,
     LocalBackend,
     Work,
-    all_reduce_bytes,
-    message_device,
     resolve_backend,
-    sends_from,
 )
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
-from commopt.optim.agreement import LocalView, StepSkipped, Verdict, agree_on_setup, equalize
+from commopt.optim.agreement import LocalView, StepSkipped, Verdict
 from commopt.optim.flight import Flight, Overlap, Step
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
@@ -170,7 +167,7 @@ class CommOptimizer(PackedOptimizer):
         error: Exception | None = None
         try:
             super().add_param_group(param_group)
-            checks.check_params(self.param_groups[-1]["params"], self._devices())
+            checks.check_params(self.param_groups[-1]["params"], self.devices())
             self.check_group(self.param_groups[-1])
         except (ValueError, TypeError) as caught:
             error = caught
@@ -187,24 +184,7 @@ class CommOptimizer(PackedOptimizer):
     def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        # providers may differ in the last bit of an update; instruction sets of one provider do not
-        devices = sorted({p.device.type for group in groups for p in group["params"]})
-        providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
-        settings += [type(self).__name__, *self.settings(), providers]
-        params = [p for group in groups for p in group["params"]]
-        facts = {
-            "parameter lists": str(
-                [[(tuple(p.shape), p.dtype, p.device.type) for p in group["params"]] for group in groups]
-            ),
-            "settings or kernel providers": str(settings),
-        }
-        counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
-        device = self._control_device(params)
-        agree_on_setup(self.backend, device, facts, error, counts)
-        if equalize(self.backend, device, params) and self.backend.rank == 0:
-            logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
-        for group in groups:
-            self.make_buckets(group)
+        self.welcome(groups, [*settings, type(self).__name__, *self.settings()], error)
         if self.overlap:
             self._open_lines()
             if self.presence_first and self.backend.world_size > 1 and not self._lines:
@@ -214,18 +194,6 @@ class CommOptimizer(PackedOptimizer):
                 )
         self._watch()
         self.backend.end_step()
-
-    def _devices(self) -> tuple[str, ...] | None:
-        """Types of devices that parameters may be on; None for all."""
-        return sends_from(self.backend.inner) if self.backend.world_size > 1 else None
-
-    def _control_device(self, params: Sequence[Tensor]) -> torch.device:
-        """Where this rank puts what it tells the others: where its parameters are, or where it can at all."""
-        devices = self._devices()
-        for p in params:
-            if p.device.type != "meta" and (devices is None or p.device.type in devices):
-                return p.device
-        return message_device(self.backend.inner)
 
     # the step ---------------------------------------------------------------------------------------------------------
 
@@ -463,12 +431,6 @@ class CommOptimizer(PackedOptimizer):
         """2-norms of what this rank's compression owes, and of what is compressed."""
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
         return residual, square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
-
-    def fp32_bytes(self) -> int:
-        """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
-        ranks are grouped by them."""
-        places, nodes = self.backend.inside.world_size, self.backend.between.world_size
-        return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
 
     def _skip(self, verdict: Verdict | None) -> None:
         assert verdict is not None

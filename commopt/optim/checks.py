@@ -39,9 +39,9 @@ def check_lr(value: Any) -> None:
     check_at_least("lr", value, 0)
 
 
-def check_betas(value: Any) -> None:
+def check_betas(value: Any, name: str = "betas") -> None:
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(is_number(b) and 0 <= b < 1 for b in value):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {value!r}")
+        raise ValueError(f"{name} must be two numbers in [0, 1), got {value!r}")
 
 
 def check_within(name: str, value: Any, low: float, high: float) -> None:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.bucket import Bucket, bucket_bytes, partition
-from commopt.comm import CountingBackend, resolve_backend
+from commopt.comm import CountingBackend, all_reduce_bytes, message_device, resolve_backend, sends_from
 from commopt.compress import Columns, Compressor, Feedback
+from commopt.optim.agreement import agree_on_setup, equalize
 from commopt.optim.replicas import Replicas
 from commopt.optim.state import MERGED, RANK_LOCAL
 
@@ -121,6 +123,51 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """The parameter group of each parameter, by its id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
+    # groups -----------------------------------------------------------------------------------------------------------
+
+    def welcome(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
+        """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
+        buckets.
+
+        Raises:
+            ValueError: on every rank, if they differ, or for this or another rank's ``error``.
+        """
+        params = [p for group in groups for p in group["params"]]
+        # providers may differ in the last bit of an update; instruction sets of one provider do not
+        devices = sorted({p.device.type for p in params})
+        providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
+        facts = {
+            "parameter lists": str(
+                [[(tuple(p.shape), p.dtype, p.device.type) for p in group["params"]] for group in groups]
+            ),
+            "settings or kernel providers": str([*settings, providers]),
+        }
+        counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
+        device = self.control_device(params)
+        agree_on_setup(self.backend, device, facts, error, counts)
+        if equalize(self.backend, device, params) and self.backend.rank == 0:
+            logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
+        for group in groups:
+            self.make_buckets(group)
+
+    def devices(self) -> tuple[str, ...] | None:
+        """Types of devices that parameters may be on; None for all."""
+        return sends_from(self.backend.inner) if self.backend.world_size > 1 else None
+
+    def control_device(self, params: Sequence[Tensor]) -> torch.device:
+        """Where this rank puts what it tells the others: where its parameters are, or where it can at all."""
+        devices = self.devices()
+        for p in params:
+            if p.device.type != "meta" and (devices is None or p.device.type in devices):
+                return p.device
+        return message_device(self.backend.inner)
+
+    def fp32_bytes(self) -> int:
+        """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
+        ranks are grouped by them."""
+        places, nodes = self.backend.inside.world_size, self.backend.between.world_size
+        return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
+
     # buckets ----------------------------------------------------------------------------------------------------------
 
     def make_buckets(self, group: dict[str, Any]) -> None:
@@ -188,17 +235,21 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             # a view would be saved with the whole flat buffer behind it
             out["state"][key] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
         if self.backend.world_size > 1:
-            rank, world_size, layout = self._origin()
-            whose = {"rank": rank, "world_size": world_size, "layout": layout}
-            whose |= {"nodes": self.backend.between.world_size, "share": self.share}
-            owners = [(p, group) for group in self.param_groups for p in group["params"]]
-            residuals, owed = self.residuals, {}
-            for i, (p, group) in enumerate(owners):
-                own = {**residuals.get(p, {}), **self.local_state(p, group)} if p in self.state else {}
-                if own:
-                    owed[i] = _cloned(own)
-            out["residuals"] = {**whose, "state": owed}
+            out["residuals"] = self.own_part()
         return out
+
+    def own_part(self) -> dict[str, Any]:
+        """What is this rank's own, as copies, and whose it is."""
+        rank, world_size, layout = self._origin()
+        whose = {"rank": rank, "world_size": world_size, "layout": layout}
+        whose |= {"nodes": self.backend.between.world_size, "share": self.share}
+        owners = [(p, group) for group in self.param_groups for p in group["params"]]
+        residuals, owed = self.residuals, {}
+        for i, (p, group) in enumerate(owners):
+            own = {**residuals.get(p, {}), **self.local_state(p, group)} if p in self.state else {}
+            if own:
+                owed[i] = _cloned(own)
+        return {**whose, "state": owed}
 
     # loading ----------------------------------------------------------------------------------------------------------
 
@@ -301,7 +352,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             for i, (p, owed) in enumerate(zip(bucket.params, mine)):
                 worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
                 if worker is None or server is None:
-                    dropped = dropped or self.state[p]["variance_step"] < self.state[p]["step"]
+                    dropped = dropped or self.had_residuals(p)
                     worker = server = torch.zeros(())
                 elif origin is not None and origin[0] == MERGED:
                     worker, server = self._take_share(bucket, i, owed, worker, server)
@@ -319,6 +370,14 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
                 type(self).__name__, origin, here,
             )  # fmt: skip
 
+    def had_residuals(self, p: Tensor) -> bool:
+        """Whether loaded state of ``p`` that comes without residuals is of a run that had some."""
+        return bool(self.state[p]["variance_step"] < self.state[p]["step"])
+
+    def pay(self, p: Tensor, owed: Tensor) -> None:
+        """Adds what compression still owes of ``p`` to what is compressed: one node compresses no more."""
+        self.state[p][self.residual_of].add_(owed)
+
     def _take_share(
         self, bucket: StateBucket, i: int, owed: dict[str, Tensor] | None, worker: Tensor, server: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -328,7 +387,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         worker, server = worker.reshape(-1), server.reshape(-1)
         if bucket.feedback is None or owed is None:  # one node compresses no more: what was owed is paid at once
             for part in (worker, server):
-                self.state[p][self.residual_of].add_(part.to(bucket.device).view(p.shape))
+                self.pay(p, part.to(bucket.device).view(p.shape))
             return worker, server
 
         def own(whole: Tensor, share: int, chunk: Tensor, mine: Tensor) -> Tensor:

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import CountingBackend, Pipeline, mean_over_all, message_device, wait
+from commopt.comm import CollectiveError, CountingBackend, Pipeline, mean_over_all, message_device, wait
 
 if TYPE_CHECKING:
     from commopt.optim.packed import StateBucket
 
 logger = logging.getLogger("commopt")
+
+_REMEDY = (
+    "nothing is lost: every rank still has its own parameters and state. Go on over the ranks that are left with "
+    "state = optimizer.state_dict(), a new optimizer over them, and its load_state_dict(state)"
+)
+"""What to do when a rank has gone between two rounds."""
 
 
 class Replicas:
@@ -86,7 +92,8 @@ class Replicas:
         self._lent = own
         try:
             if own:
-                self.take_mean()
+                with self.reaching_others("averaged()"):
+                    self.take_mean()
             yield
         finally:
             self._lent = None
@@ -118,12 +125,33 @@ class Replicas:
         """Makes sure that all ranks can take the mean now."""
         error = self.why_not_meet()
         failed = torch.tensor([float(error is not None)], device=message_device(self.backend.inner))
-        wait(self.backend.all_reduce(failed), f"{what}, whether all ranks can")
+        where = f"{what}, whether all ranks can"
+        with self.reaching_others(where):
+            wait(self.backend.all_reduce(failed), where)
         self.backend.leave_out()
         if error is not None:
             raise error
         if failed.item() > 0:
             raise RuntimeError(f"another rank cannot take part in {what}; its own error says why")
+
+    @contextlib.contextmanager
+    def reaching_others(self, where: str) -> Iterator[None]:
+        """Context of collectives before whose end nothing changes that lasts. If the other ranks cannot be reached, the
+        error says that nothing is lost, and how to go on.
+
+        Raises:
+            commopt.comm.CollectiveError: begins with ``where``, or with where in it the collective was.
+        """
+        now = self.backend.world_size
+        had = next((bucket.world_size for bucket in self.buckets), now)
+        if now != had:
+            raise CollectiveError(f"{where}: the backend has {now} ranks now, it had {had}; {_REMEDY}")
+        try:
+            yield
+        except CollectiveError as error:
+            raise CollectiveError(f"{error}; {_REMEDY}") from error
+        except (RuntimeError, ValueError, TimeoutError) as error:  # of a group that is gone when one is started
+            raise CollectiveError(f"{where}: {error}; {_REMEDY}") from error
 
     def warn_in_evaluation(self, model: nn.Module) -> None:
         """Warns once if ``model`` runs in ``eval()`` mode while replicas differ, and says what to call.

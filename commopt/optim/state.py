@@ -8,7 +8,7 @@ of their own between two rounds. A checkpoint therefore holds the replicated par
 
 At the same world size, and with the same nodes, the result is exact. Else what compression still owes is kept: every
 new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Of all else that
-is a rank's own, new ranks start from the mean.
+is a rank's own (with local steps: parameters, momenta, the state of a base optimizer), new ranks start from the mean.
 """
 
 from __future__ import annotations
@@ -73,12 +73,26 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
     nodes = _nodes(parts[0])
     parts = sorted(parts, key=lambda part: part["share"] if "share" in part else part["rank"])
     places = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
-    state = {}
-    for key, names in parts[0]["state"].items():
-        every = {name: [part["state"][key][name] for part in parts] for name in names}
-        state[key] = {name: torch.stack(values).mean(0) for name, values in every.items() if name not in RANK_LOCAL}
-        if "worker_error" in every:
+    merged: StateDict = _mean_of([_without_residuals(part) for part in parts])
+    for key, entry in parts[0]["state"].items():
+        if "worker_error" in entry:
             workers = [torch.stack([part["state"][key]["worker_error"] for part in place]).mean(0) for place in places]
-            state[key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
-            state[key]["server_error"] = torch.cat(every["server_error"])
-    return {**parts[0], "rank": MERGED, "state": state}
+            merged["state"][key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
+            merged["state"][key]["server_error"] = torch.cat([part["state"][key]["server_error"] for part in parts])
+    return {**merged, "rank": MERGED}
+
+
+def _without_residuals(part: StateDict) -> StateDict:
+    state = part["state"].items()
+    return {**part, "state": {i: {k: v for k, v in entry.items() if k not in RANK_LOCAL} for i, entry in state}}
+
+
+def _mean_of(trees: Sequence[Any]) -> Any:
+    """Nested dicts with the mean of every floating tensor, where it is; all else is that of the first that has it."""
+    first = trees[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return {key: _mean_of([tree[key] for tree in trees if key in tree]) for key in keys}
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        return torch.stack(list(trees)).mean(0)
+    return first

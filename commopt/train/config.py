@@ -91,8 +91,8 @@ class OptimConfig:
     """The optimizer and the learning-rate schedule: linear warm-up, then down to min_lr_ratio * lr."""
 
     name: str = "OneBitAdam"
-    """Attribute of commopt.optim or of torch.optim, or a dotted path. A torch optimizer is trained under DDP, with
-    fp32 all-reduce."""
+    """Attribute of commopt.optim, commopt.outer or torch.optim, or a dotted path. A torch optimizer is trained under
+    DDP, with fp32 all-reduce."""
     lr: float = 1e-3
     """Peak learning rate, > 0."""
     weight_decay: float = 0.0
@@ -111,7 +111,9 @@ class OptimConfig:
     min_lr_ratio: float = 0.1
     """Lowest learning rate over the peak, in [0, 1]; 1 keeps it constant."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature."""
+    """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature. One of
+    commopt.outer has base, the name of the optimizer that it wraps (AdamW), and base_args, arguments of that; lr and
+    weight_decay are those of the base."""
     compressor: CompressorConfig | None = None
     """Compressor of a commopt optimizer; null for the optimizer's own default."""
     settings: dict[str, Any] = field(default_factory=dict)

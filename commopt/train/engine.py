@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,25 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-import commopt.compress
-import commopt.optim
-from commopt.comm import Backend, all_reduce_bytes
-from commopt.compress import Compressor, RandomBlocks
-from commopt.train.backend import backend_class
-from commopt.train.config import CompressorConfig, Config, OptimConfig
-from commopt.train.errors import ConfigError
-from commopt.train.models import count_parameters, parameter_groups
-from commopt.train.named import build, check_arguments, find_class
+from commopt.comm import all_reduce_bytes
+from commopt.optim import CommOptimizer
+from commopt.outer import OuterOptimizer
+from commopt.train.config import OptimConfig
+from commopt.train.models import count_parameters
+from commopt.train.optimizer import OURS, make_optimizer
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
-AnyCompressor = Compressor | RandomBlocks
-OWN_KEYS = {
-    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
-    "backend": "comm.backend",
-    "process_group": "comm.backend",
-}
-"""Arguments that have their own key in the config and so may not be in ``optim.args``."""
 
 # torch 2.13 renames the argument, and warns of the old name. The models' buffers are constants: nothing to send.
 _DDP_ARGUMENTS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -68,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def phase(self) -> str:
-        """Phase of the next step: warmup, compressed, ddp, or plain (one rank)."""
+        """Phase of the next step: ddp, plain (one rank), or what the optimizer says."""
         ...
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -88,14 +77,15 @@ class Engine(Protocol):
         ...
 
     def residual_ratio(self) -> float | None:
-        """Norm of the compression residual over that of the momentum; None where nothing is compressed. Reads both."""
+        """Norm of the compression residual over that of what is compressed (the momentum, or an outer optimizer's last
+        mean way); None where nothing is."""
         ...
 
 
 class SelfCommunicating:
     """A commopt optimizer on a bare module: gradients stay local, it does the rest, clipping included."""
 
-    def __init__(self, model: nn.Module, optimizer: commopt.optim.CommOptimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: CommOptimizer | OuterOptimizer) -> None:
         self.module, self.optimizer = model, optimizer
         self._skipped = (0, 0)  # steps skipped so far, before and after the last step
 
@@ -172,67 +162,9 @@ class DataParallel:
         return None
 
 
-def make_compressor(config: CompressorConfig, key: str) -> Any:
-    """The compressor, or the sparsifier, that a config names under ``key``."""
-    cls = find_class(config.name, f"{key}.name", (commopt.compress,), AnyCompressor)
-    check_arguments(cls, config.args, f"{key}.args")
-    return build(cls, key, **config.args)
-
-
-def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
-    """The class that a config names and its arguments. Raises ConfigError for what does not fit; needs no model."""
-    cls = find_class(config.name, "optim.name", (commopt.optim, torch.optim), torch.optim.Optimizer)
-    check_arguments(cls, config.args, "optim.args", OWN_KEYS)
-    extra: dict[str, Any] = {"lr": config.lr}
-    if issubclass(cls, commopt.optim.CommOptimizer):
-        extra["max_grad_norm"] = config.max_grad_norm
-    if config.compressor is not None:
-        check_arguments(cls, {"compressor": None}, "optim")
-        extra["compressor"] = make_compressor(config.compressor, "optim.compressor")
-    if config.weight_decay:
-        check_arguments(cls, {"weight_decay": None}, "optim")
-    for name, value in config.args.items():
-        if name.endswith("_compressor") and isinstance(value, Mapping):
-            extra[name] = make_compressor(_compressor_config(value, f"optim.args.{name}"), f"optim.args.{name}")
-    return cls, config.args | extra
-
-
-def _compressor_config(value: Mapping[str, Any], key: str) -> CompressorConfig:
-    """A further compressor of an optimizer, written like ``optim.compressor``."""
-    name, args = value.get("name"), value.get("args", {})
-    if not value.keys() <= {"name", "args"} or not isinstance(name, str) or not isinstance(args, Mapping):
-        raise ConfigError(f"{key}={dict(value)} is not allowed: expected name, the name of a compressor, and its args")
-    return CompressorConfig(name, dict(args))
-
-
-def check_plan(config: Config) -> None:
-    """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
-    cls, _ = plan_optimizer(config.optim)
-    own = backend_class(config.comm)
-    if issubclass(cls, commopt.optim.CommOptimizer):
-        return
-    for key, value, allowed in (
-        ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
-        ("ranks_per_node", config.comm.ranks_per_node if config.comm.ranks_per_node != 1 else None, "1"),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
-                f"DistributedDataParallel, which has {allowed}"
-            )
-
-
-def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:
-    """The optimizer that a config names, over two named parameter groups."""
-    cls, args = plan_optimizer(config)
-    if backend is not None:
-        args["backend"] = backend
-    return build(cls, "optim", parameter_groups(model, config.weight_decay), **args)
-
-
 def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:
     """The optimizer and whoever communicates for it."""
     optimizer = make_optimizer(config, model, world.backend)
-    if isinstance(optimizer, commopt.optim.CommOptimizer):
+    if isinstance(optimizer, OURS):
         return SelfCommunicating(model, optimizer)
     return DataParallel(model, optimizer, config.max_grad_norm, world)

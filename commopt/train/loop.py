@@ -23,10 +23,11 @@ import commopt.ops
 from commopt.train import checkpoint, resume
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
-from commopt.train.engine import check_plan, make_engine
+from commopt.train.engine import make_engine
 from commopt.train.errors import ConfigError
 from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
+from commopt.train.optimizer import check_plan
 from commopt.train.parse import to_yaml
 from commopt.train.stop import StopSignal
 from commopt.train.tasks import IGNORE, Batch, make_samples

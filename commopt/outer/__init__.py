@@ -1,0 +1,22 @@
+"""Optimizers with local steps: a base optimizer on each rank, and an outer step now and then."""
+
+from commopt.outer.averaging import LocalSGD
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.diloco import DiLoCo
+from commopt.outer.sign_momentum import SignMomentum
+from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
+from commopt.outer.slowmo import SlowMo
+from commopt.outer.synchronize import Round
+
+__all__ = [
+    "DiLoCo",
+    "ExactSign",
+    "LocalSGD",
+    "OuterOptimizer",
+    "RandomSign",
+    "RandomSignOrZero",
+    "Round",
+    "SignMomentum",
+    "SignRule",
+    "SlowMo",
+]

@@ -1,0 +1,76 @@
+"""Local SGD: local steps and plain averaging (Stich, arXiv 1805.09767); with AdamW inside, local AdamW.
+
+    x_i <- x;   period local steps of the base on x_i;   x <- mean_i x_i
+
+Where this differs from the paper: the mean is taken of the ways x - x_i, in float32, and x is kept in float32, so that
+bfloat16 parameters lose nothing in the averaging and the ways may be compressed; this costs one copy of the parameters.
+One rank alone is the base optimizer, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend
+from commopt.compress import Compressor
+from commopt.optim.packed import StateBucket
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.synchronize import Round
+
+
+class LocalSGD(OuterOptimizer):
+    """A base optimizer whose parameters are averaged over the ranks every ``period`` steps.
+
+    ::
+
+        optimizer = commopt.LocalSGD(model.parameters(), torch.optim.AdamW, lr=1e-3, period=16)
+        optimizer = commopt.LocalSGD(torch.optim.AdamW(model.parameters(), lr=1e-3), period=16)
+
+    Memory per rank beyond the base's, in float32 per parameter: 1 (anchor); with a compressor 2 + 2/W more (residuals,
+    each twice: the old one lasts until the synchronisation is complete). During a synchronisation 1 more.
+
+    Args:
+        params: parameters, (name, parameter) pairs or parameter groups; or a base optimizer.
+        base: class of the base optimizer; None is torch.optim.AdamW.
+        period: local steps between two synchronisations, >= 1.
+        compressor: sends the ways compressed, with error feedback; None is full precision.
+        max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        backend: a :class:`commopt.comm.Backend` instead.
+        base_args: arguments of the class ``base``, such as lr.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, for a base that communicates, or if
+            ranks differ in parameters or settings.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        base: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        period: int = 16,
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        process_group: Any = None,
+        backend: Backend | None = None,
+        **base_args: Any,
+    ) -> None:
+        super().__init__(
+            params, base, base_args, {}, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb, process_group=process_group, backend=backend,
+        )  # fmt: skip
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+        x = bucket.buffers["anchor"]
+        if self.backend.world_size > 1:
+            x.sub_(way)
+            return
+        for p, mine in zip(bucket.params, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding
+            mine.copy_(p)

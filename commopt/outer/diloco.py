@@ -1,0 +1,84 @@
+"""DiLoCo: AdamW inside, Nesterov momentum outside (Douillard et al., arXiv 2311.08105, Algorithm 1).
+
+    x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i)
+    b <- m b + D
+    x <- x - a (D + m b)                    which is torch.optim.SGD(nesterov=True) on the gradient D
+
+Where this differs from the paper: nothing but that any base will do, and that D may be compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend
+from commopt.compress import Compressor
+from commopt.optim import checks
+from commopt.optim.packed import StateBucket
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.synchronize import Round
+
+
+class DiLoCo(OuterOptimizer):
+    """A base optimizer with a Nesterov step along the averaged ways every ``period`` steps.
+
+    ::
+
+        optimizer = commopt.DiLoCo(model.parameters(), torch.optim.AdamW, lr=4e-4, weight_decay=0.1, period=500)
+
+    Memory per rank beyond the base's, in float32 per parameter: 2 (anchor, momentum); with a compressor 2 + 2/W more
+    (residuals, each twice: the old one lasts until the synchronisation is complete). During a synchronisation 1 more.
+
+    Args:
+        params: parameters, (name, parameter) pairs or parameter groups; or a base optimizer.
+        base: class of the base optimizer; None is torch.optim.AdamW.
+        period: local steps between two synchronisations, >= 1.
+        outer_lr: a, >= 0.
+        outer_momentum: m, in [0, 1).
+        compressor: sends the ways compressed, with error feedback; None is full precision.
+        max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        backend: a :class:`commopt.comm.Backend` instead.
+        base_args: arguments of the class ``base``, such as lr.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, for a base that communicates, or if
+            ranks differ in parameters or settings.
+    """
+
+    momentum = True
+
+    def __init__(
+        self,
+        params: Any,
+        base: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        period: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        process_group: Any = None,
+        backend: Backend | None = None,
+        **base_args: Any,
+    ) -> None:
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        super().__init__(
+            params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb, process_group=process_group, backend=backend,
+        )  # fmt: skip
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_at_least("outer_lr", group["outer_lr"], 0)
+        checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+        x, b = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
+        b.mul_(group["outer_momentum"]).add_(way)
+        x.sub_(way.add_(b, alpha=group["outer_momentum"]), alpha=group["outer_lr"])

@@ -1,0 +1,162 @@
+"""The outer state in buckets, saved and loaded without loss, with the base's own state beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import CountingBackend
+from commopt.compress import Compressor, Feedback
+from commopt.optim.packed import Origin, PackedOptimizer, StateBucket
+from commopt.outer.wrap import check_base
+
+logger = logging.getLogger("commopt")
+
+POSITION = {"round_step": 0, "rounds": 0, "round_lr": 0.0, "way_norm": 0.0}
+"""Where a parameter group stands: local steps since the last synchronisation, how many of these there were, the sum of
+the learning rate over the former; and the 2-norm of the last mean way, if it was compressed."""
+
+
+class SavedOuter(PackedOptimizer):
+    """Anchors, momenta and residuals in buckets, and a base optimizer. Says nothing about steps."""
+
+    backend: CountingBackend
+    base: torch.optim.Optimizer
+    compressor: Compressor | None  # type: ignore[assignment]
+    skipped_rounds: int
+
+    clocks = ()
+
+    momentum = False
+    """Whether the outer step keeps ``outer_momentum``, a flat buffer like the anchor."""
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        bucket.buffers["anchor"] = bucket.pack_params()
+        if self.momentum:
+            bucket.buffers["outer_momentum"] = bucket.zeros()
+
+    def init_messages(self, bucket: StateBucket, capacity: int) -> None:
+        """Residuals that stay what they were until a synchronisation is complete, and a mask of the padding."""
+        nodes = self.backend.between.world_size
+        if self.compressor is None or nodes == 1:
+            return
+        numel = bucket.padded // bucket.places
+        bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, undoable=True)
+        used, live = bucket.zeros(), torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+        used[: bucket.numel] = 1
+        ops.pack_nonzero(used, live)
+        bucket.set_live(live)
+
+    # saving -----------------------------------------------------------------------------------------------------------
+
+    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"own": self.own_value(p)} if group["round_step"] else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, as copies. Communicates nothing.
+
+        ``state`` (anchors and outer momenta) and ``param_groups`` are the same on every rank. ``residuals`` is this
+        rank's own: the state of its base, between two synchronisations its parameters, and what compression owes, with
+        its rank, the world size and the layout of the buckets. :mod:`commopt.optim.state` has how to save that of all
+        ranks, and the rest once.
+        """
+        out = super().state_dict()
+        base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
+        out["residuals"] = {**(out.get("residuals") or self.own_part()), "base": _cloned(base)}
+        return out
+
+    # loading ----------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.
+
+        Also sets the parameters: to this rank's own, where the state was saved between two synchronisations, else to
+        the anchor. So load the model first. Without the part of any rank (``split_state_dict``), parameters are the
+        anchor's and the base starts anew, with one warning. The state of the base alone leaves the parameters as they
+        are, and makes them the anchor.
+
+        Raises:
+            ValueError: if groups, parameters or shapes do not match; nothing is changed then.
+            RuntimeError: within :meth:`averaged`.
+        """
+        super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over what load_state_dict, unpickling or copying brings."""
+        if hasattr(self, "_incoming"):
+            with torch.no_grad():
+                self._take(self._incoming)
+        else:
+            self._unpickle(dict(state))
+
+    def _take(self, given: dict[str, Any]) -> None:
+        of_base = not any(key in group for group in given["param_groups"] for key in POSITION)
+        mine: dict[str, Any] = {} if of_base else given.get("residuals", {})
+        base = {"state": given["state"]} if of_base else mine.get("base")
+        if base is None and self.backend.rank == 0:
+            logger.warning(
+                "%s: the loaded state has no rank's own part: every rank starts at the anchor, and its base %s with no "
+                "state. Save every rank's (commopt.optim.split_state_dict) to keep them.",
+                type(self).__name__, type(self.base).__name__,
+            )  # fmt: skip
+        before = self.param_groups
+        # torch would go on with the tensors given
+        self.base.load_state_dict({"state": {}, **_cloned(base or {}), "param_groups": given["param_groups"]})
+        self.adopt_groups(before)
+        if of_base:
+            for group in self.param_groups:
+                group.update(POSITION)
+        ids = [i for group in given["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        outer = {} if of_base else given["state"]
+        entries = {p: {**outer.get(i, {}), **mine.get("state", {}).get(i, {})} for i, p in zip(ids, params)}
+        self._fill(entries, (mine["rank"], mine["world_size"], mine["layout"]) if mine else None)
+        for p in params:
+            if p in self.state:
+                p.copy_(entries[p].get("own", self.state[p]["anchor"]))
+
+    def adopt_groups(self, before: list[dict[str, Any]]) -> None:
+        """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
+        self.param_groups = self.base.param_groups
+        for old, group in zip(before, self.param_groups):
+            for key, default in self.defaults.items():
+                group.setdefault(key, old.get(key, default))
+
+    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+        """Copies ``state`` into the buffers; an anchor that it lacks is the parameter, all else starts from 0."""
+        for bucket in self.buckets:
+            for p in bucket.params:
+                self._fill_one(self.state[p], {"anchor": p.detach(), **state.get(p, {})})
+        self._fill_residuals(state, origin)
+
+    def had_residuals(self, p: Tensor) -> bool:
+        return False  # it may be of a run without a compressor
+
+    def pay(self, p: Tensor, owed: Tensor) -> None:
+        self.state[p]["anchor"].sub_(owed)
+
+    # pickling and copying ---------------------------------------------------------------------------------------------
+
+    _SETTINGS: tuple[str, ...] = (
+        "base", "compressor", "max_grad_norm", "bucket_mb", "skipped_steps", "skipped_rounds", "defaults",
+    )  # fmt: skip
+
+    def _unpickle(self, state: dict[str, Any]) -> None:
+        check_base(state["base"])
+        super()._unpickle({**state, "param_groups": state["base"].param_groups})
+
+
+def _cloned(tree: Any) -> Any:
+    """``tree`` of dicts, lists and tuples with a copy of every tensor in it."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, Mapping):
+        return {key: _cloned(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_cloned(value) for value in tree)
+    return tree

@@ -1,0 +1,120 @@
+"""Distributed sign momentum with local steps (Yu et al., arXiv 2411.17866, Algorithm 1).
+
+    x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i) / lr
+    u = b1 m + (1-b1) D
+    x <- x - a lr (sign(u) + wd x)
+    m <- b2 m + (1-b2) D
+
+With one rank, SGD inside and a period of 1 it is Lion. The randomised sign of the paper's analysis is
+``sign=RandomSign()``, or ``RandomSignOrZero()``.
+
+Where this differs from the paper:
+
+* lr is the mean of the base's learning rate over the round's steps (the paper has one lr a round, then it is that): the
+  last one alone would give D the wrong size while lr changes. If it is 0, D is undefined, and 0/0 in m would stay for
+  ever: then x <- x - mean_i (x - x_i), which is x if lr = 0 moves nothing, and m stays.
+* The bound of the randomised sign is by default the largest element of u in each parameter; the paper has one constant
+  for all, which nobody knows. Elements of u that are 0 stay 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend
+from commopt.compress import Compressor
+from commopt.optim import checks
+from commopt.optim.packed import StateBucket
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.signs import ExactSign, SignRule
+from commopt.outer.synchronize import Round
+
+
+class SignMomentum(OuterOptimizer):
+    """A base optimizer with a sign-momentum step along the averaged ways every ``period`` steps.
+
+    ::
+
+        optimizer = commopt.SignMomentum(model.parameters(), torch.optim.AdamW, lr=5e-4, weight_decay=0.1, period=12)
+
+    Each element moves by outer_lr * lr at a synchronisation, whatever the period and the size of the gradients.
+
+    Memory per rank beyond the base's, in float32 per parameter: 2 (anchor, momentum); with a compressor 2 + 2/W more
+    (residuals, each twice: the old one lasts until the synchronisation is complete). During a synchronisation 1 more,
+    and of a bucket 2 more.
+
+    Args:
+        params: parameters, (name, parameter) pairs or parameter groups; or a base optimizer.
+        base: class of the base optimizer; None is torch.optim.AdamW. Its groups have an ``lr``.
+        period: local steps between two synchronisations, >= 1.
+        outer_lr: a, >= 0.
+        outer_betas: b1 and b2, each in [0, 1).
+        outer_weight_decay: wd, >= 0; times outer_lr * lr, on every parameter of the group. The base's own weight decay
+            is another one.
+        sign: ``ExactSign()`` if None; :class:`RandomSign` or :class:`RandomSignOrZero`, the same on all ranks.
+        compressor: sends the ways compressed, with error feedback; None is full precision.
+        max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        backend: a :class:`commopt.comm.Backend` instead.
+        base_args: arguments of the class ``base``, such as lr.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, for a base that communicates or has no
+            lr, or if ranks differ in parameters or settings.
+    """
+
+    momentum = True
+    uses_lr = True
+    _SETTINGS = (*OuterOptimizer._SETTINGS, "sign")
+
+    def __init__(
+        self,
+        params: Any,
+        base: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        period: int = 12,
+        outer_lr: float = 1.0,
+        outer_betas: tuple[float, float] = (0.95, 0.98),
+        outer_weight_decay: float = 0.1,
+        sign: SignRule | None = None,
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        process_group: Any = None,
+        backend: Backend | None = None,
+        **base_args: Any,
+    ) -> None:
+        self.sign = ExactSign() if sign is None else sign
+        outer = {"outer_lr": outer_lr, "outer_betas": outer_betas, "outer_weight_decay": outer_weight_decay}
+        super().__init__(
+            params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb, process_group=process_group, backend=backend,
+        )  # fmt: skip
+
+    def own_settings(self) -> list[Any]:
+        if not isinstance(self.sign, SignRule):
+            raise ValueError(f"sign must be a commopt.outer.SignRule such as ExactSign(), got {self.sign!r}")
+        return [self.sign]
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_at_least("outer_lr", group["outer_lr"], 0)
+        checks.check_betas(group["outer_betas"], "outer_betas")
+        checks.check_at_least("outer_weight_decay", group["outer_weight_decay"], 0)
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+        x, m = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
+        if now.lr == 0:
+            x.sub_(way)
+            return
+        (b1, b2), step = group["outer_betas"], group["outer_lr"] * now.lr
+        d = way.div_(now.lr)
+        u = m.mul(b1).add_(d, alpha=1 - b1)
+        x.mul_(1 - step * group["outer_weight_decay"])
+        for mine, direction, start in zip(bucket.views(x), bucket.views(u), now.positions):
+            mine.sub_(self.sign.of(direction, now.number, start), alpha=step)
+        m.mul_(b2).add_(d, alpha=1 - b2)

@@ -1,0 +1,90 @@
+"""SlowMo: slow momentum on top of local steps (Wang, Tantia, Ballas, Rabbat, arXiv 1910.00643, Algorithm 1).
+
+    x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i)
+    u <- b u + D / lr
+    x <- x - a lr u
+
+Where this differs from the paper: lr is the mean of the base's learning rate over the round's steps (the paper has one
+lr a round, then it is that). If that is 0, D is what remains: x <- x - D, and u stays. The base's own state stays with
+its rank (the paper's choice "maintain").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend
+from commopt.compress import Compressor
+from commopt.optim import checks
+from commopt.optim.packed import StateBucket
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.synchronize import Round
+
+
+class SlowMo(OuterOptimizer):
+    """A base optimizer with a momentum step along the averaged ways every ``period`` steps.
+
+    ::
+
+        optimizer = commopt.SlowMo(model.parameters(), torch.optim.SGD, lr=0.1, period=12, outer_momentum=0.5)
+
+    Memory per rank beyond the base's, in float32 per parameter: 2 (anchor, momentum); with a compressor 2 + 2/W more
+    (residuals, each twice: the old one lasts until the synchronisation is complete). During a synchronisation 1 more.
+
+    Args:
+        params: parameters, (name, parameter) pairs or parameter groups; or a base optimizer.
+        base: class of the base optimizer; None is torch.optim.AdamW. Its groups have an ``lr``.
+        period: local steps between two synchronisations, >= 1.
+        outer_lr: a, >= 0.
+        outer_momentum: b, in [0, 1). More ranks want more: 0.2 for 4, 0.5 for 8, 0.6 for 16 is advised.
+        compressor: sends the ways compressed, with error feedback; None is full precision.
+        max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        backend: a :class:`commopt.comm.Backend` instead.
+        base_args: arguments of the class ``base``, such as lr.
+
+    Raises:
+        ValueError: on every rank, for an argument out of range on any of them, for a base that communicates or has no
+            lr, or if ranks differ in parameters or settings.
+    """
+
+    momentum = True
+    uses_lr = True
+
+    def __init__(
+        self,
+        params: Any,
+        base: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        period: int = 12,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.5,
+        compressor: Compressor | None = None,
+        max_grad_norm: float | None = None,
+        bucket_mb: float | None = None,
+        process_group: Any = None,
+        backend: Backend | None = None,
+        **base_args: Any,
+    ) -> None:
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        super().__init__(
+            params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
+            bucket_mb=bucket_mb, process_group=process_group, backend=backend,
+        )  # fmt: skip
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        checks.check_at_least("outer_lr", group["outer_lr"], 0)
+        checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+        x, u = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
+        if now.lr == 0:
+            x.sub_(way)
+            return
+        u.mul_(group["outer_momentum"]).add_(way.div_(now.lr))
+        x.sub_(u, alpha=group["outer_lr"] * now.lr)

@@ -1,0 +1,185 @@
+"""The end of a round: all ranks agree, average how far they have come, and take the outer step together."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Pipeline
+from commopt.optim.agreement import equalize
+from commopt.optim.base import square_norm
+from commopt.optim.packed import StateBucket
+from commopt.outer.agreement import Standing, Verdict, exchange, judge
+from commopt.outer.mean import mean_way
+from commopt.outer.saving import SavedOuter
+
+logger = logging.getLogger("commopt")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What an outer step knows of the round that has ended.
+
+    Attributes:
+        number: of the round, from 0.
+        lr: the mean learning rate of the group over the round's local steps; 0 if its base has none.
+        positions: where each parameter of the bucket starts in the model, in elements.
+    """
+
+    number: int
+    lr: float
+    positions: list[int]
+
+
+class SynchronizedOuter(SavedOuter):
+    """Synchronisations. Says nothing about local steps."""
+
+    _reported_equal: bool
+    _square: float
+    _moved: bool
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+        """Moves ``bucket.buffers["anchor"]``.
+
+        Args:
+            bucket: its flat buffers, of ``padded`` elements; what lies behind ``numel`` is 0 and stays 0.
+            group: of its parameters.
+            way: D, the mean over the ranks of anchor - x_i, like the anchor; may be overwritten.
+            now: the round.
+        """
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Follows what was done to parameters, and to the base behind our back."""
+        if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
+            self.adopt_groups(self.param_groups)
+        self.follow_parameters()
+
+    @property
+    def apart(self) -> bool:
+        return self.backend.world_size > 1 and self.param_groups[0]["round_step"] > 0
+
+    def meet(self) -> None:
+        """Ends the round now. If some rank's parameters are inf or NaN, all skip that, and replicas stay apart."""
+        self.follow()
+        self.end_round(None)
+
+    def begin_round(self) -> None:
+        """Takes over parameters that were changed since the last synchronisation, such as those of a model that was
+        loaded after the optimizer was made. An anchor that rounds to its parameter stays."""
+        for bucket in self.buckets:
+            anchors = bucket.views(bucket.buffers["anchor"])
+            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.params, anchors)])
+            if changed.any():
+                self._moved = True
+                for p, x, new in zip(bucket.params, anchors, changed.tolist()):
+                    if new:
+                        x.copy_(p)
+
+    def end_round(self, error: Exception | None) -> None:
+        """Nothing that lasts changes before all collectives are done, but for anchors that differed; then everything
+        does."""
+        where = f"{type(self).__name__}, synchronisation {self.param_groups[0]['rounds'] + 1}"
+        standing, what = self._standing(error), f"{where}, agreement of the ranks"
+        device = self.control_device([p for bucket in self.buckets for p in bucket.params])
+        with self.reaching_others(what):
+            table = exchange(self.backend, device, standing, what)
+        verdict = judge(table, standing, what)
+        if verdict.broken:
+            self._skip(verdict)
+            return
+        self._report_equal_gradients(verdict)
+        with self.reaching_others(where):
+            if verdict.moved:
+                self._equalize_anchors(device)
+            ways = self._mean_ways(where)
+        groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
+        for bucket, way in zip(self.buckets, ways):
+            group = groups[id(bucket.params[0])]
+            now = Round(
+                group["rounds"], group["round_lr"] / group["round_step"], [positions[id(p)] for p in bucket.params]
+            )
+            if bucket.feedback is not None:
+                bucket.feedback.commit()
+                squares[id(group)] = squares.get(id(group), 0.0) + square_norm([way])
+            self.outer_step(bucket, group, way, now)
+            for p, x in zip(bucket.params, bucket.views(bucket.buffers["anchor"])):
+                p.copy_(x)
+        for group in self.param_groups:
+            norm = squares.get(id(group), 0.0) ** 0.5
+            group.update(round_step=0, round_lr=0.0, rounds=group["rounds"] + 1, way_norm=norm)
+        self._moved = False
+
+    def _standing(self, error: Exception | None) -> Standing:
+        terms = [
+            sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in self.defaults)
+            for group in self.param_groups
+        ]
+        group = self.param_groups[0]
+        finite = square_norm([p.detach() for bucket in self.buckets for p in bucket.params]) < float("inf")
+        checksum = zlib.crc32(str(terms).encode())
+        return Standing(finite, self._square, group["round_step"], group["rounds"], checksum, self._moved, error)
+
+    def _equalize_anchors(self, device: torch.device) -> None:
+        """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
+        anchors = [bucket.buffers["anchor"] for bucket in self.buckets]
+        if equalize(self.backend, device, anchors) and self.backend.rank == 0:
+            logger.warning(
+                "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
+                "from those of rank 0",
+                type(self).__name__,
+            )
+
+    def _mean_ways(self, where: str) -> list[Tensor]:
+        """The mean over all ranks of their ways, by bucket."""
+        ways = [_way(bucket) for bucket in self.buckets]
+        pipeline = Pipeline()
+        for i, (bucket, way) in enumerate(zip(self.buckets, ways)):
+            what = f"{where}, bucket {i} of {len(self.buckets)} ({bucket.describe()})"
+            pipeline.launch(mean_way(way, bucket, self.compressor, self.backend), what)
+        pipeline.finish()
+        return ways
+
+    def _positions(self) -> dict[int, int]:
+        """Where each parameter starts in the model, in elements."""
+        at, out = 0, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                out[id(p)] = at
+                at += p.numel()
+        return out
+
+    def _skip(self, verdict: Verdict) -> None:
+        self.skipped_rounds += 1
+        n = self.skipped_rounds
+        if self.backend.rank == 0 and n & (n - 1) == 0:
+            logger.warning(
+                "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
+                "far). It is tried again after the next step; those ranks need the last good checkpoint.",
+                type(self).__name__, verdict.broken, n,
+            )  # fmt: skip
+
+    def _report_equal_gradients(self, verdict: Verdict) -> None:
+        if self._reported_equal or not verdict.equal_gradients:
+            return
+        self._reported_equal = True
+        if self.backend.rank == 0:
+            logger.warning(
+                "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
+                "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
+                "same data.",
+                type(self).__name__,
+            )
+
+
+def _way(bucket: StateBucket) -> Tensor:
+    """How far this rank has come from the anchor, as its parameters have it: anchor - x_i, a new flat buffer."""
+    flat = bucket.zeros()
+    for p, x, d in zip(bucket.params, bucket.views(bucket.buffers["anchor"]), bucket.views(flat)):
+        d.copy_(x.to(p.dtype)).sub_(p)
+    return flat

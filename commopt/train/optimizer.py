@@ -1,0 +1,122 @@
+"""The optimizer that a config names, with all that it names in turn: compressors, a base optimizer, a sign rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import ModuleType, UnionType
+from typing import Any
+
+import torch
+from torch import nn
+
+import commopt.compress
+import commopt.optim
+import commopt.outer
+from commopt.comm import Backend
+from commopt.compress import Compressor, RandomBlocks
+from commopt.train.backend import backend_class
+from commopt.train.config import Config, OptimConfig
+from commopt.train.errors import ConfigError
+from commopt.train.models import parameter_groups
+from commopt.train.named import build, check_arguments, find_class
+from commopt.train.parse import nearest
+
+AnyCompressor = Compressor | RandomBlocks
+OWN_KEYS = {
+    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
+    "backend": "comm.backend",
+    "process_group": "comm.backend",
+}
+"""Arguments that have their own key in the config and so may not be in ``optim.args``."""
+
+OURS = (commopt.optim.CommOptimizer, commopt.outer.OuterOptimizer)
+"""Optimizers that communicate themselves."""
+
+
+def make_named(name: str, args: Mapping[str, Any], key: str, module: ModuleType, base: type | UnionType) -> Any:
+    """The object that a config names: of a class of ``module`` or a dotted path, a subclass of ``base``."""
+    cls = find_class(name, f"{key}.name", (module,), base)
+    check_arguments(cls, args, f"{key}.args")
+    return build(cls, key, **args)
+
+
+def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType) -> Any:
+    """As :func:`make_named`, of an argument of an optimizer: a name, or name and args."""
+    named: Any = {"name": given} if isinstance(given, str) else given
+    if not isinstance(named, Mapping) or not {"name"} <= named.keys() <= {"name", "args"}:
+        raise ConfigError(f"{key}={given!r} is not allowed: it must be a name, or name and args")
+    return make_named(named["name"], named.get("args", {}), key, module, base)
+
+
+def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
+    """The class that a config names and its arguments. Raises ConfigError for what does not fit; needs no model."""
+    cls = find_class(config.name, "optim.name", (commopt.optim, commopt.outer, torch.optim), torch.optim.Optimizer)
+    extra: dict[str, Any] = {"lr": config.lr}
+    if issubclass(cls, OURS):
+        extra["max_grad_norm"] = config.max_grad_norm
+    if config.compressor is not None:
+        check_arguments(cls, {"compressor": None}, "optim")
+        extra["compressor"] = make_named(
+            config.compressor.name, config.compressor.args, "optim.compressor", commopt.compress, AnyCompressor
+        )
+    check_arguments(cls, config.args, "optim.args", OWN_KEYS)
+    args, steps_with = dict(config.args), cls
+    for name in args:
+        if name.endswith("_compressor"):
+            args[name] = make_given(args[name], f"optim.args.{name}", commopt.compress, AnyCompressor)
+    if issubclass(cls, commopt.outer.OuterOptimizer):
+        args, steps_with = plan_outer(cls, args)
+    if config.weight_decay:
+        check_arguments(steps_with, {"weight_decay": None}, "optim")
+    return cls, extra | args
+
+
+def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type]:
+    """The arguments of an outer optimizer, and the class of its base: what the config names becomes what it is, and
+    ``base_args`` go to the base. Raises ConfigError for what does not fit."""
+    key, args = "optim.args", dict(args)
+    own = [name for name in inspect.signature(cls).parameters if name != "params"]  # what takes the others: base_args
+    for name in args:
+        if name not in own:
+            hint = nearest(name, [n for n in own if n not in OWN_KEYS])
+            raise ConfigError(
+                f"{key}.{name}: {cls.__name__} has no such argument{hint}; those of its base are in {key}.base_args"
+            )
+    base = find_class(args.pop("base", "AdamW"), f"{key}.base", (torch.optim, commopt.optim), torch.optim.Optimizer)
+    of_base = args.pop("base_args", {})
+    if not isinstance(of_base, Mapping):
+        raise ConfigError(f"{key}.base_args={of_base!r} is not allowed: it must be arguments of {base.__name__}")
+    check_arguments(base, of_base, f"{key}.base_args", {**{name: f"{key}.{name}" for name in own}, **OWN_KEYS})
+    check_arguments(base, {"lr": None}, "optim")
+    if "sign" in args:
+        args["sign"] = make_given(args["sign"], f"{key}.sign", commopt.outer, commopt.outer.SignRule)
+    return {"base": base, **of_base, **args}, base
+
+
+def check_plan(config: Config) -> None:
+    """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
+    cls, _ = plan_optimizer(config.optim)
+    own = backend_class(config.comm)
+    if issubclass(cls, OURS):
+        return
+    for key, value, allowed in (
+        ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
+        ("ranks_per_node", config.comm.ranks_per_node if config.comm.ranks_per_node != 1 else None, "1"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
+                f"DistributedDataParallel, which has {allowed}"
+            )
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:
+    """The optimizer that a config names, over two named parameter groups."""
+    cls, args = plan_optimizer(config)
+    if backend is not None:
+        args["backend"] = backend
+    groups = parameter_groups(model, config.weight_decay)
+    if "outer_weight_decay" in inspect.signature(cls).parameters:  # biases and norms are decayed by nobody
+        groups[1]["outer_weight_decay"] = 0.0
+    return build(cls, "optim", groups, **args)

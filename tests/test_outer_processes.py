@@ -1,0 +1,82 @@
+"""Outer optimizers over Gloo: the same bits as on threads, under DDP, and when a rank has gone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
+
+from commopt import DiLoCo, LocalSGD, OneBitAdam, SignMomentum, attach
+from commopt.comm import CollectiveError
+from commopt.compress import Sign
+
+
+def trained(backend, rank, world_size):
+    model = Toy()
+    optimizer = SignMomentum(model.parameters(), lr=1e-2, period=3, compressor=Sign(block=64), backend=backend)
+    train(model, optimizer, range(7), rank, world_size)
+    return params_of(model)
+
+
+def under_ddp(rank, world_size):
+    """DDP, attached, averages nothing: parameters and local bytes are those of the bare module."""
+    bare, inner = Toy(), Toy()
+    for m in (bare, inner):
+        m.unused.requires_grad_(False)
+        m.empty.requires_grad_(False)
+    ddp = DistributedDataParallel(inner)
+    plain = DiLoCo(bare.parameters(), lr=1e-2, period=3)
+    optimizer = DiLoCo(inner.parameters(), lr=1e-2, period=3)
+    attach(ddp, optimizer)
+    for step in range(7):
+        train(bare, plain, range(step, step + 1), rank, world_size)
+        ddp.zero_grad()
+        ddp(tokens(step, rank, world_size)).backward()
+        optimizer.step()
+    assert same_bits(params_of(bare), params_of(inner))
+    assert optimizer.comm_stats()["total"] == plain.comm_stats()["total"]
+    return optimizer
+
+
+def after_a_rank_has_gone(rank, world_size):
+    """Rank 1 never comes to the synchronisation; rank 0 goes on alone from where it is."""
+    group, alone = dist.new_group(timeout=timedelta(seconds=2)), dist.new_group([0])
+    model = Toy()
+    optimizer = DiLoCo(model.parameters(), lr=1e-2, period=3, process_group=group)
+    train(model, optimizer, range(5), rank, world_size)
+    message = ""
+    if rank == 0:
+        own = params_of(model)
+        try:
+            optimizer.synchronize()
+        except CollectiveError as error:
+            message = str(error)
+        assert same_bits(own, params_of(model))
+        other = Toy()
+        second = DiLoCo(other.parameters(), lr=1e-2, period=3, process_group=alone)
+        second.load_state_dict(optimizer.state_dict())
+        assert same_bits(own, params_of(other))
+        train(other, second, range(5, 10), 0, 1)
+        assert second.comm_stats()["rounds"] == 3
+    dist.barrier()
+    return message
+
+
+def scenes(rank, world_size):
+    under_ddp(rank, world_size)
+    ours = LocalSGD(Toy().parameters(), OneBitAdam, lr=1e-2)  # the base does not take the default group
+    assert (ours.backend.world_size, ours.base.backend.world_size) == (world_size, 1)
+    return trained(None, rank, world_size), after_a_rank_has_gone(rank, world_size)
+
+
+def test_over_gloo():
+    results = on_processes(2, scenes)
+    threads = on_threads(2, lambda backend: trained(backend, backend.rank, 2))
+    for (params, _), expected in zip(results, threads):
+        assert same_bits(params, expected)
+    assert results[0][1].startswith("synchronize(), whether all ranks can: ")
+    assert "nothing is lost: every rank still has its own parameters" in results[0][1]
+    assert not torch.equal(results[0][0][0], results[1][0][0])
