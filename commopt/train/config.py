@@ -88,7 +88,7 @@ class CompressorConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer and the learning-rate schedule: linear warm-up, then down to min_lr_ratio * lr."""
+    """The optimizer and the learning-rate schedule: warm-up to lr, then down towards min_lr_ratio * lr."""
 
     name: str = "OneBitAdam"
     """Attribute of commopt.optim, commopt.outer or torch.optim, or a dotted path. A torch optimizer is trained under
@@ -100,16 +100,18 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are clipped to this global L2 norm, > 0; null for no clipping."""
     warmup_steps: int = 0
-    """Steps of linear learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
+    """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
+    warmup_power: float = 1.0
+    """The warm-up is lr * (step / warmup_steps) ** warmup_power, > 0: 1 is a straight line, 2 starts more slowly."""
     decay: Literal["cosine", "linear", "exponential"] = "cosine"
-    """How the learning rate falls after its warm-up. cosine, linear: to min_lr_ratio at the last step. exponential:
-    times decay_rate every decay_every steps, but not below min_lr_ratio."""
+    """How what is above min_lr_ratio falls after the warm-up. cosine, linear: to 0 at the last step. exponential: times
+    decay_rate every decay_every steps."""
     decay_rate: float | None = None
     """Factor of the exponential decay, in (0, 1]; null for the others."""
     decay_every: int | None = None
     """Steps between two of its factors, >= 1; null for the others."""
     min_lr_ratio: float = 0.1
-    """Lowest learning rate over the peak, in [0, 1]; 1 keeps it constant."""
+    """What stays of the learning rate, over the peak, in [0, 1]; 1 keeps it constant."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature. One of
     commopt.outer has base, the name of the optimizer that it wraps (AdamW), and base_args, arguments of that; lr and
@@ -117,8 +119,9 @@ class OptimConfig:
     compressor: CompressorConfig | None = None
     """Compressor of a commopt optimizer; null for the optimizer's own default."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What differs with another optimizer: by its name, keys of this section and their values. They come after those of
-    the file and before those of the command line. Resolved when a config is read, and then empty."""
+    """What differs with another optimizer: by its name, keys of this section, or any others by their whole names such as
+    train.batch_size, and their values. They come after those of the file and before those of the command line. Resolved
+    when a config is read, and then empty."""
 
     def __post_init__(self) -> None:
         _check("optim.lr", self.lr, self.lr > 0, "> 0")
@@ -126,6 +129,7 @@ class OptimConfig:
         clip = self.max_grad_norm
         _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")
         _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
+        _check("optim.warmup_power", self.warmup_power, self.warmup_power > 0, "> 0")
         _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
         kinds = ("cosine", "linear", "exponential")
         _check("optim.decay", self.decay, self.decay in kinds, "cosine, linear or exponential")

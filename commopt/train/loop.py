@@ -48,17 +48,20 @@ def train(config: Config) -> Record:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Learning rate of a step (0 is the first): linear warm-up to the peak, then as ``optim.decay`` says."""
+    """Learning rate of a step (0 is the first): warm-up to the peak, then down as ``optim.decay`` says."""
     optim = config.optim
     peak, warmup, floor = optim.lr, optim.warmup_steps, optim.min_lr_ratio
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * ((step + 1) / warmup) ** optim.warmup_power
+    progress = (step - warmup) / max(1, config.train.steps - warmup)
     if optim.decay == "exponential":
         assert optim.decay_rate is not None
         assert optim.decay_every is not None
-        return peak * max(floor, optim.decay_rate ** ((step - warmup) // optim.decay_every))
-    progress = (step - warmup) / max(1, config.train.steps - warmup)
-    left = 1 - progress if optim.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        left = optim.decay_rate ** ((step - warmup) // optim.decay_every)
+    elif optim.decay == "linear":
+        left = 1 - progress
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (floor + (1 - floor) * left)
 
 

@@ -67,7 +67,7 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
     for name, value in data.items():
         key = f"{prefix}{name}"
         _check_key(key, where)
-        if isinstance(value, Mapping) and _section(keys()[key]) is not None:
+        if isinstance(value, Mapping) and _section(keys().get(key)) is not None:
             _check_tree(value, where, f"{key}.")
 
 
@@ -168,10 +168,14 @@ def parse(argv: Sequence[str]) -> Config:
 
 def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
     """Overrides that stand for the settings of the optimizer chosen; all settings are checked."""
+    whole = {key.split(".")[0] for key in keys()}
+    resolved: dict[str, dict[str, Any]] = {}
     for name, own in settings.items():
         if not isinstance(own, Mapping):
             raise ConfigError(
                 f"optim.settings.{name}={own!r} is not allowed: it must be keys of optim and their values"
             )
-        _check_tree(own, f"in optim.settings.{name}", "optim.")
-    return [f"--optim.{key}={json.dumps(value)}" for key, value in settings.get(chosen, {}).items()]
+        resolved[name] = {key if key.split(".")[0] in whole else f"optim.{key}": value for key, value in own.items()}
+        _check_tree(resolved[name], f"in optim.settings.{name}")
+    own = resolved.get(chosen, {})
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()]
