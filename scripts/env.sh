@@ -2,6 +2,7 @@
 #
 #   ensure_env EXTRAS     make or refresh .venv for pyproject.toml's extras, for example train or train,test
 #   ensure_mpi            make sure that there is an mpirun, or say that there is none
+#   wait_for PID          wait for a child, whatever signals are trapped meanwhile; its exit status
 #
 # ensure_env installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
 
@@ -81,4 +82,13 @@ ensure_mpi() { # installs Open MPI from the system's packages if nobody has; goe
     "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null ||
         { "${install[@]}" update && "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null; } ||
         printf '%s\n' "$(basename "$0"): apt-get failed: the lines above say why" "$skipped" >&2
+}
+
+wait_for() { # PID
+    local status
+    while true; do
+        status=0
+        wait "$1" || status=$?
+        kill -0 "$1" 2>/dev/null || return "$status" # else a signal has interrupted it
+    done
 }

@@ -7,13 +7,26 @@
 #   COMMOPT_PROCESSES   processes to start instead
 #   OMP_NUM_THREADS     threads of each, instead of cores / processes
 #
-# Ctrl-C or SIGTERM: the trainer saves a checkpoint and ends; a second one ends it at once.
+# On several machines, start it on each with the same words (or leave that to scripts/slurm.sh):
+#
+#   COMMOPT_MACHINES    how many they are
+#   COMMOPT_MACHINE     which one this is: 0, 1, ...
+#   COMMOPT_MASTER      HOST:PORT, a free port of machine 0
+#
+# Ctrl-C, SIGTERM or SIGUSR1: the trainer saves a checkpoint and ends; a second one ends it at once.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 ensure_env train
 
 if [ $# -eq 0 ] || [[ "$1" == --* ]]; then
     set -- "$ROOT/configs/gpt_quick.yaml" "$@"
+fi
+where=(--standalone)
+if [ "${COMMOPT_MACHINES:-1}" != 1 ]; then
+    [ -n "${COMMOPT_MACHINE:-}" ] || fail "COMMOPT_MACHINES=$COMMOPT_MACHINES needs COMMOPT_MACHINE: 0, 1, ..."
+    [[ "${COMMOPT_MASTER:-}" == ?*:?* ]] || fail "COMMOPT_MACHINES=$COMMOPT_MACHINES needs COMMOPT_MASTER=HOST:PORT"
+    where=(--nnodes="$COMMOPT_MACHINES" --node-rank="$COMMOPT_MACHINE"
+        --master-addr="${COMMOPT_MASTER%:*}" --master-port="${COMMOPT_MASTER##*:}")
 fi
 for word in "$@"; do
     case "$word" in --help | -h | --print_config) exec python -m commopt train "$@" ;; esac
@@ -27,8 +40,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / proces
 
 # The launcher is torchrun with quieter errors. It answers a signal by giving its workers 30 seconds and failing. So it
 # runs in a session of its own, out of reach of the terminal's Ctrl-C, and signals go to the trainers: they end in good
-# order, and then so does the launcher.
-setsid python -m commopt.train.launch --standalone --nproc-per-node="$processes" -m commopt train "$@" &
+# order, and then so does the launcher. SIGUSR1 is for this script alone: a batch system may send it to all processes of
+# a job, and it ends those that do not ignore it.
+trap '' USR1
+setsid python -m commopt.train.launch "${where[@]}" --nproc-per-node="$processes" -m commopt train "$@" &
 launcher=$!
 
 forward() { # SIGNAL: to the trainers, or to torchrun where it has not started them yet
@@ -38,11 +53,6 @@ forward() { # SIGNAL: to the trainers, or to torchrun where it has not started t
     kill -s "$1" ${children:-$launcher} 2>/dev/null || true
 }
 trap 'forward INT' INT
-trap 'forward TERM' TERM HUP
+trap 'forward TERM' TERM HUP USR1
 
-status=0
-while kill -0 "$launcher" 2>/dev/null; do
-    status=0
-    wait "$launcher" || status=$? # a signal interrupts it: then the launcher is still there
-done
-exit "$status"
+wait_for "$launcher"

@@ -137,10 +137,22 @@ def test_other_ways_down() -> None:
     exponential = {**optim, "decay": "exponential", "decay_rate": 0.8, "decay_every": 3}
     config = from_dict({"optim": exponential, "train": {"steps": 14}})
     rates = [learning_rate(config, step) for step in range(3, 14)]
-    assert rates == pytest.approx([2, 2, 2, 2, 1.6, 1.6, 1.6, 1.28, 1.28, 1.28, 1.024])
-    assert learning_rate(config, 100) == 1.0
+    assert rates == pytest.approx([2, 2, 2, 2, 1.8, 1.8, 1.8, 1.64, 1.64, 1.64, 1.512])
+    assert learning_rate(config, 1000) == pytest.approx(1.0)  # what is above the floor decays
     constant = from_dict({"optim": {**optim, "min_lr_ratio": 1.0}, "train": {"steps": 14}})
     assert {learning_rate(constant, step) for step in range(4, 14)} == {2.0}
+
+
+def test_other_ways_up() -> None:
+    """Warm-up and decay of 1-bit LAMB's example: 11e-3 ((step / 450)^2, then 0.9^(step / 250)), and 1e-3 after that."""
+    optim = {
+        "lr": 12e-3, "warmup_steps": 450, "warmup_power": 2.0, "min_lr_ratio": 1 / 12,
+        "decay": "exponential", "decay_rate": 0.9, "decay_every": 250,
+    }  # fmt: skip
+    config = from_dict({"optim": optim, "train": {"steps": 5993}})
+    assert [learning_rate(config, step) for step in (44, 224, 449, 450)] == pytest.approx([12e-5, 3e-3, 12e-3, 12e-3])
+    for step in (700, 4450, 5993):
+        assert learning_rate(config, step) == pytest.approx(1e-3 + 11e-3 * 0.9 ** ((step - 450) // 250))
 
 
 def test_a_run_that_starts_from_the_weights_of_another_with_longer_samples(tiny: Make, tmp_path: Path) -> None:

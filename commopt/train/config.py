@@ -119,9 +119,9 @@ class OptimConfig:
     compressor: CompressorConfig | None = None
     """Compressor of a commopt optimizer; null for the optimizer's own default."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What differs with another optimizer: by its name, keys of this section, or any others by their whole names such as
-    train.batch_size, and their values. They come after those of the file and before those of the command line. Resolved
-    when a config is read, and then empty."""
+    """What differs with another optimizer: by its name, keys of this section, or others by their whole names
+    (train.batch_size), and their values. They come after those of the file and before those of the command line.
+    Resolved when a config is read, and then empty."""
 
     def __post_init__(self) -> None:
         _check("optim.lr", self.lr, self.lr > 0, "> 0")
