@@ -170,6 +170,7 @@ def test_slurm_says_what_is_wrong_before_it_starts_anything(cluster: Cluster, tm
 
 TRAINER = """
 trap 'sleep 0.3; echo "stopped $COMMOPT_MACHINE" >>"$LOG/trainers"; exit' TERM
+kill -USR1 $$ $PPID  # as a batch system may do to every process of a job
 echo "started $COMMOPT_MACHINE" >>"$LOG/trainers"
 while true; do sleep 0.05; done
 """
