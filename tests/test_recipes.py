@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from test_configs import ROOT, shipped
 
 from commopt.comm import all_reduce_bytes
 from commopt.optim.schedules import SyncPolicy, VariancePolicy, count_steps
 from commopt.train.config import Config
 from commopt.train.models import count_parameters, make_model
-from commopt.train.parse import parse
 
-ROOT = Path(__file__).parents[1]
 GPUS = {
     "bert_base_128": 64, "bert_base_512": 64, "bert_large_128": 64, "bert_large_512": 64,
     "gpt2_small": 8, "gpt2_medium": 8,
@@ -23,13 +20,13 @@ PAIRS = (("OneBitAdam", "AdamW"), ("ZeroOneAdam",), ("OneBitLamb", "Lamb"))
 """Optimizers that differ in what they send only."""
 
 
-def shipped(name: str, optimizer: str) -> Config:
-    return parse([str(ROOT / "configs" / f"{name}.yaml"), f"--optim.name={optimizer}"])
+def chosen(name: str, optimizer: str) -> Config:
+    return shipped(ROOT / "configs" / f"{name}.yaml", optimizer)
 
 
 def settings_row(name: str, optimizers: tuple[str, ...]) -> str:
     """Of the table of settings; also checks that the optimizers of a row are alike."""
-    configs = [shipped(name, optimizer) for optimizer in optimizers]
+    configs = [chosen(name, optimizer) for optimizer in optimizers]
     optim, train = configs[0].optim, configs[0].train
     for other in configs[1:]:
         assert (other.train, other.optim.lr, other.optim.warmup_steps) == (train, optim.lr, optim.warmup_steps)
@@ -46,7 +43,7 @@ def settings_row(name: str, optimizers: tuple[str, ...]) -> str:
 
 def bytes_row(name: str) -> str:
     """Of the table of bytes that a rank sends."""
-    config, ranks = shipped(name, "AdamW"), GPUS[name]
+    config, ranks = chosen(name, "AdamW"), GPUS[name]
     with torch.device("meta"):
         parameters = count_parameters(make_model(config, config.data.vocab_size))
     full = all_reduce_bytes(4 * parameters, ranks)
@@ -54,8 +51,8 @@ def bytes_row(name: str) -> str:
     cells = [f"`{name}`", f"{parameters / 1e6:.0f} M", str(ranks), f"{full / 1e9:.2f} GB", f"{bits / 1e9:.3f} GB"]
     for optimizers in PAIRS:
         for optimizer in reversed(optimizers):
-            chosen = shipped(name, optimizer)
-            args, steps = chosen.optim.args, chosen.train.steps
+            config = chosen(name, optimizer)
+            args, steps = config.optim.args, config.train.steps
             exact, compressed = args.get("freeze_step", steps), steps - args.get("freeze_step", steps)
             if optimizer == "ZeroOneAdam":
                 exact, compressed, _ = count_steps(
