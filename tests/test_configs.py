@@ -92,7 +92,8 @@ def shrunk(
     config: Config, corpus: Path, cache: Path, run_dir: Path, seq_len: int = 16, init: str | None = None
 ) -> Config:
     """The same with a model and a corpus for a run of milliseconds: two steps, the second one compressed."""
-    args = {**config.optim.args, **SOON.get(config.optim.name, {})}
+    args, soon = config.optim.args, SOON.get(config.optim.name, {})
+    args = {**args, **{key: {**args[key], **new} if isinstance(new, dict) else new for key, new in soon.items()}}
     lr = config.optim.lr / 100  # a variance that is frozen after one step is no good one
     data = {"corpus": str(corpus), "cache_dir": str(cache), "vocab_size": 300, "seq_len": seq_len, "heldout": 0.2}
     train = {"run_dir": str(run_dir), "steps": 2, "batch_size": 8, "accumulate": 2, "eval_samples": 4}

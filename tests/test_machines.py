@@ -172,8 +172,9 @@ TRAINER = """
 trap 'sleep 0.3; echo "stopped $COMMOPT_MACHINE" >>"$LOG/trainers"; exit' TERM
 kill -USR1 $$ $PPID  # as a batch system may do to every process of a job
 echo "started $COMMOPT_MACHINE" >>"$LOG/trainers"
-while true; do sleep 0.05; done
+for _ in $(seq 600); do sleep 0.05; done
 """
+"""Waits for a SIGTERM, half a minute at most."""
 
 
 def test_slurm_stops_the_trainers_in_time_and_requeues(cluster: Cluster) -> None:
