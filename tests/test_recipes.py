@@ -67,4 +67,5 @@ def test_the_tables_are_what_the_configs_come_to(name: str) -> None:
     rows = (ROOT / "docs/recipes.md").read_text().splitlines()
     assert bytes_row(name) in rows
     for optimizers in PAIRS:
-        assert settings_row(name, optimizers) in rows
+        start = settings_row(name, optimizers)  # then comes the source
+        assert [row for row in rows if row.startswith(start)]
