@@ -53,7 +53,7 @@ exit $status
 
 SCONTROL = """
 echo "$*" >>"$LOG/scontrol"
-if [ "$1 $2" = "show hostnames" ]; then echo node7; echo node9; fi
+if [ "$1 $2" = "show hostnames" ]; then printf '%s\\n' ${HOSTS:-node7 node9}; fi
 """
 
 
@@ -150,6 +150,11 @@ def test_slurm_starts_one_torchrun_per_machine(cluster: Cluster) -> None:
     for machine in (0, 1):
         assert cluster.started(str(machine)) == documented(machine, "node7", 23456, *WORDS)
         assert cluster.calls(f"environment-{machine}") == ["eth1"]
+
+
+def test_slurm_with_one_machine_needs_no_address(cluster: Cluster) -> None:
+    assert cluster.run("slurm.sh", *WORDS, **cluster.job, HOSTS="node7") == (0, "")
+    assert cluster.started("0") == ["--standalone", "--nproc-per-node=8", "-m", "commopt", "train", *WORDS]
 
 
 def test_slurm_starts_again_where_it_was(cluster: Cluster) -> None:
