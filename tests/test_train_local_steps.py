@@ -38,6 +38,7 @@ def test_stopped_between_rounds_and_resumed_is_never_stopped(pair: Pair, tiny: M
         assert any(not torch.equal(own[0][key]["exp_avg"], own[1][key]["exp_avg"]) for key in own[0])
     lines = read_metrics(whole)
     assert [line["phase"] for line in lines] == ["refreshing"] + ["frozen"] * 5
+    assert lines[-1]["compressed_steps"] == 9  # 4 to 12
     assert [line["bytes"] == 0 for line in lines] == [False, True, False, True, True, False]
 
 

@@ -20,6 +20,10 @@ MB = 1e6
 Record = dict[str, Any]
 
 
+SETTLED = ("compressed", "frozen")
+"""Phases of optimizers whose variance stands: nothing is averaged exactly any more."""
+
+
 @dataclass
 class Meter:
     """Totals of a run since its first step, on this rank; part of the checkpoint. Bytes are those that a rank sends."""
@@ -32,7 +36,7 @@ class Meter:
     bytes: int = 0
     fp32_bytes: int = 0
     compressed_bytes: int = 0
-    """Bytes sent in steps of the compressed phase."""
+    """Bytes sent in steps of the phases in :data:`SETTLED`."""
     compressed_fp32_bytes: int = 0
     compressed_steps: int = 0
     skipped_steps: int = 0
@@ -45,7 +49,7 @@ class Meter:
         self.bytes += traffic.bytes
         self.fp32_bytes += traffic.fp32_bytes
         self.skipped_steps += traffic.skipped
-        if phase == "compressed":
+        if phase in SETTLED:
             self.compressed_steps += 1
             self.compressed_bytes += traffic.bytes
             self.compressed_fp32_bytes += traffic.fp32_bytes
