@@ -147,3 +147,16 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="no run"):
         read_runs([empty])
+
+
+def test_bytes_of_a_step_are_the_mean_where_steps_differ(tmp_path: Path) -> None:
+    """A round of 8 bytes every 4th step, and records of those alone; a phase of one record has what that says."""
+    lines = [
+        {"step": step, "phase": phase, "bytes": sent, "bytes_total": total}
+        for step, phase, sent, total in [
+            (4, "warmup", 32, 128), (8, "synchronizing", 8, 136), (12, "synchronizing", 8, 144), (17, "local", 0, 152),
+        ]
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (run,) = read_runs([tmp_path])
+    assert run.bytes_by_phase() == {"warmup": 32, "local steps": 16 / 9}

@@ -23,7 +23,7 @@ def draw_all(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
     pictures: dict[str, tuple[str, Callable[[Any, Sequence[Run]], bool], tuple[float, float]]] = {
         "Held-out loss": ("heldout.png", _heldout, (12, 8.4)),
         "Training loss": ("training.png", _training, (12, 4.4)),
-        "Bytes sent in a step": ("bytes.png", _bytes, (12, 1.6 + 0.55 * sum(len(r.phases()) for r in runs))),
+        "Bytes sent in a step": ("bytes.png", _bytes, (12, 1.6 + 0.55 * sum(len(r.bytes_by_phase()) for r in runs))),
         "What compression owes": ("residuals.png", _residuals, (12, 4.4)),
     }
     out = {}

@@ -36,17 +36,22 @@ class Run:
         pairs = points(self.records, x, y)
         return [a * scale for a, _ in pairs], [b for _, b in pairs]
 
-    def phases(self) -> dict[str, list[Record]]:
-        """Training records by phase, in the order of the phases."""
-        out: dict[str, list[Record]] = {}
-        for record in self.records:
-            if "phase" in record:
-                out.setdefault(record["phase"], []).append(record)
-        return out
-
     def bytes_by_phase(self) -> dict[str, float]:
-        """Bytes that a rank sends in a step: the mean over the recorded steps of each phase."""
-        return {phase: sum(r["bytes"] for r in records) / len(records) for phase, records in self.phases().items()}
+        """Bytes that a rank sends in a step, by phase, in the order of the phases: the mean over the steps between
+        records of one phase; where there is one record only, those of its step. Steps may differ within a phase, and
+        what is recorded of a single one may be that of a round each time."""
+        sent: dict[str, int] = {}
+        steps: dict[str, int] = {}
+        alone: dict[str, float] = {}
+        before: Record = {}
+        for record in (r for r in self.records if "phase" in r):
+            phase = _phase(record)
+            alone.setdefault(phase, record["bytes"])
+            if before and _phase(before) == phase:
+                sent[phase] = sent.get(phase, 0) + record["bytes_total"] - before["bytes_total"]
+                steps[phase] = steps.get(phase, 0) + record["step"] - before["step"]
+            before = record
+        return {phase: sent[phase] / steps[phase] if steps.get(phase) else alone[phase] for phase in alone}
 
     @property
     def last(self) -> Record:
@@ -57,6 +62,12 @@ class Run:
     def optimizer(self) -> str:
         """What trained it; "?" where the folder does not say."""
         return str(self.config.get("optim", {}).get("name", "?"))
+
+
+def _phase(record: Record) -> str:
+    """Its phase; local steps and the synchronisations between them are one."""
+    phase = str(record["phase"])
+    return "local steps" if phase in ("local", "synchronizing") else phase
 
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
