@@ -1,8 +1,12 @@
-"""Does the compressed run learn what the plain one learns? OneBitAdam against DDP + torch.optim.AdamW, seed by seed.
+#!/usr/bin/env python3
+"""Does a compressed run learn what the plain one learns? Every optimizer against its uncompressed counterpart.
 
-    python scripts/convergence.py [--config configs/gpt_quick.yaml] [--seeds 0 1 2] [--json FILE] [-- --key=value ...]
+    scripts/convergence.py [--tasks gpt,bert,digits] [--methods ...] [--seeds 0,1,2] [--ranks 4] [--json FILE]
+    scripts/convergence.py --update-readme      # the README's table from benchmarks/convergence.json, no run
 
-Prints the held-out loss of every run, and mean and spread over the seeds, as a Markdown table.
+The same data, steps, seeds and learning rates for both, on real processes over Gloo (scripts/convergence_tasks.py has
+all settings). Passed is what ends with a mean held-out loss within the spread of its counterpart: no more above the
+counterpart's mean than the larger spread (largest minus smallest loss over the seeds) of the two.
 """
 
 from __future__ import annotations
@@ -14,61 +18,157 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-METHODS = ("AdamW", "OneBitAdam")
+from convergence_tasks import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK = ROOT / "scripts" / "convergence_rank.py"
+FIGURES = ROOT / "benchmarks" / "convergence.json"
+MARKS = "<!-- convergence: made by scripts/convergence.py --update-readme -->", "<!-- /convergence -->"
+
+Record = dict[str, Any]
 
 
-def train(config: Path, method: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
-    """One run under torchrun; returns its last record."""
-    run_dir = folder / f"{method}-{seed}"
-    arguments = [
-        f"--optim.name={method}",
-        f"--train.seed={seed}",
-        f"--train.run_dir={run_dir}",
-        "--train.keep=1",
-        "--train.checkpoint_every=100000",
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "commopt", "train", str(config), *arguments, *extra]
-    threads = max(1, (os.cpu_count() or 2) // 2)
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.DEVNULL)
-    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+def launch(
+    runs: list[tuple[str, str, int]], ranks: int, folder: Path, program: Sequence[str] = (str(RANK),)
+) -> list[Record]:
+    """All runs in ``ranks`` processes, one after another; says what each has come to as soon as it has.
+
+    Args:
+        runs: task, method and seed of each.
+        ranks: how many processes.
+        folder: for what they write.
+        program: a rank, and its first arguments.
+    """
+    spec, out = folder / "runs.json", folder / "out.jsonl"
+    spec.write_text(json.dumps(runs))
+    out.touch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [*program, str(spec), str(out), str(folder)]
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=log, stderr=log)
+        shown, began = 0, time.monotonic()
+        try:
+            while True:
+                code = process.poll()
+                lines = out.read_text().splitlines()
+                for record in map(json.loads, lines[shown:]):
+                    where = f"{record['task']}, {record['method']}, seed {record['seed']}"
+                    took = f"{shown + 1} of {len(runs)}, {time.monotonic() - began:.0f} s"
+                    print(f"{where}: held-out loss {record['heldout_loss']:.4f} ({took})", file=sys.stderr, flush=True)
+                    shown += 1
+                if code is not None:
+                    break
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if code:
+        said = (folder / "log.txt").read_text().partition("ChildFailedError")[0]
+        raise RuntimeError(f"a rank failed, exit code {code}:\n{said[-3000:]}")
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def table(results: dict[str, list[dict[str, Any]]], seeds: list[int]) -> str:
-    head = ["optimizer", *(f"seed {s}" for s in seeds), "mean", "spread", "MB sent per rank", "of fp32"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for method, runs in results.items():
-        losses = [run["heldout_loss"] for run in runs]
-        sent, full = runs[0]["bytes_total"], runs[0]["fp32_bytes_total"]
-        cells = [method, *(f"{x:.4f}" for x in losses), f"{statistics.mean(losses):.4f}"]
-        cells += [f"{max(losses) - min(losses):.4f}", f"{sent / 1e6:.0f}", f"{100 * sent / full:.1f} %"]
-        lines.append("| " + " | ".join(cells) + " |")
+def summarise(records: list[Record]) -> list[Record]:
+    """A row for each task and method: means and spreads, and whether it learns what its counterpart does."""
+    rows: dict[tuple[str, str], Record] = {}
+    for record in records:
+        key = record["task"], record["method"]
+        rows.setdefault(key, {"task": key[0], "method": key[1], "runs": []})["runs"].append(record)
+    for row in rows.values():
+        losses = [run["heldout_loss"] for run in row["runs"]]
+        row["loss"], row["spread"] = statistics.mean(losses), max(losses) - min(losses)
+        row["sent"] = sum(run["bytes"] for run in row["runs"]) / sum(run["fp32_bytes"] for run in row["runs"])
+        if "accuracy" in row["runs"][0]:
+            row["accuracy"] = statistics.mean(run["accuracy"] for run in row["runs"])
+    for (task, method), row in rows.items():
+        other = rows.get((task, TASKS[task].methods[method].counterpart or ""))
+        if other is not None:
+            row["counterpart"] = other["method"]
+            row["gap"], allowed = row["loss"] - other["loss"], max(row["spread"], other["spread"])
+            row["passed"] = row["gap"] <= allowed
+    return list(rows.values())
+
+
+def table(rows: list[Record]) -> str:
+    """The rows as a Markdown table."""
+    head = ["task", "optimizer", "held-out loss", "spread", "against", "gap", "within the spread", "accuracy", "sent"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in rows:
+        against = ["", "", ""]
+        if "gap" in row:
+            against = [row["counterpart"], f"{row['gap']:+.4f}", "yes" if row["passed"] else "no"]
+        accuracy = f"{100 * row['accuracy']:.1f} %" if "accuracy" in row else ""
+        cells = [row["task"], row["method"], f"{row['loss']:.4f}", f"{row['spread']:.4f}", *against, accuracy]
+        lines.append("| " + " | ".join([*cells, f"{100 * row['sent']:.1f} %"]) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
+def update_readme(rows: list[Record]) -> None:
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    readme.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    root = Path(__file__).resolve().parent.parent
-    parser.add_argument("--config", type=Path, default=root / "configs" / "gpt_quick.yaml", help="config of all runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each method per seed")
-    parser.add_argument("--json", type=Path, help="write all last records to this file")
-    parser.add_argument("extra", nargs="*", help="overrides for every run, after --")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"with commas, of {', '.join(TASKS)} (default: all)")
+    parser.add_argument("--methods", help="with commas; by default all of each task")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas (default: 0,1,2)")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--runs", type=Path, help="keep the run folders here, for `commopt report`")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if an optimizer learns less")
+    parser.add_argument("--update-readme", action="store_true", help=f"its table from {FIGURES.name}; no run")
     args = parser.parse_args()
-    results: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+    args.tasks = args.tasks.split(",")
+    for task in args.tasks:
+        if task not in TASKS:
+            parser.error(f"--tasks {task}: expected some of {', '.join(TASKS)}")
+    known = list(dict.fromkeys(name for task in args.tasks for name in TASKS[task].methods))
+    args.methods = args.methods.split(",") if args.methods else known
+    for method in args.methods:
+        if method not in known:
+            parser.error(f"--methods {method}: expected some of {', '.join(known)}")
+    try:
+        args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds {args.seeds}: expected integers with commas between")
+    for task in args.tasks:
+        if args.ranks < 1 or TASKS[task].batch % args.ranks:
+            parser.error(f"--ranks {args.ranks}: the batch of {task} is {TASKS[task].batch}, a multiple of the ranks")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    if args.update_readme:
+        update_readme(json.loads(FIGURES.read_text())["rows"])
+        return 0
+    runs = [
+        (task, method, seed)
+        for task in args.tasks
+        for method in TASKS[task].methods
+        if method in args.methods
+        for seed in args.seeds
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        for seed in args.seeds:
-            for method in METHODS:
-                record = train(args.config, method, seed, Path(folder), args.extra)
-                results[method].append(record)
-                print(f"{method}, seed {seed}: held-out loss {record['heldout_loss']:.4f}", file=sys.stderr, flush=True)
-    print(table(results, args.seeds))
+        if args.runs is not None:
+            args.runs.mkdir(parents=True, exist_ok=True)
+        rows = summarise(launch(runs, args.ranks, args.runs or Path(folder)))
+    print(table(rows))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"seeds": args.seeds, "results": results}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"ranks": args.ranks, "seeds": args.seeds, "rows": rows}, indent=1) + "\n")
+    return int(args.check and not all(row.get("passed", True) for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

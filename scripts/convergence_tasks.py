@@ -1,0 +1,129 @@
+"""What scripts/convergence.py trains: tasks, and the optimizers that are compared on each, with their settings.
+
+An optimizer and its counterpart have the same learning rate, schedule, momenta and weight decay. What compression adds
+is set once for a task, not by seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer on a task.
+
+    Attributes:
+        optim: the ``optim`` section of a config, but for what the task sets.
+        counterpart: name of the uncompressed method that it is to learn as much as; None for those.
+        why: why it learns less on this task, where it does.
+    """
+
+    optim: dict[str, Any]
+    counterpart: str | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt.
+
+    Attributes:
+        steps: of a run.
+        batch: samples per step, over all ranks.
+        optim: the schedule and clipping: what all methods share of the ``optim`` section of a config.
+        methods: by name.
+        config: arguments of ``commopt train`` for a language model; None for the digits.
+    """
+
+    steps: int
+    batch: int
+    optim: dict[str, Any]
+    methods: dict[str, Method]
+    config: list[str] | None = field(default=None)
+
+
+def blocks(ratio: float, block: int) -> dict[str, Any]:
+    return {"name": "RandomBlocks", "args": {"ratio": ratio, "block": block}}
+
+
+LOCAL = "each rank takes 4 steps on a quarter of the batch; Adam makes the noise of that as large as the signal"
+FEW_ROUNDS = "a sign step has one size, whatever the gradients are; 50 to 150 of them are few"
+
+
+def adam_family(
+    lr: float, lamb_lr: float, weight_decay: float, freeze: int, kappa: int, sign: dict[str, Any]
+) -> dict[str, Method]:
+    """AdamW, LAMB, local AdamW, and what is to learn as much.
+
+    Args:
+        lr, lamb_lr: peaks, of Adam's kind and of LAMB's.
+        weight_decay: of all of them.
+        freeze: steps of warm-up of 1-bit Adam and 1-bit LAMB, and those in which 0/1 Adam refreshes its variance.
+        kappa: of 0/1 Adam: its first refreshes, before they become rarer.
+        sign: arguments of SignMomentum.
+    """
+    adam = {"lr": lr, "weight_decay": weight_decay}
+    lamb = {"lr": lamb_lr, "weight_decay": weight_decay}
+    betas = {"betas": [0.9, 0.98]}
+    rounds = {"variance": {"kappa": kappa, "stop": freeze}, "sync": {"first": 1, "double_every": freeze, "longest": 4}}
+    local = {"base": "AdamW", "base_args": betas, "period": 4}
+    momentum = {"outer_lr": 0.7, "outer_momentum": 0.5}
+    return {
+        "AdamW": Method({"name": "AdamW", **adam, "args": betas}),
+        "OneBitAdam": Method({"name": "OneBitAdam", **adam, "args": {**betas, "freeze_step": freeze}}, "AdamW"),
+        "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
+        "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
+        "OneBitLamb": Method({"name": "OneBitLamb", **lamb, "args": {**betas, "freeze_step": freeze}}, "Lamb"),
+        "LocalSGD(AdamW)": Method({"name": "LocalSGD", **adam, "args": local}, "AdamW", LOCAL),
+        "SignMomentum(AdamW)": Method(
+            {"name": "SignMomentum", **adam, "args": {**local, "outer_weight_decay": weight_decay, **sign}},
+            "LocalSGD(AdamW)",
+            FEW_ROUNDS,
+        ),
+        "DiLoCo(AdamW)": Method({"name": "DiLoCo", **adam, "args": {**local, **momentum}}, "LocalSGD(AdamW)"),
+    }
+
+
+def sgd_family(lr: float) -> dict[str, Method]:
+    """SGD with Nesterov's momentum, and what is to learn as much."""
+    momentum = {"momentum": 0.9, "nesterov": True}
+
+    def cser(ratio: int, reset_ratio: int, period: int) -> Method:
+        args = {**momentum, "period": period, "reset_compressor": blocks(reset_ratio, 32)}
+        return Method({"name": "CSER", "lr": lr, "args": args, "compressor": blocks(ratio, 32)}, "SGD")
+
+    sign = {"name": "Sign", "args": {"block": 2048}}
+    return {
+        "SGD": Method({"name": "SGD", "lr": lr, "args": momentum}),
+        "CSER(R=4)": cser(8, 2, 4),
+        "CSER(R=8)": cser(16, 2, 8),
+        "QSparseLocalSGD": Method(
+            {"name": "QSparseLocalSGD", "lr": lr, "args": {**momentum, "period": 2}, "compressor": sign}, "SGD"
+        ),
+        "LocalSGD(SGD)": Method(
+            {"name": "LocalSGD", "lr": lr, "args": {"base": "SGD", "base_args": momentum, "period": 4}}, "SGD"
+        ),
+    }
+
+
+SMALL = ["--model.layers=2", "--model.heads=4", "--model.width=64", "--data.vocab_size=512", "--data.seq_len=64"]
+SCHEDULE = {"warmup_steps": 20, "decay": "cosine", "min_lr_ratio": 0.05, "max_grad_norm": None}
+
+LANGUAGE = SCHEDULE | {"warmup_steps": 60}
+SIGN = {"outer_lr": 1.0, "outer_betas": [0.5, 0.8]}
+
+TASKS = {
+    "gpt": Task(600, 16, LANGUAGE, adam_family(2e-3, 1e-2, 0.1, 120, 64, SIGN), ["gpt_quick", *SMALL]),
+    "bert": Task(600, 16, LANGUAGE, adam_family(1e-3, 1e-2, 0.01, 180, 128, SIGN), ["bert_quick", *SMALL]),
+    "digits": Task(
+        200,
+        64,
+        SCHEDULE,
+        {
+            **adam_family(3e-3, 1e-2, 0.01, 60, 16, {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}),
+            **sgd_family(0.05),
+        },
+    ),
+}

@@ -1,0 +1,75 @@
+"""Do compressed runs learn what plain ones learn? Four processes over Gloo, and real images.
+
+What each optimizer comes to on the digits is frozen here: a change after which one of them learns less fails. The whole
+comparison, with uncompressed counterparts and language models, is ``pytest -m convergence``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence_spoilt import SPOILT
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import convergence  # noqa: E402
+from convergence_tasks import TASKS  # noqa: E402
+
+SEEDS = (0, 1)
+
+FROZEN = {
+    "OneBitAdam": (0.110, 0.325),
+    "ZeroOneAdam": (0.079, 0.196),
+    "OneBitLamb": (0.087, 0.325),
+    "LocalSGD(AdamW)": (0.186, 0.252),
+    "SignMomentum(AdamW)": (0.291, 0.252),
+    "DiLoCo(AdamW)": (0.116, 0.252),
+    "CSER(R=8)": (0.078, 0.126),
+    "QSparseLocalSGD": (0.063, 0.033),
+}
+"""Mean of the held-out loss over the seeds, and what was sent of what float32 sends."""
+
+
+def learns_less(row: dict[str, Any], method: str) -> bool:
+    """Whether the loss is above what is frozen by more than another seed, or a processor that rounds otherwise, can
+    make of it."""
+    return row["loss"] > 1.1 * FROZEN[method][0] + 0.03
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the digits came to, by method: with the seeds, and with one for those that have a fault."""
+    runs = [("digits", method, seed) for method in FROZEN for seed in SEEDS]
+    runs += [("digits", method, SEEDS[0]) for method in SPOILT]
+    program = (str(ROOT / "tests" / "convergence_spoilt.py"),)
+    records = convergence.launch(runs, 4, tmp_path_factory.mktemp("convergence"), program)
+    return {row["method"]: row for row in convergence.summarise(records)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", FROZEN)
+def test_it_learns_the_digits_as_it_did(rows: dict[str, dict[str, Any]], method: str) -> None:
+    assert not learns_less(rows[method], method), rows[method]
+    assert rows[method]["sent"] <= 1.01 * FROZEN[method][1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_fault_is_noticed(rows: dict[str, dict[str, Any]], spoilt: str) -> None:
+    """Residuals that are forgotten, and models that are never brought together."""
+    assert learns_less(rows[spoilt], SPOILT[spoilt][1]), rows[spoilt]
+
+
+@pytest.mark.convergence
+@pytest.mark.timeout(7200)
+def test_every_optimizer_learns_what_its_counterpart_learns(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "convergence.py"), "--json", str(tmp_path / "figures.json")]
+    subprocess.run(command, check=True)
+    for row in json.loads((tmp_path / "figures.json").read_text())["rows"]:
+        assert row.get("passed", True) or TASKS[row["task"]].methods[row["method"]].why, row
