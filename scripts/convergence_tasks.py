@@ -116,7 +116,7 @@ SIGN = {"outer_lr": 1.0, "outer_betas": [0.5, 0.8]}
 
 TASKS = {
     "gpt": Task(600, 16, LANGUAGE, adam_family(2e-3, 1e-2, 0.1, 120, 64, SIGN), ["gpt_quick", *SMALL]),
-    "bert": Task(600, 16, LANGUAGE, adam_family(1e-3, 1e-2, 0.01, 180, 128, SIGN), ["bert_quick", *SMALL]),
+    "bert": Task(600, 16, LANGUAGE, adam_family(1e-3, 1e-2, 0.01, 300, 128, SIGN), ["bert_quick", *SMALL]),
     "digits": Task(
         200,
         64,
