@@ -49,6 +49,7 @@ def blocks(ratio: float, block: int) -> dict[str, Any]:
 
 
 LOCAL = "each rank takes 4 steps on a quarter of the batch; Adam makes the noise of that as large as the signal"
+LATE = "what is not sent at once acts later, and lr was not lowered for that, as CSER's authors do"
 FEW_ROUNDS = "a sign step has one size, whatever the gradients are; 50 to 150 of them are few"
 
 
@@ -82,6 +83,9 @@ def adam_family(
             "LocalSGD(AdamW)",
             FEW_ROUNDS,
         ),
+        "SlowMo(AdamW)": Method(
+            {"name": "SlowMo", **adam, "args": {**local, "outer_momentum": 0.2}}, "LocalSGD(AdamW)"
+        ),
         "DiLoCo(AdamW)": Method({"name": "DiLoCo", **adam, "args": {**local, **momentum}}, "LocalSGD(AdamW)"),
     }
 
@@ -92,7 +96,7 @@ def sgd_family(lr: float) -> dict[str, Method]:
 
     def cser(ratio: int, reset_ratio: int, period: int) -> Method:
         args = {**momentum, "period": period, "reset_compressor": blocks(reset_ratio, 32)}
-        return Method({"name": "CSER", "lr": lr, "args": args, "compressor": blocks(ratio, 32)}, "SGD")
+        return Method({"name": "CSER", "lr": lr, "args": args, "compressor": blocks(ratio, 32)}, "SGD", LATE)
 
     sign = {"name": "Sign", "args": {"block": 2048}}
     return {
@@ -100,10 +104,12 @@ def sgd_family(lr: float) -> dict[str, Method]:
         "CSER(R=4)": cser(8, 2, 4),
         "CSER(R=8)": cser(16, 2, 8),
         "QSparseLocalSGD": Method(
-            {"name": "QSparseLocalSGD", "lr": lr, "args": {**momentum, "period": 2}, "compressor": sign}, "SGD"
+            {"name": "QSparseLocalSGD", "lr": lr, "args": {**momentum, "period": 2}, "compressor": sign},
+            "SGD",
+            LATE,
         ),
         "LocalSGD(SGD)": Method(
-            {"name": "LocalSGD", "lr": lr, "args": {"base": "SGD", "base_args": momentum, "period": 4}}, "SGD"
+            {"name": "LocalSGD", "lr": lr, "args": {"base": "SGD", "base_args": momentum, "period": 4}}, "SGD", LATE
         ),
     }
 
@@ -115,15 +121,24 @@ LANGUAGE = SCHEDULE | {"warmup_steps": 60}
 SIGN = {"outer_lr": 1.0, "outer_betas": [0.5, 0.8]}
 
 TASKS = {
-    "gpt": Task(600, 16, LANGUAGE, adam_family(2e-3, 1e-2, 0.1, 120, 64, SIGN), ["gpt_quick", *SMALL]),
-    "bert": Task(600, 16, LANGUAGE, adam_family(1e-3, 1e-2, 0.01, 300, 128, SIGN), ["bert_quick", *SMALL]),
+    "gpt": Task(
+        600,
+        16,
+        LANGUAGE,
+        {**adam_family(2e-3, 1e-2, 0.1, 120, 64, SIGN), **sgd_family(0.1)},
+        ["gpt_quick", *SMALL],
+    ),
+    "bert": Task(
+        600,
+        16,
+        LANGUAGE,
+        {**adam_family(1e-3, 1e-2, 0.01, 300, 128, SIGN), **sgd_family(0.1)},
+        ["bert_quick", *SMALL],
+    ),
     "digits": Task(
         200,
         64,
         SCHEDULE,
-        {
-            **adam_family(3e-3, 1e-2, 0.01, 60, 16, {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}),
-            **sgd_family(0.05),
-        },
+        {**adam_family(3e-3, 1e-2, 0.01, 60, 16, {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}), **sgd_family(0.05)},
     ),
 }
