@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import through_a_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, tensors_in, tokens, train
+from worlds import (
+    Toy,
+    Used,
+    backward,
+    on_processes,
+    on_threads,
+    params_of,
+    same_bits,
+    tensors_in,
+    through_a_file,
+    tokens,
+    train,
+)
 
 from commopt import CSER, OneBitAdam, QSparseLocalSGD, attach
 from commopt.comm import ThreadBackend, ThreadWorld, all_reduce_bytes
@@ -31,14 +42,6 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def make(variant: str, model: nn.Module, backend: Any, **settings: Any) -> CSER:
     return VARIANTS[variant](model.parameters(), backend=backend, **{"bucket_mb": 2e-4, **SETTINGS, **settings})
-
-
-class Used(Toy):
-    """A toy whose every trainable parameter gets a gradient."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__(dtype, seed)
-        self.unused.requires_grad_(False)
 
 
 # resume ---------------------------------------------------------------------------------------------------------------

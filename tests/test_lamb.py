@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 
@@ -11,19 +10,12 @@ import pytest
 import torch
 from oracle_lamb import OneBitLambOracle
 from torch import nn
-from worlds import Toy, backward, params_of, same_bits, tensors_in, train
+from worlds import Toy, backward, params_of, same_bits, tensors_in, through_a_file, train
 
 from commopt import Lamb
 
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
 HYPER = {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.05, "betas": (0.9, 0.98)}
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])

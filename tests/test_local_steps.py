@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import math
 import pickle
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from test_zero_one_adam import SYNC, VARIANCE, fixed_gradients, kind, make, whole
 from torch import nn
-from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
+from worlds import (
+    Toy,
+    backward,
+    on_threads,
+    params_of,
+    same_bits,
+    tensors_in,
+    through_a_file,
+    tokens,
+    train,
+)
 
 from commopt import ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
@@ -376,13 +384,6 @@ def test_a_policy_that_is_changed_between_rounds_waits_for_the_round():
 
 
 # state ---------------------------------------------------------------------------------------------------------------
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

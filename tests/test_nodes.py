@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import (
     Toy,
+    Used,
     backward,
     flat,
     needs_mpi,
@@ -81,14 +82,6 @@ class Late(ThreadBackend):
 
 def result(model: nn.Module, optimizer: OneBitAdam) -> tuple[list[Tensor], list[Tensor]]:
     return params_of(model), tensors_in(optimizer.state_dict())
-
-
-class Used(Toy):
-    """A toy whose buckets can all start in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused.requires_grad_(False)
 
 
 SIZES = [(3, 70), (), (400,), (0, 2), (2, 5)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import math
 from collections import Counter
@@ -15,7 +14,19 @@ import torch
 from oracle_lamb import OneBitLambOracle
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, tensors_in, tokens, train
+from worlds import (
+    Toy,
+    Used,
+    backward,
+    on_processes,
+    on_threads,
+    params_of,
+    same_bits,
+    tensors_in,
+    through_a_file,
+    tokens,
+    train,
+)
 
 from commopt import Lamb, OneBitLamb, attach
 from commopt.bucket import ROW_MULTIPLE
@@ -23,13 +34,6 @@ from commopt.compress import Compressor, Identity, Sign
 from commopt.optim import join_state_dict, split_state_dict
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.9, 0.9), "eps": 1e-5}
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def make(model: nn.Module, backend: Any, **settings: Any) -> OneBitLamb:
@@ -46,14 +50,6 @@ def run_of(steps: range, world_size: int, kind: Any = Toy, places: int | None = 
         return params_of(model), tensors_in(optimizer.state_dict())
 
     return run
-
-
-class Used(Toy):
-    """A toy whose every trainable parameter gets a gradient, so that every bucket can start in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused.requires_grad_(False)
 
 
 # warm-up -------------------------------------------------------------------------------------------------------------

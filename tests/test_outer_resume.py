@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from worlds import Toy, backward, on_threads, params_of, same_bits, tokens, train
+from worlds import Toy, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
 from commopt import DiLoCo, LocalSGD, OneBitAdam, SignMomentum, SlowMo, attach
 from commopt.comm import CollectiveError, LocalBackend
@@ -22,13 +21,6 @@ from commopt.outer import RandomSign
 
 CLASSES = [LocalSGD, SlowMo, DiLoCo, SignMomentum]
 EVERY = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def make(cls, model, backend, **settings):

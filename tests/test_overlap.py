@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
+from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
 
 from commopt import OneBitAdam
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
@@ -17,14 +17,6 @@ from commopt.compress import Identity, Sign
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
 STEPS = 9
-
-
-class Used(Toy):
-    """A toy whose every trainable parameter gets a gradient, so that every bucket can start in backward."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self.unused.requires_grad_(False)
 
 
 def optimizer_of(model: nn.Module, backend: Any, overlap: bool, **settings: Any) -> OneBitAdam:

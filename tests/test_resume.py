@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
 
 import pytest
 import torch
 from torch import nn
-from worlds import Toy, on_threads, params_of, same_bits, tensors_in, train
+from worlds import Toy, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, split_state_dict
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def make(model, backend, **settings):

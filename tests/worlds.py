@@ -4,6 +4,7 @@ use."""
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -59,6 +60,14 @@ class Toy(nn.Module):
         x = torch.tanh(x @ self.weight + self.bias) * self.gain + (x @ self.dead).sum(-1, keepdim=True) * 0
         logits = x @ self.embedding.t()[:, :13]  # rows 13 ... 16 are never predicted, nor ever given
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Used(Toy):
+    """A toy whose every trainable parameter gets a gradient, so that every bucket can start in backward."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__(dtype, seed)
+        self.unused.requires_grad_(False)
 
 
 def tokens(step: int, rank: int, world_size: int, batch: int = 4) -> Tensor:
@@ -148,6 +157,14 @@ def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
         if isinstance(result, Exception):
             raise result
     return results
+
+
+def through_a_file(state: Any) -> Any:
+    """``state`` as it comes back from where it was saved."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 HAS_MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))

@@ -117,7 +117,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         self._attachment: Any = None
-        self._reported_equal = False
+        self._reported_equal = self._reported_late = False
         self._ready = True
         self._flight: Flight | None = None
         self._watching: Overlap | None = None
@@ -217,6 +217,7 @@ class CommOptimizer(PackedOptimizer):
                 changed then.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
+        self.refuse_if_lent("step()")
         loss, refused = None, None
         if closure is not None and self.overlap:
             refused = ValueError(
@@ -226,7 +227,6 @@ class CommOptimizer(PackedOptimizer):
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.refuse_if_lent("step()")
         local = self.steps_locally()
         flight = self.flight()
         try:
@@ -411,15 +411,10 @@ class CommOptimizer(PackedOptimizer):
             skipped_steps: steps skipped because of inf or NaN.
             dropped_gradients: local steps that this rank took without its gradient, because of inf or NaN.
         """
-        step = self.backend.step.summary()
-        fp32 = self.fp32_bytes()
         residual, momentum = self._norms()
         return {
             "phase": self.phase,
-            "step": step,
-            "total": self.backend.total.summary(),
-            "fp32_bytes": fp32,
-            "ratio": fp32 / step["bytes"] if step["bytes"] else None,
+            **self.traffic(),
             "residual_norm": residual,
             "momentum_norm": momentum,
             "residual_ratio": residual / momentum if momentum else None,
@@ -435,23 +430,30 @@ class CommOptimizer(PackedOptimizer):
     def _skip(self, verdict: Verdict | None) -> None:
         assert verdict is not None
         self.skipped_steps += 1
-        n = self.skipped_steps
-        if (
-            self.backend.rank == 0 and n & (n - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th ...: a run gone bad must not fill the disk
+        if self.backend.rank == 0 and worth_a_line(self.skipped_steps):
             logger.warning(
                 "%s: step skipped on all ranks: inf or NaN in the gradients of %d of %d ranks (%d skipped so far)",
-                type(self).__name__, verdict.non_finite, self.backend.world_size, n,
+                type(self).__name__, verdict.non_finite, self.backend.world_size, self.skipped_steps,
             )  # fmt: skip
 
     def _report_dropped(self) -> None:
         self.dropped_gradients += 1
-        n = self.dropped_gradients
-        if n & (n - 1) == 0:
+        if worth_a_line(self.dropped_gradients):
             logger.warning(
                 "%s: inf or NaN in the gradient of rank %d in a local step, which counts as zeros there (%d so far)",
-                type(self).__name__, self.backend.rank, n,
+                type(self).__name__, self.backend.rank, self.dropped_gradients,
             )  # fmt: skip
+
+    def report_too_late(self, when: str, what_it_does: str) -> None:
+        """Warns once of a parameter that has its first gradient after ``when``. In a group of its own it would not be
+        too late: that group ``what_it_does`` by itself."""
+        if not self._reported_late and self.backend.rank == 0:
+            logger.warning(
+                "%s: a parameter has its first gradient after %s; it will not move. Give it to add_param_group() when "
+                "it becomes trainable, and its group %s by itself.",
+                type(self).__name__, when, what_it_does,
+            )  # fmt: skip
+        self._reported_late = True
 
     def _report_equal_gradients(self, verdict: Verdict) -> None:
         if (
@@ -489,3 +491,8 @@ def square_norm(tensors: list[Tensor]) -> float:
     for t in tensors:
         by_device.setdefault(t.device, []).append(t)
     return sum((float(ops.square_sum(on_one)) for on_one in by_device.values()), 0.0)
+
+
+def worth_a_line(n: int) -> bool:
+    """Whether the n-th of something is logged: the 1st, 2nd, 4th, 8th ... A run gone bad must not fill the disk."""
+    return n & (n - 1) == 0

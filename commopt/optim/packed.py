@@ -168,6 +168,16 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         places, nodes = self.backend.inside.world_size, self.backend.between.world_size
         return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
 
+    def traffic(self) -> dict[str, Any]:
+        """What this rank has sent: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
+        step, fp32 = self.backend.step.summary(), self.fp32_bytes()
+        return {
+            "step": step,
+            "total": self.backend.total.summary(),
+            "fp32_bytes": fp32,
+            "ratio": fp32 / step["bytes"] if step["bytes"] else None,
+        }
+
     # buckets ----------------------------------------------------------------------------------------------------------
 
     def make_buckets(self, group: dict[str, Any]) -> None:

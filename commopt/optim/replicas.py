@@ -105,12 +105,17 @@ class Replicas:
     def take_mean(self) -> None:
         """Makes the parameters the mean of all replicas, and nothing else."""
         for i, bucket in enumerate(self.buckets):
-            flat, pipeline = bucket.pack_params(), Pipeline()
+            flat = bucket.pack_params()
             where = f"mean of the replicas, bucket {i} of {len(self.buckets)} ({bucket.describe()})"
-            pipeline.launch(mean_over_all(flat, self.backend, self.backend), where)
-            pipeline.finish()
+            self.average_exactly(flat, where)
             bucket.unpack_params(flat)
         self.backend.leave_out()
+
+    def average_exactly(self, flat: Tensor, where: str) -> None:
+        """``flat``, shape (padded,) of a bucket, <- its mean over all ranks; ``where`` says in an error what it was."""
+        pipeline = Pipeline()
+        pipeline.launch(mean_over_all(flat, self.backend, self.backend), where)
+        pipeline.finish()
 
     def own_value(self, p: Tensor) -> Tensor:
         """What ``p`` is on this rank, also within :meth:`averaged`."""

@@ -35,8 +35,6 @@ def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
 class WarmupOptimizer(CommOptimizer):
     """Base of the optimizers with a warm-up; see the module's docstring."""
 
-    _reported_late = False
-
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
         if self.backend.between.world_size == 1:
@@ -55,17 +53,8 @@ class WarmupOptimizer(CommOptimizer):
             if variance_moves:
                 s["variance_step"] += 1
             elif s["variance_step"] == 0:
-                self._report_too_late()
+                self.report_too_late("the variance was frozen", "warms up")
         return params, states
-
-    def _report_too_late(self) -> None:
-        if not self._reported_late and self.backend.rank == 0:
-            logger.warning(
-                "%s: a parameter has its first gradient after the variance was frozen; it will not move. Give it to "
-                "add_param_group() when it becomes trainable, and its group warms up by itself.",
-                type(self).__name__,
-            )
-        self._reported_late = True
 
     # the end of warm-up -----------------------------------------------------------------------------------------------
 

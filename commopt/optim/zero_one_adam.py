@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, Work, compressed_mean, reduce_scatter, to_node, wait
+from commopt.comm import Backend, Work, compressed_mean, reduce_scatter, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer
@@ -120,7 +120,6 @@ class ZeroOneAdam(CommOptimizer):
             settings.
     """
 
-    _reported_late = False
     clocks = (*CLOCKS, "interval_step")
     read_in_backward = (
         "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
@@ -329,21 +328,12 @@ class ZeroOneAdam(CommOptimizer):
                 here = p.requires_grad if present is None else id(p) in present
                 moves = here and bool(s["variance_step"] > 0)
                 if p.grad is not None and not s["variance_step"] and self.phase_of(group) == "frozen":
-                    self._report_too_late()
+                    self.report_too_late("the last refresh of the variance", "starts")
             if moves:
                 s["step"] += 1
                 s["interval_step"] += 1
                 moving.append(i)
         return moving
-
-    def _report_too_late(self) -> None:
-        if not self._reported_late and self.backend.rank == 0:
-            logger.warning(
-                "%s: a parameter has its first gradient after the last refresh of the variance; it will not move. Give "
-                "it to add_param_group() when it becomes trainable, and its group starts by itself.",
-                type(self).__name__,
-            )
-        self._reported_late = True
 
     # where the parameters are -----------------------------------------------------------------------------------------
 
@@ -376,16 +366,11 @@ class ZeroOneAdam(CommOptimizer):
                 moving = [i for i, p in enumerate(bucket.params) if self.state[p]["interval_step"] > 0]
                 yield bucket, group, self._moves(bucket, group, interval, moving)
 
-    def _mean_of_all(self, bucket: StateBucket) -> Tensor:
-        """u_i / G, as a new flat buffer with its exact mean over the ranks."""
-        mean = bucket.buffers["mean_momentum"].clone()
-        wait(self.backend.all_reduce(mean), f"synchronisation between rounds, bucket with {bucket.describe()}")
-        return mean
-
     def meet(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
         for bucket, _, then in self._apart():
-            mean = self._mean_of_all(bucket)
+            mean = bucket.buffers["mean_momentum"].clone()
+            self.average_exactly(mean, f"synchronisation between rounds, bucket with {bucket.describe()}")
             ops.zero_dead_(mean, find_live(bucket))
             self._place(bucket, then, mean)
             bucket.buffers["exp_avg"].copy_(mean)

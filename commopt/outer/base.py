@@ -26,7 +26,7 @@ import torch
 from commopt.comm import Backend, CountingBackend, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.base import square_norm
+from commopt.optim.base import square_norm, worth_a_line
 from commopt.outer.saving import POSITION
 from commopt.outer.synchronize import SynchronizedOuter
 from commopt.outer.wrap import check_base, make_base
@@ -228,11 +228,10 @@ class OuterOptimizer(SynchronizedOuter):
         self._square = square if finite else 0.0
         if not finite:
             self.skipped_steps += 1
-            n = self.skipped_steps
-            if n & (n - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a run gone bad must not fill the disk
+            if worth_a_line(self.skipped_steps):
                 logger.warning(
                     "%s: rank %d skipped its local step: inf or NaN in its gradients (%d skipped so far)",
-                    type(self).__name__, self.backend.rank, n,
+                    type(self).__name__, self.backend.rank, self.skipped_steps,
                 )  # fmt: skip
             return
         scale = unscale
@@ -278,15 +277,12 @@ class OuterOptimizer(SynchronizedOuter):
             skipped_steps: local steps that this rank skipped because of inf or NaN.
             skipped_rounds: synchronisations that all ranks skipped because of inf or NaN.
         """
-        step, fp32, group = self.backend.step.summary(), self.fp32_bytes(), self.param_groups[0]
+        group = self.param_groups[0]
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
         way = sum(g["way_norm"] ** 2 for g in self.param_groups) ** 0.5
         return {
             "phase": self.phase,
-            "step": step,
-            "total": self.backend.total.summary(),
-            "fp32_bytes": fp32,
-            "ratio": fp32 / step["bytes"] if step["bytes"] else None,
+            **self.traffic(),
             "residual_norm": residual,
             "way_norm": way,
             "residual_ratio": residual / way if way else None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commopt.comm import Pipeline
 from commopt.optim.agreement import equalize
-from commopt.optim.base import square_norm
+from commopt.optim.base import square_norm, worth_a_line
 from commopt.optim.packed import StateBucket
 from commopt.outer.agreement import Standing, Verdict, exchange, judge
 from commopt.outer.mean import mean_way
@@ -156,12 +156,11 @@ class SynchronizedOuter(SavedOuter):
 
     def _skip(self, verdict: Verdict) -> None:
         self.skipped_rounds += 1
-        n = self.skipped_rounds
-        if self.backend.rank == 0 and n & (n - 1) == 0:
+        if self.backend.rank == 0 and worth_a_line(self.skipped_rounds):
             logger.warning(
                 "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
                 "far). It is tried again after the next step; those ranks need the last good checkpoint.",
-                type(self).__name__, verdict.broken, n,
+                type(self).__name__, verdict.broken, self.skipped_rounds,
             )  # fmt: skip
 
     def _report_equal_gradients(self, verdict: Verdict) -> None:
