@@ -32,6 +32,7 @@ class Bucket:
     Attributes:
         params: the parameters, in packing order; each of them exactly once in one bucket.
         world_size: ranks that share the bucket; each owns an equal chunk of every flat buffer.
+        shapes: of the parameters, when the bucket was made.
         offsets: where each of them starts in a flat buffer, in elements.
         numel: elements in use.
         padded: length of a flat buffer; the elements from ``numel`` on belong to no parameter and stay 0.
@@ -43,6 +44,7 @@ class Bucket:
     world_size: int
     device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
+    shapes: list[torch.Size] = field(init=False)
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
     padded: int = field(init=False)
@@ -51,6 +53,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self.device = self.params[0].device
         self.dtype = buffer_dtype(self.params[0].dtype)
+        self.shapes = [p.shape for p in self.params]
         self.offsets = []
         self.numel = 0
         for p in self.params:
@@ -125,6 +128,15 @@ class Bucket:
     def describe(self) -> str:
         """How many parameters and elements it holds, in words."""
         return f"{len(self.params)} parameters, {self.numel} elements"
+
+    def check_shapes(self) -> None:
+        """Raises ValueError if a parameter has another shape than when the bucket was made."""
+        for p, shape in zip(self.params, self.shapes):
+            if p.shape != shape:
+                raise ValueError(
+                    f"a parameter of shape {tuple(shape)} has shape {tuple(p.shape)} now: something (such as FSDP) has "
+                    "partitioned or exchanged the parameters after the optimizer was made; make the optimizer last"
+                )
 
     def stale(self) -> bool:
         """Whether the parameters were moved or cast since the bucket was made (``model.to(...)`` after

@@ -28,6 +28,7 @@ from commopt import CSER, OneBitAdam, QSparseLocalSGD, attach
 from commopt.comm import ThreadBackend, ThreadWorld, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
 from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim.agreement import AGREEMENT_BYTES
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "period": 3}
 VARIANTS: dict[str, Any] = {
@@ -365,7 +366,7 @@ def test_bytes_sent_are_those_of_the_ledger(world_size, c2, c1):
         )
         for step in range(7):
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
-            expected = all_reduce_bytes(56, world_size) + all_reduce_bytes(8 * 7, world_size)  # one has no gradient
+            expected = (world_size - 1) * AGREEMENT_BYTES + all_reduce_bytes(8 * 7, world_size)  # one has no gradient
             for i, bucket in enumerate(optimizer.buckets):
                 expected += wire_bytes(c2, bucket.numel, step, 2 * i, world_size)
                 if step % 3 == 2:
@@ -394,7 +395,7 @@ def test_over_many_steps_the_ratio_is_that_of_the_paper():
         for _ in range(160):
             p.grad = torch.ones_like(p)
             optimizer.step()
-        sent = optimizer.comm_stats()["total"]["bytes"] - 160 * all_reduce_bytes(56, 2)
+        sent = optimizer.comm_stats()["total"]["bytes"] - 160 * AGREEMENT_BYTES
         return 160 * optimizer.fp32_bytes() / sent
 
     assert on_threads(2, run)[0] == pytest.approx(32, rel=0.01)

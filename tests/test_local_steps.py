@@ -29,6 +29,7 @@ from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CollectiveError, LocalBackend, ThreadWorld
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy, join_state_dict, split_state_dict
+from commopt.optim.agreement import AGREEMENT_BYTES
 
 LOCAL, ROUND, EXACT = 20, 23, 3
 """Steps, counted from 0: after those before them, the next is local (the first of 3), a round after 3, or exact."""
@@ -75,7 +76,7 @@ def test_bytes_of_a_run_are_those_of_the_ledger_and_local_steps_send_nothing(wor
         return sent
 
     rows = [math.ceil(n / (w * ROW_MULTIPLE)) * ROW_MULTIPLE for n in (514, 1000)]
-    agreement = 2 * (w - 1) * math.ceil(7 * 8 / w)
+    agreement = (w - 1) * AGREEMENT_BYTES
     cost = {
         "exact": agreement + sum(2 * (w - 1) * 4 * n for n in rows) if w > 1 else 0,
         "compressed": agreement + sum(2 * (w - 1) * compressor.nbytes(n) for n in rows),

@@ -47,6 +47,7 @@ from commopt.comm import (
 )
 from commopt.compress import Identity, Sign
 from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim.agreement import AGREEMENT_BYTES
 
 GRIDS = [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]
 STEPS = 12
@@ -290,7 +291,7 @@ def sent(backend: Any, numel: int, freeze_step: int) -> tuple[int, int, int, flo
         optimizer.step()
     stats = optimizer.comm_stats()
     world = optimizer.backend.world_size
-    leaving = stats["step"]["bytes"] - 2 * (world - 1) * -(-56 // world)
+    leaving = stats["step"]["bytes"] - (world - 1) * AGREEMENT_BYTES
     owed = sum(t.numel() for t in optimizer.residuals[x].values()) / numel
     return leaving, stats["step"].get("inside", {"bytes": 0})["bytes"], stats["fp32_bytes"], owed
 

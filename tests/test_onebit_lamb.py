@@ -32,6 +32,7 @@ from commopt import Lamb, OneBitLamb, attach
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Compressor, Identity, Sign
 from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim.agreement import AGREEMENT_BYTES
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.9, 0.9), "eps": 1e-5}
 
@@ -679,7 +680,7 @@ def test_bytes_counted_are_those_of_the_closed_form(world_size, compressor: Comp
         return stats
 
     row = math.ceil(sum(sizes) / (w * ROW_MULTIPLE)) * ROW_MULTIPLE
-    agreement = 2 * (w - 1) * math.ceil(7 * 8 / w)
+    agreement = (w - 1) * AGREEMENT_BYTES
     for warmup, switch, compressed in on_threads(w, run):
         if w == 1:
             assert warmup["step"]["calls"] == compressed["step"]["calls"] == 0

@@ -2,6 +2,7 @@
 
 from commopt.optim.base import CommOptimizer
 from commopt.optim.cser import CSER
+from commopt.optim.guard import Guard, NotFinite, ReplicasDiffer
 from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
@@ -13,10 +14,13 @@ from commopt.optim.zero_one_adam import ZeroOneAdam
 __all__ = [
     "CSER",
     "CommOptimizer",
+    "Guard",
     "Lamb",
+    "NotFinite",
     "OneBitAdam",
     "OneBitLamb",
     "QSparseLocalSGD",
+    "ReplicasDiffer",
     "SyncPolicy",
     "VariancePolicy",
     "ZeroOneAdam",

@@ -1,78 +1,32 @@
-"""What the ranks tell each other so that all of them do the same.
+"""What the ranks tell each other at a step so that all of them do the same.
 
-At construction: what they were built from, so that a difference is an error on every rank instead of a hang or silent
-drift.
-At each step: one small all-reduce, before anything is touched, that settles whether to skip, how to clip, and which
-parameters take part.
+One small all-gather, before anything is touched, settles whether to skip, how to clip, and which parameters take part;
+it also finds a rank that is at another step, or has another learning rate. Now and then the ranks compare digests of
+what must be the same on all of them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt.comm import Backend, Work, wait
+from commopt.optim.setup import gather_texts
 
-_TEXT = 448
-_ROW = 64 + _TEXT
-SETUP_BYTES = _ROW
-"""Bytes of the row that each rank all-gathers at construction."""
+LARGEST_NORM = 1e14
+"""A rank whose gradients have a larger 2-norm counts as one whose gradients are not finite: their squares, and those of
+what compression leaves behind of them, would not fit into float32."""
 
-
-def agree_on_setup(
-    backend: Backend, device: torch.device, facts: dict[str, str], error: Exception | None, counts: str = ""
-) -> None:
-    """Raises, on every rank, if ``error`` is set on any rank or if any of ``facts`` differs between ranks.
-
-    Args:
-        backend: the ranks. With one rank, ``error`` is raised and that is all.
-        device: where the message is put, a device that the backend can communicate from.
-        facts: at most 3 things that must be equal on all ranks, by name, in words of any length.
-        error: what this rank has found wrong with its own arguments.
-        counts: a short description of this rank's parameters, for the message.
-
-    Raises:
-        ValueError: names the rank that differs from rank 0 and in what, or the rank whose arguments are wrong.
-    """
-    if backend.world_size == 1:
-        if error is not None:
-            raise error
-        return
-    everyone = _exchange(backend, device, _encode(facts, error, counts))
-    if error is not None:
-        raise error
-    names = list(facts)
-    for rank, (failed, _, text) in enumerate(everyone):
-        if failed:
-            raise ValueError(f"rank {rank} refused its arguments: {text}")
-    for rank, (_, digests, text) in enumerate(everyone):
-        for i, name in enumerate(names):
-            if digests[i] != everyone[0][1][i]:
-                raise ValueError(f"{name} differ between ranks: rank {rank} has {text}, rank 0 has {everyone[0][2]}")
-
-
-def _encode(facts: dict[str, str], error: Exception | None, counts: str) -> bytes:
-    assert len(facts) <= 3
-    digests = b"".join(hashlib.blake2b(v.encode(), digest_size=16).digest() for v in facts.values())
-    text = (str(error) if error is not None else counts).encode()[:_TEXT]
-    return bytes([error is not None]).ljust(16, b"\0") + digests.ljust(48, b"\0") + text.ljust(_TEXT, b"\0")
-
-
-def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[bool, list[bytes], str]]:
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    table = torch.empty(backend.world_size, _ROW, dtype=torch.uint8, device=device)
-    backend.all_gather(table, mine).wait()
-    out = []
-    for line in table.cpu():
-        raw = bytes(line.tolist())
-        text = raw[64:].rstrip(b"\0").decode(errors="replace")
-        out.append((bool(raw[0]), [raw[16 + 16 * i : 32 + 16 * i] for i in range(3)], text))
-    return out
+FIELDS = 8
+AGREEMENT_BYTES = 8 * FIELDS
+"""Bytes of the row that each rank all-gathers at a step."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +38,20 @@ class LocalView:
         present: which parameters have a gradient here.
         unaveraged: whether some gradient that the step needs averaged has not been averaged yet.
         error: why this rank cannot take the step at all.
+        terms: the hyper-parameters and counters of each parameter group, which must be the same on all ranks.
+        checks: whether this rank wants digests compared at this step.
+        digests: makes the digests of what must be the same on all ranks, if any rank ``checks``.
+        judge: is given those of every rank, by rank; raises if the step cannot be taken with them.
     """
 
     square_norm: float
     present: Sequence[bool]
     unaveraged: bool
     error: Exception | None = None
+    terms: Sequence[Mapping[str, Any]] = ()
+    checks: bool = False
+    digests: Callable[[], list[int]] = list
+    judge: Callable[[list[list[int]]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +59,15 @@ class Verdict:
     """What all ranks agreed on; equal on every rank, but for ``already_equal``.
 
     Attributes:
-        non_finite: on how many ranks some gradient was inf or NaN; the step is skipped unless 0.
+        non_finite: the ranks on which some gradient was inf or NaN, or their norm above LARGEST_NORM; the step is
+            skipped unless empty.
         norm: root mean square over the ranks of their gradient norms.
         present: which parameters have a gradient on any rank.
         average: whether gradients still have to be averaged where averages are wanted.
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
     """
 
-    non_finite: int
+    non_finite: Sequence[int]
     norm: float
     present: Sequence[bool]
     average: bool
@@ -119,11 +82,15 @@ class StepRefused(RuntimeError):
     """All ranks refuse the step, because one cannot take it or they do not fit together."""
 
 
+class OutOfStep(StepRefused):
+    """The ranks are at different places, or have other hyper-parameters: what they have started does not fit."""
+
+
 class Agreement:
     """What all ranks decide about one step, and a :class:`Work` that is done when they have.
 
-    One all-reduce of 7 float64, which ``start()`` begins, and a second of one per parameter if any rank lacks a
-    gradient.
+    One all-gather of 8 float64, which ``start()`` begins; a mean of one number per parameter if any rank lacks a
+    gradient; and an all-gather of digests if any rank checks.
 
     Attributes:
         verdict: what was decided; None before.
@@ -134,31 +101,30 @@ class Agreement:
         self._backend: Backend | None = None
         self._first: Work | None = None
         self._second: Work | None = None
-        self._answer: list[float] | None = None
+        self._answer: list[list[float]] | None = None
 
     def start(self, backend: Backend, device: torch.device, view: LocalView, where: str) -> None:
         """Tells the other ranks this rank's ``view``; ``where`` says in an error which step it was about."""
         self._backend, self._device, self._view, self._where = backend, device, view, where
         if backend.world_size == 1:
             return
-        finite = math.isfinite(view.square_norm)
-        self._message = torch.tensor(
-            [
-                float(not finite),
-                view.square_norm if finite else 0.0,
-                float(not all(view.present)),
-                float(view.unaveraged),
-                float(view.error is not None),
-                float(len(view.present)),
-                float(len(view.present)) ** 2,
-            ],
-            dtype=torch.float64,
-            device=device,
-        )
-        self._first = backend.all_reduce(self._message)
+        usable = is_usable(view.square_norm)
+        row = [
+            float(view.error is not None),
+            float(usable),
+            view.square_norm if usable else 0.0,
+            float(not all(view.present)),
+            float(view.unaveraged),
+            float(len(view.present)),
+            float(_checksum_of(view.terms)),
+            float(view.checks),
+        ]
+        self._table = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
+        self._first = backend.all_gather(self._table, torch.tensor(row, dtype=torch.float64, device=device))
 
     def is_completed(self) -> bool:
-        """Whether wait() would not block. Starts the second all-reduce when its time has come."""
+        """Whether wait() would not block, but for comparing digests. Starts the second collective when its time has
+        come."""
         if self.verdict is not None or self._first is None:
             return True
         if self._answer is None and not self._first.is_completed():
@@ -174,8 +140,9 @@ class Agreement:
 
         Raises:
             view.error: on the rank that has one; the others raise StepRefused.
-            StepRefused: if ranks hold different numbers of trainable parameters.
+            OutOfStep: if ranks hold different numbers of trainable parameters, or differ in their terms.
             StepSkipped: if some gradient on some rank is inf or NaN.
+            Exception: what ``view.judge`` raises.
         """
         assert self._backend is not None
         if self.verdict is None:
@@ -188,12 +155,12 @@ class Agreement:
         view = self._view
         if view.error is not None:
             raise view.error
-        finite = math.isfinite(view.square_norm)
-        norm = math.sqrt(view.square_norm) if finite else math.nan
-        return Verdict(int(not finite), norm, view.present, False, False)
+        usable = is_usable(view.square_norm)
+        norm = math.sqrt(view.square_norm) if usable else math.nan
+        return Verdict([] if usable else [0], norm, view.present, False, False)
 
-    def _read(self) -> list[float]:
-        """What the first all-reduce said; starts the second if it is needed.
+    def _read(self) -> list[list[float]]:
+        """What every rank has said, by rank; starts the second collective if it is needed.
 
         Raises:
             Exception: the step is refused.
@@ -204,64 +171,82 @@ class Agreement:
         assert backend is not None
         assert self._first is not None
         wait(self._first, self._where)
-        answer = self._message.tolist()
-        _, _, missing, _, failed, count, count_square = answer
+        table: list[list[float]] = self._table.tolist()
         if view.error is not None:
             raise view.error
-        if failed > 0:
-            raise StepRefused("another rank cannot take this step; its own error says why")
-        if not math.isclose(count_square, count**2, rel_tol=1e-12):
-            raise StepRefused(
-                f"ranks hold different numbers of trainable parameters: {len(view.present)} here, {count:g} on "
-                "average; freeze and unfreeze the same ones on every rank"
-            )
-        if missing > 0:
+        for rank, (failed, *_) in enumerate(table):
+            if failed:
+                raise StepRefused(f"rank {rank} cannot take this step; its own error says why")
+        for rank, (_, _, _, _, _, count, _, _) in enumerate(table):
+            if count != table[0][5]:
+                raise OutOfStep(
+                    f"{self._where}: ranks hold different numbers of trainable parameters: {count:.0f} on rank {rank}, "
+                    f"{table[0][5]:.0f} on rank 0; freeze and unfreeze the same ones on every rank"
+                )
+        if any(row[6] != table[0][6] for row in table):
+            self._raise_different_terms()
+        if any(row[3] for row in table):
             self._shares = torch.tensor([float(p) for p in view.present], dtype=torch.float64, device=self._device)
             self._second = backend.all_reduce(self._shares)
-        self._answer = answer
-        return answer
+        self._answer = table
+        return table
+
+    def _raise_different_terms(self) -> None:
+        assert self._backend is not None
+        everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._view.terms))]
+        for rank, terms in enumerate(everyone):
+            for i, (group, first) in enumerate(zip(terms, everyone[0])):
+                for key in group.keys() | first.keys():
+                    if group.get(key) != first.get(key):
+                        raise OutOfStep(
+                            f"{self._where}: {key} of parameter group {i} is {group.get(key)} on rank {rank} and "
+                            f"{first.get(key)} on rank 0; set it alike on every rank, at the same step"
+                        )
+        raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
 
     def _settle(self) -> Verdict:
-        non_finite, square, _, unaveraged, _, _, _ = self._read()
+        table = self._read()
         view, backend = self._view, self._backend
         assert backend is not None
         present: Sequence[bool] = view.present
         if self._second is not None:
             wait(self._second, self._where)
             present = [share > 0 for share in self._shares.tolist()]
+        if any(row[7] for row in table):
+            self._compare()
+        squares = [row[2] for row in table]
         return Verdict(
-            non_finite=round(non_finite * backend.world_size),
-            norm=math.sqrt(square),
+            non_finite=[rank for rank, row in enumerate(table) if not row[1]],
+            norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
-            average=unaveraged > 0,
-            already_equal=square > 0 and math.isclose(square, view.square_norm, rel_tol=1e-12),
+            average=any(row[4] for row in table),
+            already_equal=squares[0] > 0 and all(math.isclose(s, squares[0], rel_tol=1e-12) for s in squares),
         )
 
-
-def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -> bool:
-    """Gives every rank rank 0's ``params`` if any rank's differ, and says whether. Replicas that start apart would stay
-    apart.
-
-    Sends 8 bytes per parameter where nothing differs. Ranks are compared by the sum and the sum of squares of each
-    parameter.
-    """
-    if backend.world_size == 1 or not params:
-        return False
-    with torch.no_grad():
-        sums = torch.stack([_checksum(p).to(device) for p in params])
-        rank_0 = sums.clone()
-        backend.broadcast(rank_0).wait()
-        differ = torch.tensor([float(not torch.equal(sums.nan_to_num(), rank_0.nan_to_num()))], device=device)
-        backend.all_reduce(differ).wait()
-        if differ.item() == 0:
-            return False
-        for p in params:
-            flat = p.detach().contiguous()
-            backend.broadcast(flat).wait()
-            p.copy_(flat)
-    return True
+    def _compare(self) -> None:
+        """Compares the digests of all ranks."""
+        backend, view = self._backend, self._view
+        assert backend is not None
+        mine = torch.tensor(view.digests(), dtype=torch.int64, device=self._device)
+        table = mine.new_empty(backend.world_size, mine.numel())
+        wait(backend.all_gather(table, mine), self._where)
+        if view.judge is not None:
+            view.judge(table.tolist())
 
 
-def _checksum(p: Tensor) -> Tensor:
-    x = p.detach().double()
-    return x.sum() + 3.7 * x.square().sum()
+def is_usable(square_norm: float) -> bool:
+    """Whether gradients with this sum of squares can be stepped on; False for NaN."""
+    return square_norm <= LARGEST_NORM**2
+
+
+def _as_json(terms: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps([{key: repr(_plain(value)) for key, value in group.items()} for group in terms])
+
+
+def _checksum_of(terms: Sequence[Mapping[str, Any]]) -> int:
+    """32 bits of the hyper-parameters of all groups."""
+    return zlib.crc32(repr([[_plain(value) for value in group.values()] for group in terms]).encode())
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -22,8 +22,9 @@ all of them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,8 +43,15 @@ from commopt.comm import (
 )
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
-from commopt.optim.agreement import LocalView, StepSkipped, Verdict
+from commopt.optim.agreement import LARGEST_NORM, LocalView, OutOfStep, StepSkipped, Verdict, is_usable
 from commopt.optim.flight import Flight, Overlap, Step
+from commopt.optim.guard import (
+    Guard,
+    NotFinite,
+    check_guard,
+    describe_difference,
+    tell_not_finite,
+)
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
@@ -65,6 +73,7 @@ class CommOptimizer(PackedOptimizer):
             gradients that a rank brings: one number, the same on all ranks and in all phases.
         bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the parameter group, but 1 to 25.
         overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         process_group: ProcessGroup or 1-d DeviceMesh; 2-d: nodes, and the ranks of a node. None for the default group,
             or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.
@@ -93,6 +102,7 @@ class CommOptimizer(PackedOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -101,6 +111,7 @@ class CommOptimizer(PackedOptimizer):
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
         self.overlap = overlap
+        self.guard = Guard() if guard is None else guard
         self.buckets = []
         self.skipped_steps = 0
         self.dropped_gradients = 0
@@ -109,6 +120,7 @@ class CommOptimizer(PackedOptimizer):
         error: Exception | None = None
         try:
             self.check_settings()
+            check_guard(self.guard)
             super().__init__(params, {**defaults, "step": 0})
         except (ValueError, TypeError) as caught:
             error = caught
@@ -117,8 +129,11 @@ class CommOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         self._attachment: Any = None
-        self._reported_equal = self._reported_late = False
+        self._reported_equal = self._reported_late = self._reported_idle = False
         self._ready = True
+        self._skipped_in_a_row = 0
+        self._check_next = False  # digests, at the next step
+        self._right: int | None = None  # whose replica the others get after the step
         self._flight: Flight | None = None
         self._watching: Overlap | None = None
         self._lines: list[CountingBackend] | None = None
@@ -136,7 +151,7 @@ class CommOptimizer(PackedOptimizer):
 
     def settings(self) -> list[Any]:
         """What besides the groups must be the same on every rank."""
-        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap]
+        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard]
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
@@ -201,8 +216,8 @@ class CommOptimizer(PackedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, the same on every rank; all ranks must call it.
 
-        If some gradient on some rank is inf or NaN, all ranks skip the step: nothing changes, and it is counted and
-        logged.
+        If some gradient on some rank is inf or NaN (or their norm is above 1e14), all ranks skip the step: nothing
+        changes, and it is counted and logged.
 
         Args:
             closure: reevaluates the model and returns the loss. Not with ``overlap=True``.
@@ -215,6 +230,8 @@ class CommOptimizer(PackedOptimizer):
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
+            commopt.optim.agreement.OutOfStep: a rank has another learning rate, or is at another step.
+            commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
         self.refuse_if_lent("step()")
@@ -231,7 +248,7 @@ class CommOptimizer(PackedOptimizer):
         flight = self.flight()
         try:
             self._fly(flight, refused, local)
-        except CollectiveError:
+        except (CollectiveError, OutOfStep):  # what the ranks have started does not fit together any more
             raise
         except StepSkipped:
             flight.call_off()
@@ -260,7 +277,9 @@ class CommOptimizer(PackedOptimizer):
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
-        if local and view.error is None and not math.isfinite(view.square_norm):
+        if not local:
+            view = self._guarded(view, flight.number)
+        elif view.error is None and not is_usable(view.square_norm):
             flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
             self._report_dropped()
         if early and not self._lines:  # all goes over one line, where some ranks have started these in backward
@@ -278,7 +297,17 @@ class CommOptimizer(PackedOptimizer):
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()
+        self._end_agreed(flight, local)
         self._report_new_phases(phases)
+
+    def _end_agreed(self, flight: Flight, local: bool) -> None:
+        """What follows when all ranks have taken a step together."""
+        if local:
+            return
+        self._skipped_in_a_row, self._check_next = 0, False
+        self._report_idle(flight)
+        if self._right is not None:
+            self._repair(self._right)
 
     def _follow(self, flight: Flight) -> None:
         """Follows parameters that were moved, cast or unfrozen."""
@@ -287,6 +316,8 @@ class CommOptimizer(PackedOptimizer):
                 "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
                 "them already; do it after step()"
             )
+        for bucket in self.buckets:
+            bucket.check_shapes()
         if self.follow_parameters():
             flight.buckets = list(self.buckets)
 
@@ -388,6 +419,28 @@ class CommOptimizer(PackedOptimizer):
         square += sum(float(s) for s in averaged.values())
         return LocalView(square * unscale**2, present, any(id(p) in wanting for p in fresh))
 
+    # is it still right? -----------------------------------------------------------------------------------------------
+
+    def _guarded(self, view: LocalView, number: int) -> LocalView:
+        """``view`` of step ``number``, with what the ranks compare."""
+        terms = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
+        checks_now = self._check_next or self.guard.checks_at(number)
+        judge = functools.partial(self._judge, number)
+        return dataclasses.replace(view, terms=terms, checks=checks_now, digests=self.digests, judge=judge)
+
+    def _judge(self, number: int, table: list[list[int]]) -> None:
+        """Says what follows from the digests of all ranks."""
+        where, names = f"{type(self).__name__}, step {number}", [name for name, _ in self.replicated()]
+        self._right = self.guard.judge(table, names, where)
+        if self._right is not None and self.backend.rank == 0:
+            what = describe_difference(table, names)
+            logger.error("%s: %s; after this step all have what rank %d has", where, what, self._right)
+
+    def _repair(self, right: int) -> None:
+        """Gives all ranks what rank ``right`` has of what must be the same."""
+        self.copy_replica(right)
+        self._right, self._check_next = None, True
+
     # what is it doing? ------------------------------------------------------------------------------------------------
 
     @property
@@ -430,11 +483,28 @@ class CommOptimizer(PackedOptimizer):
     def _skip(self, verdict: Verdict | None) -> None:
         assert verdict is not None
         self.skipped_steps += 1
+        self._skipped_in_a_row += 1
         if self.backend.rank == 0 and worth_a_line(self.skipped_steps):
             logger.warning(
-                "%s: step skipped on all ranks: inf or NaN in the gradients of %d of %d ranks (%d skipped so far)",
-                type(self).__name__, verdict.non_finite, self.backend.world_size, self.skipped_steps,
+                "%s: step skipped on all ranks: inf, NaN or a norm above %g in the gradients of rank %s (%d skipped so "
+                "far)",
+                type(self).__name__, LARGEST_NORM, ", ".join(map(str, verdict.non_finite)), self.skipped_steps,
             )  # fmt: skip
+        if self.guard.ends_after(self._skipped_in_a_row):
+            names = {p: self.name_of(p) for bucket in self.buckets for p in bucket.params}
+            told = tell_not_finite(self.backend, self.buckets, names)
+            raise NotFinite(f"{type(self).__name__}: {self._skipped_in_a_row} steps in a row were skipped: {told}")
+
+    def _report_idle(self, flight: Flight) -> None:
+        if self._reported_idle or not flight.params or flight.present():
+            return
+        self._reported_idle = True
+        if self.backend.rank == 0:
+            logger.warning(
+                "%s: no parameter has a gradient on any rank, so nothing moves. Was backward() called, and are these "
+                "still the parameters of the model? (Some wrappers, such as FSDP, exchange them: wrap first.)",
+                type(self).__name__,
+            )
 
     def _report_dropped(self) -> None:
         self.dropped_gradients += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Sequence
@@ -118,7 +119,22 @@ def check_common(max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
 
 def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None) -> None:
     """devices: the types that the backend can send from; None for all."""
+    if _is_partition():
+        raise ValueError(
+            "ZeroRedundancyOptimizer gives each rank other parameters, which an optimizer that averages them over the "
+            "ranks would mix up; give the commopt optimizer all parameters itself"
+        )
     for i, p in enumerate(params):
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter {i} is sharded by FullyShardedDataParallel: each rank holds another part of the model, and "
+                "averaging these would mix them up; allowed are whole parameters, the same on every rank"
+            )
+        if _is_dtensor(p):
+            raise ValueError(
+                f"parameter {i} is a DTensor, sharded as {getattr(p, 'placements', '?')}: sharded parameters are not "
+                "supported yet; allowed are whole parameters, the same on every rank"
+            )
         if p.device.type == "meta":
             raise ValueError(
                 f"parameter {i} is on the meta device and has no values: first give it memory (to_empty())"
@@ -131,13 +147,24 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None)
         if p.dtype not in _DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
             raise ValueError(f"parameter {i} is {str(p.dtype).removeprefix('torch.')}; allowed are {allowed}")
-        if _is_sharded(p) or p.layout != torch.strided:
+        if p.layout != torch.strided:
             raise ValueError(
                 f"parameter {i} is a {type(p).__name__} of layout {p.layout}; allowed are plain strided tensors"
             )
 
 
-def _is_sharded(p: Tensor) -> bool:
+def _is_partition() -> bool:
+    """Whether a ZeroRedundancyOptimizer is making this optimizer of its rank's part of the parameters: nothing in the
+    parameters tells that they are another's."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(frame.f_locals.get("self")).__mro__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_dtensor(p: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
     return module is not None and isinstance(p, module.DTensor)
 

@@ -41,6 +41,7 @@ from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer, square_norm
 from commopt.optim.flight import Step
+from commopt.optim.guard import Guard
 from commopt.optim.packed import Origin, StateBucket
 from commopt.optim.rules import scaled_gradient, sgd_
 from commopt.optim.state import MERGED
@@ -95,8 +96,8 @@ class CSER(CommOptimizer):
         reset_compressor: C1, which part of the errors is averaged at a reset; RandomBlocks or any Compressor.
         max_grad_norm: clip each rank's gradients to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2),
             one number on all ranks. Not with ``overlap=True``.
-        bucket_mb, overlap, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not on nodes of several
-            ranks.
+        bucket_mb, overlap, guard, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not on nodes of
+            several ranks.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, if ranks differ in parameters or
@@ -126,6 +127,7 @@ class CSER(CommOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -147,6 +149,7 @@ class CSER(CommOptimizer):
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
+            guard=guard,
             process_group=process_group,
             backend=backend,
         )

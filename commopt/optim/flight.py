@@ -69,6 +69,7 @@ class Flight:
 
     Attributes:
         buckets: those there were when it began; they start in this order.
+        number: of the step, from 1.
         launched: how many of them have started.
         agreement: what all ranks decide about the step.
         params: those of all buckets, as in the verdict; set before the agreement starts.
@@ -86,14 +87,14 @@ class Flight:
         self.early = self.dropped = False
         self._present: frozenset[int] | None = None
         self._groups = optimizer.group_of()
-        self._number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
+        self.number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._used: list[tuple[Tensor, Tensor | None, int]] = []
         self._terms: list[dict[str, Any]] = []
 
     def where(self, what: str) -> str:
         """``what``, with the number of the step, for errors."""
-        return f"step {self._number}, {what}"
+        return f"step {self.number}, {what}"
 
     def launch_known(self, but_last: bool = False) -> None:
         """Starts all buckets there were at the beginning that have not started yet; ``but_last``: up to the last one,

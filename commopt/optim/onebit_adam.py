@@ -35,6 +35,7 @@ from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.flight import Step
 from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
@@ -74,6 +75,7 @@ class OneBitAdam(WarmupOptimizer):
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
             a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node: then
             only what goes from node to node is compressed, and 1 / (ranks of a node) of it leaves on behalf of each
             rank. None is the default process group, or one rank where there is none.
@@ -98,6 +100,7 @@ class OneBitAdam(WarmupOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -116,6 +119,7 @@ class OneBitAdam(WarmupOptimizer):
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
+            guard=guard,
             process_group=process_group,
             backend=backend,
         )

@@ -49,6 +49,7 @@ from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.flight import Step
 from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
@@ -88,6 +89,7 @@ class OneBitLamb(WarmupOptimizer):
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
             once more.
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node. None is
             the default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
@@ -119,6 +121,7 @@ class OneBitLamb(WarmupOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -143,6 +146,7 @@ class OneBitLamb(WarmupOptimizer):
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
+            guard=guard,
             process_group=process_group,
             backend=backend,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.bucket import Bucket, bucket_bytes, partition
-from commopt.comm import CountingBackend, all_reduce_bytes, message_device, resolve_backend, sends_from
+from commopt.comm import CountingBackend, all_reduce_bytes, message_device, resolve_backend, sends_from, wait
 from commopt.compress import Columns, Compressor, Feedback
-from commopt.optim.agreement import agree_on_setup, equalize
+from commopt.optim.digest import digest
+from commopt.optim.guard import Guard
 from commopt.optim.replicas import Replicas
+from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state import MERGED, RANK_LOCAL
 
 logger = logging.getLogger("commopt")
@@ -87,9 +89,11 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     max_grad_norm: float | None
     bucket_mb: float | None
     overlap: bool
+    guard: Guard
     skipped_steps: int
     dropped_gradients: int
     buckets: list[StateBucket]
+    _check_next: bool
 
     clocks: tuple[str, ...] = CLOCKS
     """Names of the 0-d float32 CPU tensors in the state of each parameter."""
@@ -119,6 +123,53 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """Which share of every bucket this rank averages: they are in the order of places, and of nodes within."""
         return self.backend.inside.rank * self.backend.between.world_size + self.backend.between.rank
 
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """What must be the same on all ranks now, to the bit, each with what to call it: parameters unless replicas are
+        apart, flat buffers that are not a rank's own, and numbers of the parameters."""
+        for i, bucket in enumerate(self.buckets):
+            where = f"bucket {i} ({bucket.describe()})"
+            if not self.apart:
+                yield f"the parameters of {where}", bucket.pack_params()
+            for name, flat in self._replicated_buffers(bucket).items():
+                yield f"{name} of {where}", flat
+            numbers = self._numbers(bucket)
+            if numbers:
+                yield f"step counts of {where}", torch.stack([n.double() for n in numbers])
+
+    def copy_replica(self, source: int) -> None:
+        """Gives all ranks what rank ``source`` has of what must be the same on all of them."""
+        for bucket in self.buckets:
+            if not self.apart:
+                flat = bucket.pack_params()
+                self._copy_from(source, flat)
+                bucket.unpack_params(flat)
+            for flat in self._replicated_buffers(bucket).values():
+                self._copy_from(source, flat)
+            numbers = self._numbers(bucket)
+            if numbers:
+                values = torch.stack([n.double() for n in numbers]).to(bucket.device)
+                self._copy_from(source, values)
+                torch._foreach_copy_(numbers, list(values.cpu().to(numbers[0].dtype).unbind()))
+            bucket.set_live(None)
+
+    def _copy_from(self, source: int, x: Tensor) -> None:
+        wait(self.backend.broadcast(x, source), f"the replica of rank {source} for all")
+
+    def _replicated_buffers(self, bucket: StateBucket) -> dict[str, Tensor]:
+        """The flat buffers that are the same on all ranks now."""
+        p = bucket.params[0]
+        own = self.local_state(p, self.group_of()[id(p)])
+        return {name: flat for name, flat in bucket.buffers.items() if name not in own}
+
+    def _numbers(self, bucket: StateBucket) -> list[Tensor]:
+        """The 0-d tensors in the state of its parameters."""
+        return [self.state[p][name] for p in bucket.params for name in (*self.clocks, *self.scalars)]
+
+    def digests(self) -> list[int]:
+        """The digests of what :meth:`replicated` gives."""
+        found = [digest(x) for _, x in self.replicated()]
+        return torch.stack([d.to(found[0].device) for d in found]).tolist() if found else []
+
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
@@ -137,9 +188,11 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         devices = sorted({p.device.type for p in params})
         providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
         facts = {
+            **versions(devices),
             "parameter lists": str(
                 [[(tuple(p.shape), p.dtype, p.device.type) for p in group["params"]] for group in groups]
             ),
+            "names of the parameters": str([group.get("param_names") for group in groups]),
             "settings or kernel providers": str([*settings, providers]),
         }
         counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
@@ -289,6 +342,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         finally:
             hook.remove()
             del self._incoming
+        self._check_next = True
 
     def _check_incoming(self, given: dict[str, Any]) -> None:
         ids = [i for group in given["param_groups"] for i in group["params"]]
@@ -413,8 +467,8 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     # pickling and copying ---------------------------------------------------------------------------------------------
 
     _SETTINGS: tuple[str, ...] = (
-        "compressor", "max_grad_norm", "bucket_mb", "overlap", "skipped_steps", "dropped_gradients", "defaults",
-        "param_groups",
+        "compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "skipped_steps", "dropped_gradients",
+        "defaults", "param_groups",
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:

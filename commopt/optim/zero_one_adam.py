@@ -51,6 +51,7 @@ from commopt.optim import checks
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.guard import Guard
 from commopt.optim.packed import CLOCKS, Origin, StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
@@ -112,6 +113,7 @@ class ZeroOneAdam(CommOptimizer):
         overlap: send while backward runs, at T_v and T_u: to the same bits. Costs both residuals once more, and
             excludes what needs all gradients first, as in ``OneBitAdam``; and lr may not change between backward() and
             step().
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node.
         backend: a :class:`commopt.comm.Backend` instead.
 
@@ -140,6 +142,7 @@ class ZeroOneAdam(CommOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -160,6 +163,7 @@ class ZeroOneAdam(CommOptimizer):
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
+            guard=guard,
             process_group=process_group,
             backend=backend,
         )

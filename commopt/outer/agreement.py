@@ -9,7 +9,7 @@ import torch
 from commopt.comm import Backend, wait
 from commopt.optim.agreement import StepRefused
 
-FIELDS = 7
+FIELDS = 8
 ROUND_BYTES = 8 * FIELDS
 """Bytes of the row that each rank all-gathers at a synchronisation."""
 
@@ -24,6 +24,7 @@ class Standing:
         step, number: local steps since the last synchronisation, and synchronisations so far.
         terms: a checksum of the hyper-parameters that the outer step uses, below 2**48.
         moved: whether parameters were changed between the last synchronisation and the next step.
+        checks: whether this rank wants digests compared.
         error: why this rank cannot go on.
     """
 
@@ -33,6 +34,7 @@ class Standing:
     number: int
     terms: int
     moved: bool
+    checks: bool = False
     error: Exception | None = None
 
 
@@ -44,20 +46,23 @@ class Verdict:
         broken: the ranks some of whose parameters are inf or NaN; the same on every rank.
         equal_gradients: whether all ranks had the same last gradients: somebody else averages them.
         moved: whether parameters of any rank were changed between two rounds.
+        checks: whether any rank wants digests compared.
     """
 
     broken: list[int]
     equal_gradients: bool
     moved: bool
+    checks: bool
 
 
 def exchange(backend: Backend, device: torch.device, mine: Standing, where: str) -> list[list[float]]:
-    """What every rank says of itself, by rank: one all-gather of 56 bytes a rank.
+    """What every rank says of itself, by rank: one all-gather of 64 bytes a rank.
 
     Raises:
         commopt.comm.CollectiveError: the other ranks could not be reached; begins with ``where``.
     """
     row = [mine.error is not None, mine.finite, mine.square_norm, mine.step, mine.number, mine.terms, mine.moved]
+    row.append(mine.checks)
     if backend.world_size == 1:
         return [[float(x) for x in row]]
     message = torch.tensor([float(x) for x in row], dtype=torch.float64, device=device)
@@ -80,7 +85,7 @@ def judge(table: list[list[float]], mine: Standing, where: str) -> Verdict:
         if failed:
             raise StepRefused(f"{where}: rank {rank} cannot take this step; its own error says why")
     first = table[0]
-    for rank, (_, _, _, step, number, terms, _) in enumerate(table):
+    for rank, (_, _, _, step, number, terms, *_) in enumerate(table):
         if (step, number) != (first[3], first[4]):
             raise StepRefused(
                 f"{where}: rank {rank} has taken {step:.0f} local steps after {number:.0f} synchronisations, rank 0 "
@@ -93,4 +98,5 @@ def judge(table: list[list[float]], mine: Standing, where: str) -> Verdict:
             )
     squares = [line[2] for line in table]
     equal = len(table) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
-    return Verdict([rank for rank, line in enumerate(table) if not line[1]], equal, any(line[6] for line in table))
+    broken = [rank for rank, line in enumerate(table) if not line[1]]
+    return Verdict(broken, equal, any(line[6] for line in table), any(line[7] for line in table))

@@ -26,7 +26,9 @@ import torch
 from commopt.comm import Backend, CountingBackend, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import checks
+from commopt.optim.agreement import is_usable
 from commopt.optim.base import square_norm, worth_a_line
+from commopt.optim.guard import Guard, NotFinite, check_guard
 from commopt.outer.saving import POSITION
 from commopt.outer.synchronize import SynchronizedOuter
 from commopt.outer.wrap import check_base, make_base
@@ -51,6 +53,8 @@ class OuterOptimizer(SynchronizedOuter):
         compressor: what is sent of the ranks' ways; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the parameter group, but 1 to 25.
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
+            synchronisations, about every ``check_every`` steps.
         process_group, backend: as for every optimizer of commopt.
 
     Raises:
@@ -72,11 +76,13 @@ class OuterOptimizer(SynchronizedOuter):
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
         self.backend = CountingBackend(resolve_backend(process_group, backend))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
+        self.guard = Guard() if guard is None else guard
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
         self._ready = False
@@ -88,6 +94,7 @@ class OuterOptimizer(SynchronizedOuter):
                     f"{compressor!r}"
                 )
             checks.check_common(max_grad_norm, bucket_mb, overlap=False)
+            check_guard(self.guard)
             self.own_settings()
             self.base = make_base(params, base, base_args)
             check_base(self.base)
@@ -103,7 +110,8 @@ class OuterOptimizer(SynchronizedOuter):
     def _restart(self) -> None:
         self.buckets = []
         self._attachment: Any = None
-        self._reported_equal = self._moved = False
+        self._reported_equal = self._moved = self._check_next = False
+        self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
         self._ready = True
 
@@ -165,7 +173,7 @@ class OuterOptimizer(SynchronizedOuter):
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         base = type(getattr(self, "base", None)).__name__
-        settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb]
+        settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
         settings += self.own_settings() if error is None else []
         self.welcome(groups, settings, error)
         self.backend.end_step()
@@ -212,20 +220,32 @@ class OuterOptimizer(SynchronizedOuter):
             group["round_lr"] += float(group.get("lr", 0.0))
         try:
             if error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
-                self.end_round(error)
+                self.end_round(error or self._too_many_skipped())
         finally:
             if self._attachment is not None:
                 self._attachment.clear()
             self.backend.end_step()
         return loss
 
+    def _too_many_skipped(self) -> Exception | None:
+        """What ends the run if this rank has skipped its local steps for too long, though its parameters are finite."""
+        params = [p.detach() for bucket in self.buckets for p in bucket.params]
+        if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(params)):
+            return None
+        return NotFinite(
+            f"{type(self).__name__}: rank {self.backend.rank} has skipped its last {self._local_skips} local steps: "
+            "inf, NaN or a norm above 1e14 in its gradients, while its parameters are finite; look at its data and the "
+            "learning rate"
+        )
+
     def _local_step(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         dense = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in grads]
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         square = square_norm(dense) * unscale**2
-        finite = square < float("inf")  # NaN is not
+        finite = is_usable(square)
         self._square = square if finite else 0.0
+        self._local_skips = 0 if finite else self._local_skips + 1
         if not finite:
             self.skipped_steps += 1
             if worth_a_line(self.skipped_steps):

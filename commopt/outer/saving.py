@@ -143,7 +143,7 @@ class SavedOuter(PackedOptimizer):
     # pickling and copying ---------------------------------------------------------------------------------------------
 
     _SETTINGS: tuple[str, ...] = (
-        "base", "compressor", "max_grad_norm", "bucket_mb", "skipped_steps", "skipped_rounds", "defaults",
+        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "skipped_steps", "skipped_rounds", "defaults",
     )  # fmt: skip
 
     def _unpickle(self, state: dict[str, Any]) -> None:

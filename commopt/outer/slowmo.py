@@ -20,6 +20,7 @@ from torch import Tensor
 from commopt.comm import Backend
 from commopt.compress import Compressor
 from commopt.optim import checks
+from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.synchronize import Round
@@ -44,6 +45,7 @@ class SlowMo(OuterOptimizer):
         compressor: sends the ways compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
         backend: a :class:`commopt.comm.Backend` instead.
         base_args: arguments of the class ``base``, such as lr.
@@ -67,6 +69,7 @@ class SlowMo(OuterOptimizer):
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
+        guard: Guard | None = None,
         process_group: Any = None,
         backend: Backend | None = None,
         **base_args: Any,
@@ -74,7 +77,7 @@ class SlowMo(OuterOptimizer):
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, process_group=process_group, backend=backend,
+            bucket_mb=bucket_mb, guard=guard, process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def check_group(self, group: dict[str, Any]) -> None:

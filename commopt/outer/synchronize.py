@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Pipeline
-from commopt.optim.agreement import equalize
+from commopt.comm import Pipeline, wait
+from commopt.optim.agreement import is_usable
 from commopt.optim.base import square_norm, worth_a_line
+from commopt.optim.guard import NotFinite, describe_difference, tell_not_finite
 from commopt.optim.packed import StateBucket
+from commopt.optim.setup import equalize
 from commopt.outer.agreement import Standing, Verdict, exchange, judge
 from commopt.outer.mean import mean_way
 from commopt.outer.saving import SavedOuter
@@ -42,6 +44,8 @@ class SynchronizedOuter(SavedOuter):
     _reported_equal: bool
     _square: float
     _moved: bool
+    _check_next: bool
+    _skipped_in_a_row: int
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
         """Moves ``bucket.buffers["anchor"]``.
@@ -58,6 +62,8 @@ class SynchronizedOuter(SavedOuter):
         """Follows what was done to parameters, and to the base behind our back."""
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
             self.adopt_groups(self.param_groups)
+        for bucket in self.buckets:
+            bucket.check_shapes()
         self.follow_parameters()
 
     @property
@@ -93,10 +99,14 @@ class SynchronizedOuter(SavedOuter):
         if verdict.broken:
             self._skip(verdict)
             return
+        self._skipped_in_a_row = 0
         self._report_equal_gradients(verdict)
         with self.reaching_others(where):
             if verdict.moved:
                 self._equalize_anchors(device)
+        if verdict.checks:
+            self._compare_replicas(device, where)
+        with self.reaching_others(where):
             ways = self._mean_ways(where)
         groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
         for bucket, way in zip(self.buckets, ways):
@@ -121,9 +131,29 @@ class SynchronizedOuter(SavedOuter):
             for group in self.param_groups
         ]
         group = self.param_groups[0]
-        finite = square_norm([p.detach() for bucket in self.buckets for p in bucket.params]) < float("inf")
-        checksum = zlib.crc32(str(terms).encode())
-        return Standing(finite, self._square, group["round_step"], group["rounds"], checksum, self._moved, error)
+        finite = is_usable(square_norm([p.detach() for bucket in self.buckets for p in bucket.params]))
+        checksum, rounds = zlib.crc32(str(terms).encode()), group["rounds"]
+        every = self.guard.check_every
+        checks = self._check_next or (every is not None and (rounds + 1) % max(1, every // group["period"]) == 0)
+        return Standing(finite, self._square, group["round_step"], rounds, checksum, self._moved, checks, error)
+
+    def _compare_replicas(self, device: torch.device, where: str) -> None:
+        """Compares the digests of what must be the same on all ranks: anchors and outer momenta.
+
+        Raises:
+            commopt.optim.ReplicasDiffer: they are not, and cannot be repaired, or shall not.
+        """
+        mine = torch.tensor(self.digests(), dtype=torch.int64, device=device)
+        received = mine.new_empty(self.backend.world_size, mine.numel())
+        with self.reaching_others(what := f"{where}, comparison of the replicas"):
+            wait(self.backend.all_gather(received, mine), what)
+        table, names = received.tolist(), [name for name, _ in self.replicated()]
+        right = self.guard.judge(table, names, where)
+        self._check_next = right is not None
+        if right is not None:
+            if self.backend.rank == 0:
+                logger.error("%s: %s; all have what rank %d has now", where, describe_difference(table, names), right)
+            self.copy_replica(right)
 
     def _equalize_anchors(self, device: torch.device) -> None:
         """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
@@ -156,12 +186,19 @@ class SynchronizedOuter(SavedOuter):
 
     def _skip(self, verdict: Verdict) -> None:
         self.skipped_rounds += 1
+        self._skipped_in_a_row += 1
         if self.backend.rank == 0 and worth_a_line(self.skipped_rounds):
             logger.warning(
                 "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
                 "far). It is tried again after the next step; those ranks need the last good checkpoint.",
                 type(self).__name__, verdict.broken, self.skipped_rounds,
             )  # fmt: skip
+        if self.guard.ends_after(self._skipped_in_a_row):
+            names = {p: f"a parameter of shape {tuple(p.shape)}" for bucket in self.buckets for p in bucket.params}
+            told = tell_not_finite(self.backend, self.buckets, names)
+            raise NotFinite(
+                f"{type(self).__name__}: {self._skipped_in_a_row} synchronisations in a row were skipped: {told}"
+            )
 
     def _report_equal_gradients(self, verdict: Verdict) -> None:
         if self._reported_equal or not verdict.equal_gradients:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commopt.bucket import bucket_bytes
 from commopt.comm import CollectiveError, TorchBackend
 from commopt.compress import Sign
-from commopt.optim.agreement import agree_on_setup
+from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, over_run, recommend
 from commopt.probe.fit import fit_line, line_through, misfit
 from commopt.probe.local import Local, measure_local

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import all_reduce_bytes
 from commopt.compress import Compressor
+from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.fit import Line
 
 BACKWARD = 2 / 3
@@ -26,8 +27,6 @@ BACKWARD = 2 / 3
 MB = 2**20
 DDP_BUCKETS = (1 * MB, 25 * MB)
 """Bytes of DDP's first bucket, and of the others."""
-AGREEMENT = 56
-"""Bytes of the message with which the ranks agree on a step."""
 SLOWEST, FASTEST = 1e3, 1e13
 """Between these bandwidths, in bit/s, the break-even is sought."""
 
@@ -202,7 +201,7 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
             messages.launch(n)
             messages.turn(clock.now)
     clock.compute(costs.onebit["all_reduce"] * model.params)
-    agreed = clock.send("all_reduce", all_reduce_bytes(AGREEMENT, costs.world_size))
+    agreed = clock.send("all_gather", (costs.world_size - 1) * AGREEMENT_BYTES)
     if not overlap:
         clock.wait(agreed)
     for n in buckets[early:]:

@@ -1,0 +1,144 @@
+"""What the ranks tell each other before there is an optimizer: what it is made of, and from which parameters it starts.
+
+A difference is an error on every rank, instead of a hang or of replicas that drift apart without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend, message_device, wait
+from commopt.optim.digest import digest
+
+SETUP_BYTES = 768
+"""Bytes of the row that each rank all-gathers at construction."""
+
+WIRE_FORMAT = 1
+"""Goes up when what compressors or collectives send changes its layout."""
+
+_DIGEST = 16
+_TEXT = 512
+
+
+def agree_on_setup(
+    backend: Backend, device: torch.device, facts: dict[str, str], error: Exception | None, counts: str = ""
+) -> None:
+    """Raises, on every rank, if ``error`` is set on any rank or if any of ``facts`` differs between ranks.
+
+    Args:
+        backend: the ranks. With one rank, ``error`` is raised and that is all.
+        device: where the message is put, a device that the backend can communicate from.
+        facts: at most 14 things that must be equal on all ranks, by name, in words of any length.
+        error: what this rank has found wrong with its own arguments.
+        counts: a short description of this rank's parameters, for the message.
+
+    Raises:
+        ValueError: names the rank that differs from rank 0 and in what, or the rank whose arguments are wrong.
+    """
+    if backend.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    names = list(facts)
+    everyone = _exchange(backend, device, _encode(facts, error, counts))
+    if error is not None:
+        raise error
+    for rank, (failed, _, text) in enumerate(everyone):
+        if failed:
+            raise ValueError(f"rank {rank} refused its arguments: {text}")
+    for i, name in enumerate(names):
+        different = [rank for rank, (_, digests, _) in enumerate(everyone) if digests[i] != everyone[0][1][i]]
+        if different:
+            _raise_different(backend, name, facts[name], different[0], [text for _, _, text in everyone])
+
+
+def versions(devices: Sequence[str]) -> dict[str, str]:
+    """What must be the same on all ranks for their arithmetic to be, whatever they train.
+
+    Args:
+        devices: types of the devices that parameters are on. On a CPU, torch rounds by the instruction set it uses
+            (ATEN_CPU_CAPABILITY chooses).
+    """
+    import commopt
+
+    known = {"versions of commopt": commopt.__version__, "versions of torch": torch.__version__}
+    known["wire formats"] = str(WIRE_FORMAT)
+    if "cpu" in devices:
+        known["instruction sets of torch (ATEN_CPU_CAPABILITY)"] = torch.backends.cpu.get_cpu_capability()
+    return known
+
+
+def _raise_different(backend: Backend, name: str, fact: str, rank: int, counts: Sequence[str]) -> None:
+    """Every rank has seen that ``rank`` differs from rank 0 in the fact called ``name``."""
+    facts = gather_texts(backend, fact)
+    theirs, first = counts[rank], counts[0]
+    if theirs == first:
+        theirs, first = facts[rank], facts[0]
+    if max(len(theirs), len(first)) > 500:  # show where they part
+        at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
+        theirs, first = (f"... {text[max(0, at - 100) : at + 100]} ..." for text in (theirs, first))
+    raise ValueError(f"{name} differ between ranks: rank {rank} has {theirs}, rank 0 has {first}")
+
+
+def gather_texts(backend: Backend, text: str) -> list[str]:
+    """The text of every rank, by rank. Two all-gathers, for what is told once and of any length."""
+    if backend.world_size == 1:
+        return [text]
+    device = message_device(backend)
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = torch.empty(backend.world_size, 1, dtype=torch.int64, device=device)
+    wait(backend.all_gather(lengths, torch.tensor([mine.numel()], device=device)), "texts of the ranks")
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    table = padded.new_empty(backend.world_size, padded.numel())
+    wait(backend.all_gather(table, padded), "texts of the ranks")
+    rows = zip(table.tolist(), lengths.flatten().tolist())
+    return [bytes(row[:length]).decode(errors="replace") for row, length in rows]
+
+
+def _encode(facts: dict[str, str], error: Exception | None, counts: str) -> bytes:
+    head = SETUP_BYTES - _TEXT
+    assert len(facts) <= head // _DIGEST - 1
+    digests = b"".join(hashlib.blake2b(v.encode(), digest_size=_DIGEST).digest() for v in facts.values())
+    text = (str(error) if error is not None else counts).encode()[:_TEXT]
+    return (bytes([error is not None]).ljust(_DIGEST, b"\0") + digests).ljust(head, b"\0") + text.ljust(_TEXT, b"\0")
+
+
+def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[bool, list[bytes], str]]:
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    table = torch.empty(backend.world_size, SETUP_BYTES, dtype=torch.uint8, device=device)
+    wait(backend.all_gather(table, mine), "agreement of the ranks on what the optimizer is made of")
+    out = []
+    for line in table.cpu():
+        raw = bytes(line.tolist())
+        head, text = raw[: SETUP_BYTES - _TEXT], raw[SETUP_BYTES - _TEXT :].rstrip(b"\0").decode(errors="replace")
+        digests = [head[i : i + _DIGEST] for i in range(_DIGEST, len(head), _DIGEST)]
+        out.append((bool(head[0]), digests, text))
+    return out
+
+
+def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -> bool:
+    """Gives every rank rank 0's ``params`` if any rank's differ, and says whether. Replicas that start apart would stay
+    apart.
+
+    Sends 8 bytes per parameter, its digest, where nothing differs.
+    """
+    if backend.world_size == 1 or not params:
+        return False
+    with torch.no_grad():
+        mine = torch.stack([digest(p).to(device) for p in params])
+        rank_0 = mine.clone()
+        wait(backend.broadcast(rank_0), "comparison of the parameters")
+        differ = torch.tensor([float(not torch.equal(mine, rank_0))], device=device)
+        wait(backend.all_reduce(differ), "comparison of the parameters")
+        if differ.item() == 0:
+            return False
+        for p in params:
+            flat = p.detach().contiguous()
+            wait(backend.broadcast(flat), "parameters of rank 0 for all")
+            p.copy_(flat)
+    return True

@@ -1,0 +1,444 @@
+"""A run that has gone wrong ends, and says where: what is not finite, which rank differs, who has other settings."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, tensors_in, train
+
+from commopt import (
+    CSER,
+    DiLoCo,
+    Guard,
+    LocalSGD,
+    OneBitAdam,
+    OneBitLamb,
+    QSparseLocalSGD,
+    SignMomentum,
+    SlowMo,
+    ZeroOneAdam,
+)
+from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, setup
+from commopt.optim.agreement import OutOfStep
+from commopt.optim.digest import CHUNK, digest
+from commopt.optim.guard import describe_difference, majority
+
+Make = Callable[..., Any]
+MAKERS: dict[str, Make] = {
+    "OneBitAdam warming up": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=1000, **kw),
+    "OneBitAdam": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=2, **kw),
+    "OneBitAdam overlapping": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=2, overlap=True, **kw),
+    "OneBitLamb": lambda params, **kw: OneBitLamb(params, lr=1e-2, freeze_step=2, **kw),
+    "ZeroOneAdam": lambda params, **kw: ZeroOneAdam(
+        params, lr=1e-2, variance=VariancePolicy(2, 4), sync=SyncPolicy(2, None, 2), **kw
+    ),
+    "CSER": lambda params, **kw: CSER(params, lr=1e-2, momentum=0.9, period=2, **kw),
+    "QSparseLocalSGD": lambda params, **kw: QSparseLocalSGD(params, lr=1e-2, period=2, **kw),
+    "LocalSGD": lambda params, **kw: LocalSGD(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
+    "SlowMo": lambda params, **kw: SlowMo(params, torch.optim.SGD, lr=1e-2, period=2, **kw),
+    "DiLoCo": lambda params, **kw: DiLoCo(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
+    "SignMomentum": lambda params, **kw: SignMomentum(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
+}
+EVERY = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+# not finite -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_a_poisoned_parameter_ends_the_run_and_is_named(make):
+    def run(backend):
+        model = Toy()
+        optimizer = make(model.named_parameters(), backend=backend, guard=Guard(max_skipped=3))
+        train(model, optimizer, range(4), backend.rank, 3)
+        if backend.rank == 1:
+            with torch.no_grad():
+                model.weight.view(-1)[0] = math.nan
+        with pytest.raises((NotFinite, RuntimeError)) as caught:
+            train(model, optimizer, range(4, 24), backend.rank, 3)
+        return str(caught.value), optimizer.skipped_steps
+
+    for text, skipped in on_threads(3, run):
+        assert "rank 1: " in text
+        assert "(1 of 40 elements)" in text or "(1 of " in text
+        assert "3 " in text
+        assert "in a row were skipped" in text
+        assert skipped <= 9
+
+
+def test_only_gradients_that_are_not_finite_are_named_too():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.named_parameters(), backend=backend, guard=Guard(max_skipped=2))
+        backward(model, 0, backend.rank, 2)
+        if backend.rank == 0:
+            model.bias.grad[:] = math.inf
+        optimizer.step()
+        with pytest.raises(NotFinite) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    texts = on_threads(2, run)
+    assert texts[0] == texts[1]
+    assert "rank 0: the gradient of bias" in texts[0]
+    assert "rank 1" not in texts[0]
+
+
+def test_a_step_that_is_taken_starts_the_count_anew_and_none_never_ends():
+    def run(backend, most):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend, guard=Guard(max_skipped=most))
+        for step in range(40):
+            backward(model, step, backend.rank, 2)
+            if most is None or step % 3:
+                model.bias.grad[:] = math.nan
+            optimizer.step()
+        return optimizer.skipped_steps
+
+    assert on_threads(2, lambda backend: run(backend, 3)) == [26, 26]
+    assert on_threads(2, lambda backend: run(backend, None)) == [40, 40]
+
+
+def test_alone_too():
+    model = Toy()
+    optimizer = OneBitAdam(model.named_parameters(), guard=Guard(max_skipped=2))
+    optimizer.state[model.weight]["exp_avg"].fill_(math.inf)
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+    with pytest.raises(NotFinite, match=r"rank 0: weight .*exp_avg of bucket 0"):
+        train(model, optimizer, range(3))
+
+
+@EVERY
+@pytest.mark.parametrize("huge", [3e38, 1e30, 1e20])
+def test_a_gradient_too_large_for_float32_arithmetic_counts_as_not_finite(make, huge):
+    """Its square overflows: v, a scale or a residual would be infinite for ever."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = make(model.parameters(), backend=backend)
+        train(model, optimizer, range(6), backend.rank, 2)
+        backward(model, 6, backend.rank, 2)
+        if backend.rank == 0:
+            model.weight.grad.view(-1)[3] = huge
+        optimizer.step()
+        skipped = optimizer.skipped_steps + getattr(optimizer, "dropped_gradients", 0)
+        train(model, optimizer, range(7, 13), backend.rank, 2)
+        finite = all(t.isfinite().all() for t in [*params_of(model), *tensors_in(optimizer.state_dict())])
+        return skipped, finite
+
+    results = on_threads(2, run)
+    assert max(skipped for skipped, _ in results) == 1
+    assert all(finite for _, finite in results)
+
+
+# replicas that differ -------------------------------------------------------------------------------------------------
+
+
+def flip(x: Tensor, bit: int = 3) -> None:
+    """Flips one bit of one element."""
+    x.detach().view(-1).view(torch.int32)[7] ^= 1 << bit
+
+
+def spoil(optimizer: Any, model: Toy, what: str) -> None:
+    """Flips a bit of what all ranks have in common."""
+    flip(model.weight if what == "parameter" else optimizer.state[model.weight][what])
+
+
+IN_COMMON = {
+    "OneBitAdam warming up": ("parameter", "exp_avg", "exp_avg_sq"),
+    "OneBitAdam": ("parameter", "exp_avg", "exp_avg_sq"),
+    "OneBitAdam overlapping": ("parameter", "exp_avg_sq"),
+    "OneBitLamb": ("parameter", "exp_avg_sq", "fresh_exp_avg_sq"),
+    "ZeroOneAdam": ("anchor", "exp_avg_sq"),
+    "QSparseLocalSGD": ("anchor",),
+    "LocalSGD": ("anchor",),
+    "SlowMo": ("anchor", "outer_momentum"),
+    "DiLoCo": ("anchor", "outer_momentum"),
+    "SignMomentum": ("anchor", "outer_momentum"),
+}
+"""What all ranks have in common after 7 steps: within a round, where there are any. CSER(RandomBlocks) has nothing then
+but its settings."""
+COMMON = [(name, what) for name, parts in IN_COMMON.items() for what in parts]
+
+
+@pytest.mark.parametrize(("name", "what"), COMMON)
+def test_a_flipped_bit_is_noticed_and_the_rank_named(name, what):
+    def run(backend):
+        model = Toy()
+        optimizer = MAKERS[name](model.parameters(), backend=backend, guard=Guard(check_every=4))
+        train(model, optimizer, range(7), backend.rank, 3)
+        if backend.rank == 1:
+            spoil(optimizer, model, what)
+        with pytest.raises(ReplicasDiffer) as caught:
+            train(model, optimizer, range(7, 16), backend.rank, 3)
+        return str(caught.value)
+
+    texts = on_threads(3, run)
+    assert len(set(texts)) == 1
+    assert "rank 1 differs from all others" in texts[0]
+
+
+@pytest.mark.parametrize(("name", "what"), COMMON)
+def test_a_replica_that_differs_is_repaired_from_the_majority(name, what, caplog):
+    def run(backend):
+        model = Toy()
+        guard = Guard(check_every=4, on_difference="repair")
+        optimizer = MAKERS[name](model.parameters(), backend=backend, guard=guard)
+        train(model, optimizer, range(7), backend.rank, 3)
+        if backend.rank == 1:
+            spoil(optimizer, model, what)
+        train(model, optimizer, range(7, 16), backend.rank, 3)
+        return params_of(model), optimizer.digests()
+
+    first, *others = on_threads(3, run)
+    for other in others:
+        assert same_bits(first[0], other[0])
+        assert first[1] == other[1]
+    assert caplog.text.count("rank 1 differs from all others") == 1
+
+
+def test_two_ranks_cannot_outvote_each_other():
+    def run(backend):
+        model = Toy()
+        guard = Guard(check_every=1, on_difference="repair")
+        optimizer = OneBitAdam(model.parameters(), backend=backend, guard=guard)
+        if backend.rank:
+            flip(model.weight)
+        before = params_of(model)
+        with pytest.raises(ReplicasDiffer, match=r"ranks \[0\] and \[1\] differ in the parameters of bucket 0"):
+            train(model, optimizer, range(1), backend.rank, 2)
+        return same_bits(before, params_of(model))
+
+    assert on_threads(2, run) == [True, True]
+
+
+def test_states_that_differ_are_noticed_right_after_loading():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend)
+        train(model, optimizer, range(2), backend.rank, 3)
+        state = optimizer.state_dict()
+        if backend.rank == 2:
+            state["state"][0]["exp_avg_sq"][0] += 1
+            optimizer.load_state_dict(state)  # on one rank alone
+        with pytest.raises(ReplicasDiffer, match=r"rank 2 differs from all others in exp_avg_sq of bucket"):
+            train(model, optimizer, range(2, 3), backend.rank, 3)
+
+    on_threads(3, run)
+
+
+def test_none_never_compares():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend, guard=Guard(check_every=None))
+        if backend.rank:
+            flip(model.weight)
+        train(model, optimizer, range(101), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+def test_digests_see_single_bits_permutations_and_nothing_else():
+    generator = torch.Generator().manual_seed(0)
+    for shape in [(), (7,), (3, 5), (2 * CHUNK + 3,)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.randn(shape, generator=generator).to(dtype)
+            assert digest(x) == digest(x.clone())
+            for byte in {0, x.numel() * x.itemsize // 2, x.numel() * x.itemsize - 1}:
+                for bit in (0, 7):
+                    other = x.clone()
+                    other.view(-1).view(torch.uint8)[byte] ^= 1 << bit
+                    assert digest(other) != digest(x)
+    x = torch.randn(6, 6, generator=generator)
+    assert len({digest(y).item() for y in (x, x.T, x.flip(0), x.flip(1), x.roll(2, 0), -x)}) == 6
+    assert digest(x.T) == digest(x.T.contiguous())
+
+
+def test_majorities():
+    assert majority([[1, 2], [1, 2], [1, 3]]) == 0
+    assert majority([[9, 2], [1, 2], [1, 2]]) == 1
+    assert majority([[1], [2]]) is None
+    assert majority([[1], [1], [2], [2]]) is None
+    text = describe_difference([[1, 2], [1, 2], [1, 3]], ["a", "b"])
+    assert text == "rank 2 differs from all others in b"
+
+
+# ranks that are not at one place, or not of one make ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "CSER", "QSparseLocalSGD"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", 0.5), ("lr", torch.tensor(0.5)), ("step", 77), ("weight_decay", 0.3)]
+)
+def test_other_hyper_parameters_on_one_rank_are_an_error_on_all(name, key, value):
+    def run(backend):
+        model = Toy()
+        optimizer = MAKERS[name](model.parameters(), backend=backend)
+        train(model, optimizer, range(3), backend.rank, 3)
+        if backend.rank == 2:
+            optimizer.param_groups[0][key] = value
+        with pytest.raises(RuntimeError) as caught:
+            train(model, optimizer, range(3, 6), backend.rank, 3)
+        assert isinstance(caught.value, OutOfStep)
+        return str(caught.value)
+
+    texts = on_threads(3, run)
+    for text in texts:
+        assert f"{key} of parameter group 0 is" in text
+        assert "on rank 2 and" in text
+
+
+def test_a_freeze_step_changed_on_one_rank_is_an_error_and_no_hang():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=100, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        if backend.rank:
+            optimizer.param_groups[0]["freeze_step"] = 2
+        with pytest.raises(OutOfStep, match="freeze_step of parameter group 0 is 2 on rank 1 and 100 on rank 0"):
+            train(model, optimizer, range(3, 4), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    ["versions of commopt", "versions of torch", "wire formats", "instruction sets of torch (ATEN_CPU_CAPABILITY)"],
+)
+def test_another_version_or_instruction_set_is_refused_by_name(fact):
+    here, real = threading.local(), setup.versions
+
+    def versions(devices):
+        facts = real(devices)
+        assert fact in facts
+        return {**facts, fact: "another"} if here.rank == 1 else facts
+
+    def run(backend):
+        here.rank = backend.rank
+        with pytest.raises(ValueError, match="differ between ranks: rank 1 has another, rank 0 has") as caught:
+            OneBitAdam(Toy().parameters(), backend=backend)
+        assert str(caught.value).startswith(fact)
+
+    with mock.patch("commopt.optim.packed.versions", versions):
+        on_threads(2, run)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.T, lambda x: x.flip(0), lambda x: x.roll(1, 1)])
+def test_replicas_that_are_permutations_of_each_other_are_not_taken_for_equal(change, caplog):
+    def run(backend):
+        model = nn.Linear(6, 6)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(36.0).view(6, 6))
+            if backend.rank == 1:
+                model.weight.copy_(change(model.weight.clone()))
+        OneBitAdam(model.parameters(), backend=backend)
+        return params_of(model)
+
+    first, second = on_threads(2, run)
+    assert same_bits(first, second)
+    assert torch.equal(first[0], torch.arange(36.0).view(6, 6))
+    assert "parameters differed between ranks" in caplog.text
+
+
+# partitioned parameters -----------------------------------------------------------------------------------------------
+
+
+def partitioned(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
+    """What an optimizer says to parameters that are partitioned, and whether all were left as they were."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def two_layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def attempt(model: nn.Module, make: Callable[[], Any]) -> tuple[str, bool]:
+        before = params_of(model)
+        try:
+            make()
+        except (ValueError, RuntimeError) as error:
+            return str(error), same_bits(before, params_of(model))
+        return "accepted", same_bits(before, params_of(model))
+
+    out = {}
+    for original in (False, True):
+        model: nn.Module = FullyShardedDataParallel(
+            two_layers(), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        out[f"FSDP1, use_orig_params={original}"] = attempt(model, lambda m=model: OneBitAdam(m.parameters()))
+        out[f"FSDP1, LocalSGD {original}"] = attempt(model, lambda m=model: LocalSGD(m.parameters(), lr=1e-3))
+    model = two_layers()
+    out["ZeRO"] = attempt(model, lambda: ZeroRedundancyOptimizer(model.parameters(), OneBitAdam, lr=1e-3))
+    first = two_layers()
+    optimizer = OneBitAdam(first.parameters())
+    sharded = FullyShardedDataParallel(first, use_orig_params=True, device_id=torch.device("cpu"))
+    sharded(torch.ones(2, 8)).sum().backward()
+    out["optimizer before FSDP1"] = attempt(sharded, optimizer.step)
+    return out
+
+
+def test_partitioned_parameters_are_refused_and_left_alone():
+    for scenes in on_processes(2, partitioned):
+        assert all(unchanged for _, unchanged in scenes.values()), scenes
+        for name, (text, _) in scenes.items():
+            if name.startswith("FSDP1"):
+                assert "is sharded by FullyShardedDataParallel" in text
+        assert "ZeroRedundancyOptimizer gives each rank other parameters" in scenes["ZeRO"][0]
+        assert "make the optimizer last" in scenes["optimizer before FSDP1"][0]
+
+
+def test_parameters_with_other_names_are_refused():
+    def run(backend):
+        model = Toy()
+        pairs = [(f"{name}.{backend.rank}", p) for name, p in model.named_parameters()]
+        before = params_of(model)
+        with pytest.raises(ValueError, match="names of the parameters differ between ranks: rank 1 has"):
+            OneBitAdam(pairs, backend=backend)
+        assert same_bits(before, params_of(model))
+
+    on_threads(2, run)
+
+
+def test_no_gradient_at_all_is_said_once(caplog):
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend)
+        for _ in range(3):
+            optimizer.step()
+
+    on_threads(2, run)
+    assert caplog.text.count("no parameter has a gradient on any rank") == 1
+
+
+# settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_skipped": 0}, {"check_every": 1.5}, {"check_every": True}, {"on_difference": "x"}]
+)
+def test_bad_guards(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+        Guard(**bad)
+
+
+@EVERY
+def test_a_guard_is_checked_copied_and_the_same_on_all_ranks(make):
+    with pytest.raises(ValueError, match=r"guard must be a commopt.Guard, got 7"):
+        make(Toy().parameters(), guard=7)
+    guard = Guard(max_skipped=3, check_every=None)
+    assert copy.deepcopy(make(Toy().parameters(), guard=guard)).guard == guard
+
+    def run(backend):
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1"):
+            make(Toy().parameters(), backend=backend, guard=Guard(max_skipped=3 + backend.rank))
+
+    on_threads(2, run)
