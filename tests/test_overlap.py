@@ -163,6 +163,7 @@ class OneLine(ThreadBackend):
         return []
 
 
+@pytest.mark.xfail(raises=ValueError, strict=True, reason="refused until the agreement has a channel of its own")
 @pytest.mark.parametrize("places", [None, 2])
 def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places):
     """Its buckets have not started in backward as those of the others have; the agreement must not go first."""

@@ -1,7 +1,14 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
 from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_lines, sends_from
-from commopt.comm.collectives import compressed_all_reduce, compressed_mean, mean_over_all, reduce_scatter, to_node
+from commopt.comm.collectives import (
+    Arrival,
+    compressed_all_reduce,
+    compressed_mean,
+    mean_over_all,
+    reduce_scatter,
+    to_node,
+)
 from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
@@ -12,6 +19,7 @@ from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.torch import TorchBackend
 
 __all__ = [
+    "Arrival",
     "Backend",
     "BlockMean",
     "CollectiveError",

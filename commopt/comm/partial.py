@@ -57,19 +57,25 @@ class WireMean:
         v: (n,), overwritten with the rest of it.
         compressor: the same on every rank.
         backend: the ranks, W of them.
+        live: (ceil(n / 8),) uint8 bit mask, least significant bit first, the same on every rank, or None for all. A
+            dead element is in no scale, and the rest of it is 0; what the mean has at its place means nothing.
     """
 
-    def __init__(self, v: Tensor, compressor: Compressor, backend: Backend) -> None:
+    def __init__(self, v: Tensor, compressor: Compressor, backend: Backend, live: Tensor | None = None) -> None:
         self.compressor, self.rest = compressor, v
         row = v.view(1, -1)
         own = torch.empty(1, compressor.nbytes(v.numel(), v.dtype), dtype=torch.uint8, device=v.device)
         self._own = own  # belongs to the collective until that is done
-        compressor.compress(row, own)
+        if live is None:
+            compressor.compress(row, own)
+        else:
+            compressor.compress_with_feedback(row, torch.zeros_like(row), own, live.view(1, -1), row)
         self.wires = own.new_empty(backend.world_size, own.shape[1])
         self.works = [backend.all_gather(self.wires, own[0])]
-        sent = torch.empty_like(row)
-        compressor.decompress(own, sent)
-        v.sub_(sent[0])
+        if live is None:
+            sent = torch.empty_like(row)
+            compressor.decompress(own, sent)
+            v.sub_(sent[0])
 
     def mean(self) -> Tensor:
         mean = torch.empty_like(self.rest)
@@ -77,12 +83,13 @@ class WireMean:
         return mean
 
 
-def partial_mean(v: Tensor, how: Compressor | Blocks, backend: Backend) -> PartialMean:
+def partial_mean(v: Tensor, how: Compressor | Blocks, backend: Backend, live: Tensor | None = None) -> PartialMean:
     """Starts to average C[v] over the ranks.
 
     Args:
         v: (n,) float32 or float64, contiguous; overwritten with the rest of it.
         how: C; or the blocks that it keeps.
         backend: the ranks.
+        live: as for :class:`WireMean`; blocks have no scales, and no use for it.
     """
-    return BlockMean(v, how, backend) if isinstance(how, Blocks) else WireMean(v, how, backend)
+    return BlockMean(v, how, backend) if isinstance(how, Blocks) else WireMean(v, how, backend, live)

@@ -72,6 +72,14 @@ class Pipeline:
             moved = True
         return moved
 
+    def reach(self, work: Work) -> None:
+        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which."""
+        done = False
+        while not done:
+            done = work.is_completed()  # looked at first: of two that time out, the earlier one is reported
+            if not self.progress() and not done:
+                time.sleep(NAP)
+
     def finish(self) -> None:
         """Runs every task to its end."""
         while self._early or self._later:

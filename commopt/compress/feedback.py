@@ -7,10 +7,16 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+Spared = tuple[list[tuple[slice, Tensor]], list[tuple[slice, Tensor]]]
+"""Elements of the worker's residual and of the server's that a compression leaves as they are, with their values."""
+
+NOTHING: Spared = ([], [])
 
 
 @dataclass
@@ -23,8 +29,9 @@ class Feedback:
     Attributes:
         worker: (D,), of what this rank sends; D is a multiple of world_size.
         server: (D / world_size,), of the chunk that this rank averages.
-        live: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Dead elements (bit 0) stay 0 in
-            every residual and in every result. Derived, not state: it is not saved.
+        live: (D / 8,) uint8 bit mask, least significant bit first, or None for all; of the compression under way.
+            Dead elements (bit 0) become 0 in every residual and in every result, but for what is spared. Derived, not
+            state: it is not saved.
         undoable: whether the residuals stay what they were until commit(). Costs the memory of both once more, from
             the first compression on.
     """
@@ -70,7 +77,19 @@ class Feedback:
             self._next = torch.empty_like(self.worker), torch.empty_like(self.server)
         return self._next
 
-    def commit(self) -> None:
-        """The compression under way has happened: what it owes is what is owed."""
+    def spare(self, worker: Sequence[slice], server: Sequence[slice]) -> Spared:
+        """What the compression to come shall leave as it is, for :meth:`commit`: elements of ``worker`` and of
+        ``server``, dead in ``live``. Costs their memory once more, or nothing if ``undoable``."""
+
+        def now(owed: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
+            return [(at, owed[at] if self.undoable else owed[at].clone()) for at in places]
+
+        return now(self.worker, worker), now(self.server, server)
+
+    def commit(self, spared: Spared = NOTHING) -> None:
+        """The compression under way has happened: what it owes is what is owed, but for what is spared."""
+        for i, kept in enumerate(spared):
+            for at, values in kept:
+                self._after()[i][at] = values
         if self._next is not None:
             self._next, (self.worker, self.server) = (self.worker, self.server), self._next

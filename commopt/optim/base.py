@@ -86,10 +86,6 @@ class CommOptimizer(PackedOptimizer):
     read_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
     """What of a parameter group a bucket's task reads before it yields ``now.agreed``."""
 
-    presence_first = False
-    """Whether a bucket's task must know at its start which parameters have a gradient anywhere. It does where all have
-    one here; else it starts after the agreement. Such a task starts no collective after its first ``yield``."""
-
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
 
@@ -202,7 +198,7 @@ class CommOptimizer(PackedOptimizer):
         self.welcome(groups, [*settings, type(self).__name__, *self.settings()], error)
         if self.overlap:
             self._open_lines()
-            if self.presence_first and self.backend.world_size > 1 and not self._lines:
+            if self.backend.world_size > 1 and not self._lines:
                 raise ValueError(
                     f"{type(self).__name__}(overlap=True) needs a backend that has several lines, as over Gloo and "
                     "MPI; this one has one (as NCCL has): create the optimizer with overlap=False"
@@ -282,12 +278,13 @@ class CommOptimizer(PackedOptimizer):
         elif view.error is None and not is_usable(view.square_norm):
             flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
             self._report_dropped()
-        if early and not self._lines:  # all goes over one line, where some ranks have started these in backward
-            flight.launch_known(but_last=True)
         those_who_agree = _ALONE if local else self.backend
         flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
         flight.early = early
-        if early and not self.presence_first:
+        if early:  # a bucket that lacks a gradient here must know at its start whether others have it
+            flight.launch_complete()
+            flight.pipeline.reach(flight.agreement)
+            flight.agreement.wait()
             flight.launch_known()
         if flight.launched < len(self.buckets) or not early:
             verdict = flight.agreement.wait()
@@ -340,7 +337,7 @@ class CommOptimizer(PackedOptimizer):
     def starts_in_backward(self) -> bool:
         """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
         first step of a copy, which has no lines yet."""
-        if not self.overlap or self._lines is None or self.backend.world_size == 1 or self.steps_locally():
+        if not self.overlap or not self._lines or self.backend.world_size == 1 or self.steps_locally():
             return False
         return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
 

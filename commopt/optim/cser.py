@@ -30,15 +30,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks
+from commopt.optim.attendance import absent_runs, without
 from commopt.optim.base import CommOptimizer, square_norm
 from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
@@ -105,7 +107,6 @@ class CSER(CommOptimizer):
     """
 
     read_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
-    presence_first = True
     clocks = ("step",)
     own_buffers: tuple[str, ...] = ("momentum_buffer",)
     """Flat buffers that every rank has of its own."""
@@ -289,15 +290,13 @@ class CSER(CommOptimizer):
             yield now.agreed
             self._plain_step(bucket, group, now)
             return
-        n, absent = bucket.numel, self._absent(bucket, now)
+        n, absent = bucket.numel, [slice(*run) for run in absent_runs(bucket, now.absent(bucket))]
         resets = (group["step"] + 1) % group["period"] == 0
         update, momentum = self._update(bucket, group, now.scale, absent)
         model = bucket.pack_params() if resets else None
         # all that a step sends is started at once: none of it depends on what is received
         if "anchor" in bucket.buffers:
-            sent = self._send(self.compressor, update, group, bucket, UPDATE, now)
-            for at in absent:
-                sent.rest[at] = 0
+            sent = self._send(self.compressor, update, group, bucket, UPDATE, now, absent)
             again = None
             if model is not None:
                 error = model[:n].sub_(bucket.buffers["anchor"][:n]).sub_(sent.rest)
@@ -353,21 +352,18 @@ class CSER(CommOptimizer):
         bucket: StateBucket,
         what: int,
         now: Step,
+        absent: Sequence[slice] = (),
     ) -> PartialMean:
-        """Starts to average the part of ``v`` that ``how`` keeps at this step."""
+        """Starts to average the part of ``v`` that ``how`` keeps at this step; what is ``absent`` is in no scale."""
         if isinstance(how, Identity):
             how = RandomBlocks(1)
         if not isinstance(how, RandomBlocks):
-            return partial_mean(v, how, now.line)
+            if not absent:
+                return partial_mean(v, how, now.line)
+            all_live = torch.full((-(-v.numel() // 8),), 0xFF, dtype=torch.uint8, device=v.device)
+            return partial_mean(v, how, now.line, without(all_live, [(at.start, at.stop) for at in absent]))
         index = next(i for i, other in enumerate(self.buckets) if other is bucket)
         return partial_mean(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), now.line)
-
-    def _absent(self, bucket: StateBucket, now: Step) -> list[slice]:
-        """Where in a flat buffer the parameters are that have no gradient on any rank."""
-        known = now.agreed.verdict is not None
-        present = now.present if known else {id(p) for p in bucket.params if p.grad is not None}
-        places = zip(bucket.params, bucket.offsets)
-        return [slice(offset, offset + p.numel()) for p, offset in places if id(p) not in present]
 
     def _update(
         self, bucket: StateBucket, group: dict[str, Any], scale: float, absent: list[slice]

@@ -57,6 +57,10 @@ class Step:
         move. Known once agreed."""
         return self.flight.present()
 
+    def absent(self, bucket: StateBucket) -> list[int]:
+        """Indices of the parameters of ``bucket`` that have no gradient on any rank. Known when its task starts."""
+        return self.flight.absent(bucket)
+
     @property
     def dropped(self) -> bool:
         """Whether this rank's gradients count as missing: the step is local, and they are inf or NaN. Known once
@@ -96,10 +100,14 @@ class Flight:
         """``what``, with the number of the step, for errors."""
         return f"step {self.number}, {what}"
 
-    def launch_known(self, but_last: bool = False) -> None:
-        """Starts all buckets there were at the beginning that have not started yet; ``but_last``: up to the last one,
-        which never starts in backward."""
-        while self.launched < len(self.buckets) - but_last:
+    def launch_known(self) -> None:
+        """Starts all buckets there were at the beginning that have not started yet."""
+        while self.launched < len(self.buckets):
+            self._launch_next(1.0, True)
+
+    def launch_complete(self) -> None:
+        """Starts the buckets whose turn it is and whose parameters all have a gradient here, and so take part."""
+        while self.launched < len(self.buckets) and _complete(self.buckets[self.launched]):
             self._launch_next(1.0, True)
 
     def call_off(self) -> None:
@@ -145,6 +153,19 @@ class Flight:
             assert verdict is not None, "present is known only after the task has yielded now.agreed"
             self._present = frozenset(id(p) for p, here in zip(self.params, verdict.present) if here)
         return self._present
+
+    def absent(self, bucket: StateBucket) -> list[int]:
+        """Indices of the parameters of ``bucket`` that have no gradient on any rank.
+
+        A bucket starts before the ranks have agreed only if it is complete here (then none is absent), or if the step
+        is being called off (then it does not matter).
+        """
+        if self.agreement.verdict is None:
+            return []
+        present = self.present()
+        if len(present) == len(self.params):
+            return []
+        return [i for i, p in enumerate(bucket.params) if id(p) not in present]
 
     # in backward ------------------------------------------------------------------------------------------------------
 
@@ -265,6 +286,11 @@ class Overlap:
                 "start in order. Freeze what is never used (requires_grad_(False)).",
                 type(optimizer).__name__, flight.launched, len(flight.buckets), names,
             )  # fmt: skip
+
+
+def _complete(bucket: StateBucket) -> bool:
+    """Whether all parameters with elements have a gradient on this rank."""
+    return not [p for p in bucket.params if p.grad is None and p.numel()]
 
 
 def _after_backward(call: Callable[[], None]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-import torch
 from torch import Tensor
 
-from commopt import ops
 from commopt.comm import Work, mean_over_all, reduce_scatter
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
@@ -30,16 +28,6 @@ def averaged_gradients(bucket: StateBucket, now: Step) -> Generator[Work, None, 
         views = bucket.views(flat)
         return [views[i] for i in moving]
     return [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
-
-
-def find_live(bucket: StateBucket) -> Tensor:
-    """The bit mask of the elements whose variance is not 0: only they are sent and move. Stays until it is unset."""
-    if bucket.live is None:
-        live = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
-        ops.pack_nonzero(bucket.buffers["exp_avg_sq"], live)
-        bucket.set_live(live)
-    assert bucket.live is not None
-    return bucket.live
 
 
 def gradients_to_compress(

@@ -33,8 +33,9 @@ from torch import Tensor
 from commopt.comm import Backend, Work, compressed_mean, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
+from commopt.optim.attendance import Attendance
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.gradients import averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors
@@ -150,7 +151,7 @@ class OneBitAdam(WarmupOptimizer):
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
         nodes = now.line.between.world_size
-        find_live(bucket)
+        attendance = Attendance(bucket, now.absent(bucket), self.share)
         grads, offsets, scale = yield from gradients_to_compress(bucket, now)
         mine = Momentum(bucket.part(momentum), grads, offsets, beta1, (1 - beta1) * scale)
 
@@ -163,13 +164,11 @@ class OneBitAdam(WarmupOptimizer):
         )
         arrivals = yield from to_node(arrivals, now.back.inside)
         yield now.agreed
-        feedback.commit()
+        attendance.commit()
         params, _, _, clocks = self._operands(bucket, now, variance_moves=False)
         offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in now.present]
         then = FrozenAdam(bucket.buffers["exp_avg_sq"], params, offsets, *frozen_adam_factors(clocks, group))
-        for arrival in arrivals:
-            yield arrival.work
-            self.compressor.decompress_adam(arrival.wires, momentum, then, bucket.live_rows(), arrival.columns)
+        yield from attendance.move(arrivals, self.compressor, momentum, then)
 
     def _operands(
         self, bucket: StateBucket, now: Step, variance_moves: bool

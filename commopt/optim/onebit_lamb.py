@@ -47,8 +47,9 @@ from commopt import ops
 from commopt.comm import Backend, Work, compressed_mean, to_node
 from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim import checks
+from commopt.optim.attendance import Attendance
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.gradients import averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
@@ -176,7 +177,7 @@ class OneBitLamb(WarmupOptimizer):
         beta1, nodes = group["betas"][0], now.line.between.world_size
         momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
         assert feedback is not None
-        find_live(bucket)
+        attendance = Attendance(bucket, now.absent(bucket), self.share)
         grads, offsets, scale = yield from gradients_to_compress(bucket, now)
         ks = self._scaling(bucket)
         # k (b1 m + (1-b1) g + e) is formed where the next residual will be, so that nothing remains to be added to it
@@ -201,12 +202,12 @@ class OneBitLamb(WarmupOptimizer):
         yield now.agreed
         torch._foreach_div_(bucket.part_views(scaled.worker), ks)
         torch._foreach_div_(bucket.shares(scaled.server, self.share), ks)
-        feedback.commit()
+        attendance.commit()
         received = torch.empty_like(momentum)
         nobody = FrozenAdam(bucket.buffers["exp_avg_sq"], [], [], [], [], 0.0, 1.0)  # moves along it yet
         for arrival in arrivals:
             yield arrival.work
-            self.compressor.decompress_adam(arrival.wires, received, nobody, bucket.live_rows(), arrival.columns)
+            self.compressor.decompress_adam(arrival.wires, received, nobody, attendance.live_rows(), arrival.columns)
         torch._foreach_div_(bucket.views(received), ks)
         self._switch(bucket, ks)
         self._move(bucket, group, now, received)
@@ -232,8 +233,6 @@ class OneBitLamb(WarmupOptimizer):
         """The step of the parameters, along the momentum received."""
         params, states = self.tick(bucket, now, variance_moves=False)
         news = {id(p): view for p, view in zip(bucket.params, bucket.views(received))}
-        for p in (p for p in bucket.params if id(p) not in now.present):
-            self.state[p]["exp_avg"].copy_(news[id(p)])
         m, v, f = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"))
         averages = [_averaged(s) for s in states]
         lasts = [s["factor"].item() for s in states]

@@ -48,9 +48,10 @@ from commopt import ops
 from commopt.comm import Backend, Work, compressed_mean, reduce_scatter, to_node
 from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
+from commopt.optim.attendance import Attendance, find_live
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, find_live, gradients_to_compress
+from commopt.optim.gradients import averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import CLOCKS, Origin, StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
@@ -255,7 +256,8 @@ class ZeroOneAdam(CommOptimizer):
         """m = the mean over ranks and steps of the momenta, compressed;  x = x_a - G m / D."""
         momentum, feedback, interval = bucket.buffers["exp_avg"], bucket.feedback, _next(group)
         assert feedback is not None
-        find_live(bucket)
+        # between rounds a missing gradient is zeros: nobody is absent
+        attendance = Attendance(bucket, now.absent(bucket) if interval.steps == 1 else [], self.share)
         nodes = now.line.between.world_size
         sending = [(yield from self._to_send(bucket, group, now, interval))]
 
@@ -270,13 +272,11 @@ class ZeroOneAdam(CommOptimizer):
         )
         arrivals = yield from to_node(arrivals, now.back.inside)
         yield now.agreed
-        feedback.commit()
+        attendance.commit()
         then = self._moves(bucket, group, interval, self._tick(bucket, group, interval, now.present))
         if interval.steps > 1:
             _to_anchor(bucket, then)
-        for arrival in arrivals:
-            yield arrival.work
-            self.compressor.decompress_adam(arrival.wires, momentum, then, bucket.live_rows(), arrival.columns)
+        yield from attendance.move(arrivals, self.compressor, momentum, then)
         if interval.steps > 1:
             bucket.buffers["mean_momentum"].zero_()  # so that all state is the same on all ranks
 
