@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -508,16 +509,46 @@ def test_it_knows_when_all_ranks_have_the_same_model(arguments, expected):
         assert apart == known == (not same_bits(a, b))
 
 
-def test_overlap_needs_lines_as_a_bucket_may_have_to_wait_for_what_ranks_agree_on():
-    class OneLine(ThreadBackend):
-        def lines(self, n: int) -> list[ThreadBackend]:
-            return []
+class OneLine(ThreadBackend):
+    """As NCCL: buckets have no lines, but the ranks agree on a channel of its own."""
 
+    def lines(self, n: int) -> list[ThreadBackend]:
+        return []
+
+
+class AllOnOneLine(OneLine):
+    def control(self) -> ThreadBackend:
+        return self
+
+
+def test_overlap_needs_lines_or_a_control_channel_as_a_bucket_may_have_to_wait_for_what_ranks_agree_on():
     def run(backend):
-        with pytest.raises(ValueError, match=r"CSER\(overlap=True\) needs a backend that has several lines"):
-            CSER(Toy().parameters(), backend=OneLine(backend.world, backend.rank), overlap=True)
+        with pytest.raises(
+            ValueError, match=r"CSER\(overlap=True\) needs a backend that has several lines, or a control"
+        ):
+            CSER(Toy().parameters(), backend=AllOnOneLine(backend.world, backend.rank), overlap=True)
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("variant", ["blocks", "sign"])
+def test_overlap_over_one_line_with_a_control_channel_gives_the_same_bits(variant):
+    """Also where some rank lacks a gradient, so that its buckets start after the agreement only."""
+
+    def run(backend, overlap):
+        model = Used()
+        optimizer = make(variant, model, OneLine(backend.world, backend.rank), overlap=overlap)
+        for step in range(8):
+            model.zero_grad()
+            model.weight.requires_grad_(backend.rank != step % 4)
+            model(tokens(step, backend.rank, 3)).backward()
+            model.weight.requires_grad_(True)
+            optimizer.step()
+        return params_of(model)
+
+    plain, overlapped = (on_threads(3, partial(run, overlap=o)) for o in (False, True))
+    assert same_bits(plain[0], overlapped[0])
+    assert all(same_bits(plain[r], overlapped[r]) for r in range(3))
 
 
 # what is refused ------------------------------------------------------------------------------------------------------

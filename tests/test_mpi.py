@@ -233,7 +233,10 @@ class TestUnderMpirun:
     def test_a_rank_that_never_joins_is_an_error_that_names_step_and_collective(self, ranks):
         for r in ranks[:-1]:
             text, seconds = r["alone"]
-            assert text == ("step 6, agreement of the ranks on it: an MPI collective did not complete within 1 seconds")
+            assert text == (
+                f"step 6, agreement of the ranks on it: rank {len(ranks) - 1} did not join within 1 s: an MPI "
+                "collective did not complete within 1 seconds"
+            )
             assert 0.5 < seconds < 10
 
 
@@ -357,7 +360,15 @@ def test_the_stream_is_waited_for_before_mpi_starts_and_the_copy_back_is_made_on
     scripted = Scripted(events)
     backend = MPIBackend.__new__(MPIBackend)
     backend.__dict__.update(
-        _mpi=scripted, comm=scripted, world_size=2, rank=0, timeout=1.0, cuda_aware=False, _types={torch.float32: None}
+        _mpi=scripted,
+        comm=scripted,
+        world_size=2,
+        rank=0,
+        timeout=1.0,
+        cuda_aware=False,
+        _types={torch.float32: None},
+        _meeting=mock.Mock(),
+        _line="0",
     )
     host = torch.empty(3)
     monkeypatch.setattr(MPIBackend, "_reads", lambda *_: False)

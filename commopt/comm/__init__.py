@@ -1,6 +1,6 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
-from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_lines, sends_from
+from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_control, open_lines, sends_from
 from commopt.comm.collectives import (
     Arrival,
     compressed_all_reduce,
@@ -17,6 +17,7 @@ from commopt.comm.resolve import resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.torch import TorchBackend
+from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
     "Arrival",
@@ -38,8 +39,10 @@ __all__ = [
     "all_reduce_bytes",
     "compressed_all_reduce",
     "compressed_mean",
+    "first_notice",
     "mean_over_all",
     "message_device",
+    "open_control",
     "open_lines",
     "partial_mean",
     "reduce_scatter",
@@ -47,6 +50,7 @@ __all__ = [
     "run",
     "run_interleaved",
     "sends_from",
+    "set_first_notice",
     "to_node",
     "wait",
 ]

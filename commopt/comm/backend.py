@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective in flight."""
+    """A collective in flight. One that can also say who has not joined it has more methods: see
+    :mod:`commopt.comm.watch`."""
 
     def wait(self) -> Any:
         """Blocks (on CUDA: makes the current stream wait) until the result is there. Raises what went wrong.
@@ -87,6 +88,16 @@ def open_lines(backend: Backend, n: int) -> list[Backend]:
     """
     make = getattr(backend, "lines", None)
     return make(n) if make is not None else []
+
+
+def open_control(backend: Backend) -> Backend:
+    """A backend of the same ranks for small messages, whose order does not depend on ``backend``'s other collectives.
+
+    ``backend`` itself where it has no method ``control()`` that gives one. All ranks must call this at the same point;
+    it may communicate.
+    """
+    make = getattr(backend, "control", None)
+    return make() if make is not None else backend
 
 
 class Done:

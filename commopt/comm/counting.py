@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, LocalBackend, Work, open_lines
+from commopt.comm.backend import Backend, LocalBackend, Work, open_control, open_lines, sends_from
 from commopt.comm.nodes import NodesBackend
 
 
@@ -83,17 +83,20 @@ class CountingBackend:
     """
 
     inside: Backend
-    between: Backend
 
     def __init__(self, inner: Backend, meter: Meter | None = None, stays: bool = False) -> None:
         self.inner = inner
         self.meter = meter or Meter()
         self._stays = stays
+        self._between: CountingBackend | None = None
+        self.inside = LocalBackend()
         if isinstance(inner, NodesBackend):
             self.inside = CountingBackend(inner.inside, self.meter, stays=True)
-            self.between = CountingBackend(inner.between, self.meter)
-        else:
-            self.inside, self.between = LocalBackend(), self
+            self._between = CountingBackend(inner.between, self.meter)
+
+    @property
+    def between(self) -> CountingBackend:
+        return self if self._between is None else self._between  # not kept: nothing may wait for a garbage collector
 
     @property
     def rank(self) -> int:
@@ -102,6 +105,11 @@ class CountingBackend:
     @property
     def world_size(self) -> int:
         return self.inner.world_size
+
+    @property
+    def devices(self) -> tuple[str, ...] | None:
+        """Those that ``inner`` can send from; None: all."""
+        return sends_from(self.inner)
 
     @property
     def step(self) -> Tally:
@@ -124,6 +132,11 @@ class CountingBackend:
     def lines(self, n: int) -> list[CountingBackend]:
         """``n`` lines of ``inner``, if it has any; their traffic goes into the same counts."""
         return [CountingBackend(line, self.meter) for line in open_lines(self.inner, n)]
+
+    def control(self) -> CountingBackend:
+        """``inner``'s channel for small messages, if it has one; its traffic goes into the same counts."""
+        control = open_control(self.inner)
+        return self if control is self.inner else CountingBackend(control, self.meter)
 
     def _count(self, verb: str, nbytes: int) -> None:
         self.meter.add(verb, nbytes, self._stays)

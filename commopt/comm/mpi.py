@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt.comm.backend import Work
+from commopt.comm.meeting import Meeting
+from commopt.comm.schedule import wait
+from commopt.comm.watch import Roll
 
 SPIN = 1e-3
 """Seconds that ``wait()`` looks without a pause: a collective moves on only while somebody looks."""
@@ -72,12 +75,13 @@ def check_running(mpi: Any) -> None:
 
 
 class MPIBackend:
-    """The ranks of an MPI communicator.
+    """The ranks of an MPI communicator. The first collective waits for all of them.
 
     Args:
         comm: an intra-communicator of mpi4py; ``MPI.COMM_WORLD`` if None. Collectives of your own on it must come in
             the same order on every rank as everything else; give a ``comm.Dup()`` to be rid of that.
-        timeout: seconds after which a collective that has not completed counts as failed.
+        timeout: seconds after which a collective that has not completed counts as failed; of lines too, and of making
+            them.
         cuda_aware: whether MPI can read and write the memory of GPUs; None to ask it (Open MPI answers, others count as
             not).
 
@@ -103,12 +107,40 @@ class MPIBackend:
         self.rank: int = self.comm.Get_rank()
         self.world_size: int = self.comm.Get_size()
         self._types = {torch.float64: mpi.DOUBLE, torch.float32: mpi.FLOAT}
+        self._meeting: MPIMeeting | None = None
+        self._line = "0"
 
     def lines(self, n: int) -> list[MPIBackend]:
         """``n`` duplicates of the communicator. MPI frees them when it ends."""
-        if self.world_size == 1:
-            return []
-        return [MPIBackend(self.comm.Dup(), self.timeout, self.cuda_aware) for _ in range(n)]
+        return [] if self.world_size == 1 else [self._duplicate() for _ in range(n)]
+
+    def control(self) -> MPIBackend:
+        """A duplicate of the communicator. MPI frees it when it ends."""
+        return self if self.world_size == 1 else self._duplicate()
+
+    def _duplicate(self) -> MPIBackend:
+        meeting = self._meet()
+        line = MPIBackend(self._copy_of_comm(meeting), self.timeout, self.cuda_aware)
+        line._meeting, line._line = meeting, f"{self._line}.{meeting.started[self._line]}"
+        return line
+
+    def _meet(self) -> MPIMeeting:
+        """Where the ranks tell each other who waits. All of them open it, by their first collective."""
+        if self._meeting is None:
+            meeting = MPIMeeting(self._mpi, self.comm)
+            meeting.aside = self._copy_of_comm(meeting) if self.world_size > 1 else None
+            self._meeting = meeting
+        return self._meeting
+
+    def _copy_of_comm(self, meeting: MPIMeeting) -> Any:
+        """A duplicate of the communicator, waited for: Open MPI 4.1 mixes one under way with other collectives."""
+        copy, request = self.comm.Idup()
+        number = meeting.start(self._line)
+        wait(
+            _MPIWork(self._mpi, request, (), None, self.timeout, meeting, self._line, number),
+            "duplicating the communicator",
+        )
+        return copy
 
     def all_reduce(self, x: Tensor) -> Work:
         """x <- mean of x over all ranks. float64, float32, bfloat16 or float16."""
@@ -197,7 +229,9 @@ class MPIBackend:
         """Starts a collective that leaves in ``result`` what belongs into ``x``."""
         self._settle(x.device)
         finish = None if result is x else lambda: x.copy_(result, non_blocking=True)
-        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout)
+        meeting = self._meet()
+        number = meeting.start(self._line)
+        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout, meeting, self._line, number)
 
 
 _in_flight: set[_MPIWork] = set()
@@ -206,9 +240,11 @@ _in_flight: set[_MPIWork] = set()
 
 class _MPIWork:
     def __init__(
-        self, mpi: Any, request: Any, tensors: tuple[Tensor, ...], finish: Callable[[], Any] | None, timeout: float
-    ) -> None:
-        self._mpi, self._request, self._tensors, self._finish, self._timeout = mpi, request, tensors, finish, timeout
+        self, mpi: Any, request: Any, tensors: tuple[Tensor, ...], finish: Callable[[], Any] | None, timeout: float,
+        meeting: MPIMeeting, line: str, number: int,
+    ) -> None:  # fmt: skip
+        self._mpi, self._request, self._tensors, self._finish, self.timeout = mpi, request, tensors, finish, timeout
+        self._meeting, self._line, self._number = meeting, line, number
         self._deadline = time.monotonic() + timeout
         self._error: Exception | None = None
         _in_flight.add(self)
@@ -217,17 +253,39 @@ class _MPIWork:
         return self._complete() or time.monotonic() > self._deadline
 
     def wait(self) -> None:
-        begin = time.monotonic()
-        while not self._complete():
-            now = time.monotonic()
-            if now > self._deadline:
-                raise TimeoutError(f"an MPI collective did not complete within {self._timeout:g} seconds")
-            time.sleep(NAP if now > begin + SPIN else 0)
+        while not self.wait_for(self.timeout):
+            pass
+        if not self._complete():
+            raise TimeoutError(f"an MPI collective did not complete within {self.timeout:g} seconds")
         if self._error is not None:
             raise self._error
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def wait_for(self, seconds: float) -> bool:
+        """Waits at most so long; whether ``wait()`` would return, or raise, at once."""
+        begin = time.monotonic()
+        while not self._complete():
+            now = time.monotonic()
+            if now > self._deadline:
+                return True
+            if now > begin + seconds:
+                return False
+            time.sleep(NAP if now > begin + SPIN else 0)
+        return True
+
+    def overdue(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def tell(self, state: str) -> None:
+        self._meeting.tell(state)
+
+    def leave(self) -> None:
+        self._meeting.leave()
+
+    def absent(self, states: Sequence[str]) -> Roll:
+        return self._meeting.absent(self._line, self._number, states)
 
     def _complete(self) -> bool:
         """Whether the collective has come to an end, be it a bad one."""
@@ -243,6 +301,41 @@ class _MPIWork:
         self._request, self._tensors = None, ()
         _in_flight.discard(self)
         return True
+
+
+class MPIMeeting(Meeting):
+    """By messages on a communicator of their own. A rank that never waits long never receives them: they are small, and
+    MPI keeps them.
+
+    Attributes:
+        aside: the communicator; None before all ranks have come to make it.
+    """
+
+    silence = "some rank has not called its first collective"
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        everyone = range(comm.Get_size())
+        numbers = mpi.Group.Translate_ranks(comm.Get_group(), list(everyone), mpi.COMM_WORLD.Get_group())
+        super().__init__(comm.Get_rank(), numbers)
+        self._mpi = mpi
+        self.aside: Any = None
+        self._sending: list[Any] = []
+        self._words: dict[int, str] = {}
+
+    def send(self, word: str) -> None:
+        if self.aside is None:
+            return
+        self._sending = [request for request in self._sending if not request.Test()]
+        self._sending += [self.aside.isend(word, r) for r in range(len(self.ranks)) if r != self.rank]
+
+    def hear(self) -> dict[int, str] | None:
+        if self.aside is None:
+            return None
+        status = self._mpi.Status()
+        while self.aside.iprobe(status=status):
+            source = status.Get_source()
+            self._words[source] = self.aside.recv(source=source)
+        return self._words
 
 
 def _pinned(x: Tensor) -> Tensor:

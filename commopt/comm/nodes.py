@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, Work, check_backend, message_device, open_lines, sends_from
+from commopt.comm.backend import Backend, Work, check_backend, message_device, open_control, open_lines, sends_from
+from commopt.comm.schedule import wait
 from commopt.comm.torch import TorchBackend
 
 
@@ -78,6 +79,10 @@ class NodesBackend:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.everyone.broadcast(x, src)
 
+    def control(self) -> Backend:
+        """Everyone's channel for small messages."""
+        return open_control(self.everyone)
+
     def lines(self, n: int) -> list[NodesBackend]:
         """``n`` lines inside and between nodes; none where one of the two has none."""
         levels = []
@@ -97,7 +102,8 @@ def _check_grid(everyone: Backend, inside: Backend, between: Backend, device: to
     a grid of all ranks, whose rows are the groups ``inside`` and whose columns are the groups ``between``."""
     mine = torch.tensor([between.rank, inside.rank, between.world_size, inside.world_size], device=device)
     table = mine.new_empty(everyone.world_size, 4)
-    everyone.all_gather(table, mine).wait()
+    where = "construction of NodesBackend"
+    wait(everyone.all_gather(table, mine), where)
     rows: list[list[int]] = table.tolist()
     _, _, nodes, places = rows[0]
     for rank, row in enumerate(rows):
@@ -116,12 +122,12 @@ def _check_grid(everyone: Backend, inside: Backend, between: Backend, device: to
     for name, group, axis in (("inside", inside, 0), ("between", between, 1)):
         expected = [r for _, r in sorted((row[1 - axis], r) for r, row in enumerate(rows) if row[axis] == mine[axis])]
         there = mine.new_empty(group.world_size, 1)
-        group.all_gather(there, torch.tensor([everyone.rank], device=device)).wait()
+        wait(group.all_gather(there, torch.tensor([everyone.rank], device=device)), f"{where}, the ranks {name}")
         found = there.flatten().tolist()
         if found != expected:
             wrong = wrong or f"{name} has ranks {found} where it should have {expected}"
     failed = torch.tensor([float(bool(wrong))], device=device)
-    everyone.all_reduce(failed).wait()
+    wait(everyone.all_reduce(failed), where)
     if wrong:
         raise ValueError(wrong)
     if failed.item() > 0:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from commopt.comm.backend import Work
+from commopt.comm.watch import Watch, blame, can_tell, first_notice
 
 Task = Iterator[Work]
 
@@ -24,15 +25,18 @@ class CollectiveError(RuntimeError):
 
 
 def wait(work: Work, where: str) -> None:
-    """Waits for ``work``.
+    """Waits for ``work``. Says now and then for whom, if that is known and takes long (:mod:`commopt.comm.watch`).
 
     Raises:
-        CollectiveError: it failed, or timed out; the message begins with ``where``.
+        CollectiveError: it failed, or timed out; the message begins with ``where``, and goes on with who is missing.
     """
     try:
+        if can_tell(work) and not work.wait_for(first_notice() / 10):  # type: ignore[attr-defined]
+            with Watch(work, where) as watch:
+                watch.wait()
         work.wait()
     except (RuntimeError, TimeoutError) as error:
-        raise CollectiveError(f"{where}: {error}") from error
+        raise CollectiveError(f"{where}: {blame(work)}{error}") from error
 
 
 @dataclass
@@ -99,16 +103,20 @@ class Pipeline:
 
     def _step(self) -> None:
         """Resumes one task: an early one if its time has come, else the oldest of the others whose has."""
-        while self._early:
-            ready = next((r for r in self._later if r.work.is_completed()), None)
-            if self.progress():
-                return
-            if ready is not None:
-                self._later.remove(ready)
-                self._resume(ready, self._later)
-                return
-            time.sleep(NAP)
-        self._resume(self._later.popleft(), self._later)
+        if not self._early:
+            self._resume(self._later.popleft(), self._later)
+            return
+        with Watch(self._early[0].work, self._early[0].where) as watch:
+            while True:
+                ready = next((r for r in self._later if r.work.is_completed()), None)
+                if self.progress():
+                    return
+                if ready is not None:
+                    self._later.remove(ready)
+                    break
+                watch.look()
+                time.sleep(NAP)
+        self._resume(ready, self._later)
 
     def _resume_first(self) -> None:
         """Resumes the first early task, which stays the first until it has come to the barrier."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from commopt.comm.backend import Work
 from commopt.comm.nodes import NodesBackend
+from commopt.comm.watch import Roll
 
 T = TypeVar("T")
 Call = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -103,8 +104,9 @@ class ThreadWorld:
 
 
 class _ThreadWork:
-    def __init__(self, world: ThreadWorld, call: Call, finish: Callable[[list[Tensor]], None]) -> None:
-        self.world, self.call, self.finish = world, call, finish
+    def __init__(self, world: ThreadWorld, call: Call, rank: int, finish: Callable[[list[Tensor]], None]) -> None:
+        self.world, self.call, self.rank, self.finish = world, call, rank, finish
+        self.timeout = world.timeout
         self.deadline = time.monotonic() + world.timeout
         self.done = False
 
@@ -115,6 +117,28 @@ class _ThreadWork:
 
     def is_completed(self) -> bool:
         return self.done or self.world.complete(self.call) or time.monotonic() > self.deadline
+
+    def wait_for(self, seconds: float) -> bool:
+        """Waits at most so long; whether ``wait()`` would return, or raise, at once."""
+        if not self.is_completed():
+            with self.world.changed:
+                self.world.changed.wait_for(self.is_completed, min(seconds, self.deadline - time.monotonic()))
+        return self.is_completed()
+
+    def overdue(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def tell(self, state: str) -> None:
+        """The world knows who has joined."""
+
+    def leave(self) -> None:
+        """Nothing was told."""
+
+    def absent(self, states: Sequence[str]) -> Roll:
+        with self.world.changed:
+            here = set(self.world.posted.get(self.call, ()))
+        members = self.call[0]
+        return Roll(sorted(set(members) - here), self.rank == min(here, default=self.rank))
 
 
 class ThreadBackend:
@@ -143,6 +167,10 @@ class ThreadBackend:
         """``n`` backends that count calls by themselves."""
         return [self.part(range(self.world_size)) for _ in range(n)]
 
+    def control(self) -> ThreadBackend:
+        """A backend that counts calls by itself."""
+        return self.part(range(self.world_size))
+
     def part(self, ranks: Sequence[int]) -> ThreadBackend:
         """Some of the ranks, this one among them, in the order given. All of them must call this equally often."""
         members = [self.members[rank] for rank in ranks]
@@ -163,7 +191,7 @@ class ThreadBackend:
     def _start(self, verb: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
         call, self.calls = (self.members, self.line, self.calls), self.calls + 1
         self.world.post(call, self.members[self.rank], verb, give.clone())
-        return _ThreadWork(self.world, call, finish)
+        return _ThreadWork(self.world, call, self.members[self.rank], finish)
 
     def all_reduce(self, x: Tensor) -> Work:
         def finish(posts: list[Tensor]) -> None:

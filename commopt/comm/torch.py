@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import secrets
-import threading
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,38 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Work
+from commopt.comm.backend import Work, message_device
+from commopt.comm.gloo import GlooLine, GlooWork, connect, holders
+from commopt.comm.meeting import Meeting, StoreMeeting
+from commopt.comm.schedule import wait
+
+logger = logging.getLogger("commopt")
 
 # torch 2.13 renames the function, and warns of the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-AT_EXIT = 2.0
-"""Seconds that a process waits at its end for collectives which other ranks have not joined."""
-
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What holds groups: a group ends, and its threads with it, when nothing holds it any more."""
-
-
-@atexit.register
-def _let_go() -> None:
-    """Ends the groups while Python still runs.
-
-    A thread of Gloo frees the tensors of a collective after that is done. If Python has begun to shut down by then,
-    that ends the process with SIGABRT, after all its work.
-    """
-
-    def release() -> None:
-        for holder in list(_holders):
-            holder.group = None
-
-    thread = threading.Thread(target=release, daemon=True)
-    with suppress(RuntimeError):  # some versions of Python start no more threads here
-        thread.start()
-        thread.join(AT_EXIT)
+_opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How often this process has opened connections for each process group."""
+_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Of each process group that is not Gloo, the one that we use in its place."""
 
 
 class TorchBackend:
     """The ranks of a ``torch.distributed`` process group.
+
+    Nothing is sent over the group itself but where connections of our own are opened, by the first collective: whatever
+    else it is used for may come in any order relative to ours. Over Gloo each backend has a group of its own, over
+    others all backends of a group share one.
 
     Args:
         group: a ProcessGroup, a 1-d DeviceMesh, or None for the default process group.
@@ -64,12 +52,77 @@ class TorchBackend:
         self.group = _process_group(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        _holders.add(self)
+        self._own: GlooLine | GroupLine | None = None
+        self._meeting: Meeting | None = None
+        holders.add(self)
 
     @property
     def devices(self) -> tuple[str, ...]:
         """NCCL sends from GPUs only."""
         return tuple(sorted(device.type for device in self.group._device_types))
+
+    def all_reduce(self, x: Tensor) -> Any:
+        return self.own().all_reduce(x)
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Any:
+        return self.own().all_to_all(out, inp)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Any:
+        return self.own().all_gather(out, inp)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self.own().broadcast(x, src)
+
+    def lines(self, n: int) -> list[GlooLine]:
+        """``n`` lines of the same ranks and timeout; none unless this group is Gloo.
+
+        NCCL has no use for them: waiting for it does not block, and groups whose collectives start in different orders
+        on different ranks could block each other.
+        """
+        if self.world_size == 1 or not self._is_gloo():
+            return []
+        return self._connect(n)
+
+    def control(self) -> GlooLine | TorchBackend:
+        """The same ranks over a Gloo line, for small messages on the CPU; itself where torch has no Gloo."""
+        if self.world_size == 1 or not dist.is_gloo_available():
+            return self
+        return self._connect(1)[0]
+
+    def own(self) -> GlooLine | GroupLine:
+        """What the verbs go over. All ranks must call this, or a verb, at the same point the first time."""
+        if self._own is None:
+            if self.world_size == 1:
+                self._own = GroupLine(self.group)
+            elif self._is_gloo():
+                self._own = self._connect(1, _OverGroup(self))[0]
+            else:
+                self._own = _twin(self)
+        return self._own
+
+    def _is_gloo(self) -> bool:
+        return dist.get_backend(self.group) == "gloo"
+
+    def _connect(self, n: int, over: Any = None) -> list[GlooLine]:
+        """``n`` Gloo lines, on whose name the ranks agree ``over`` some connection there is."""
+        # not a count of groups: ranks may have different numbers of them
+        name = torch.tensor([secrets.randbits(62)], device=message_device(self))
+        names = name.new_empty(self.world_size, 1)
+        wait((over or self.own()).all_gather(names, name), "opening connections between the ranks")
+        store = dist.PrefixStore(f"commopt/{names[0].item()}", _store(self.group))
+        meeting = self._meeting or _meeting(self.group, dist.PrefixStore("at", store))
+        self._meeting = meeting
+        lines = [f"{names[0].item()}/{i}" for i in range(n)]
+        return connect(dist.PrefixStore("commopt", _store(self.group)), meeting, lines, timeout_of(self.group))
+
+
+class GroupLine:
+    """The verbs over a process group as it is."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: Any = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        holders.add(self)
 
     def all_reduce(self, x: Tensor) -> Any:
         x.div_(self.world_size)
@@ -81,54 +134,85 @@ class TorchBackend:
     def all_gather(self, out: Tensor, inp: Tensor) -> Any:
         return _all_gather(out.view(-1), inp, group=self.group, async_op=True)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+    def broadcast(self, x: Tensor, src: int = 0) -> Any:
         return dist.broadcast(x, dist.get_global_rank(self.group, src), group=self.group, async_op=True)
 
-    def lines(self, n: int) -> list[GlooLine]:
-        """``n`` lines of the same ranks and timeout; none unless this group is Gloo.
 
-        NCCL has no use for them: waiting for it does not block, and groups whose collectives start in different orders
-        on different ranks could block each other.
-        """
-        if self.world_size == 1 or dist.get_backend(self.group) != "gloo":
-            return []
-        name = torch.tensor([secrets.randbits(62)])  # not a count of groups: ranks may have different numbers of them
-        self.broadcast(name).wait()
-        store = dist.PrefixStore(f"commopt/{name.item()}", dist.distributed_c10d._get_process_group_store(self.group))
-        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
-        return [GlooLine(dist.PrefixStore(str(i), store), self.rank, self.world_size, timeout) for i in range(n)]
+class _OverGroup(GroupLine):
+    """The Gloo group that a backend was given, for what opens connections of its own."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        super().__init__(backend.group)
+        self._number = _opened.get(backend.group, 0)
+        _opened[backend.group] = self._number + 1
+        self._meeting = _meeting(backend.group, dist.PrefixStore("commopt/opening", _store(backend.group)))
+        self._meeting.started["opening"] = self._number + 1
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> GlooWork:
+        seconds = timeout_of(self.group).total_seconds()
+        return GlooWork(super().all_gather(out, inp), self._meeting, "opening", self._number, seconds)
 
 
-class GlooLine:
-    """Some of the ranks of a Gloo group once more, with connections of their own.
+def _meeting(group: dist.ProcessGroup, store: dist.Store) -> StoreMeeting:
+    return StoreMeeting(store, dist.get_rank(group), dist.get_process_group_ranks(group))
 
-    Collectives that are in flight together take ten times as long in one Gloo group as in several.
 
-    Args:
-        store: where the ranks find each other; no other group uses it.
-        rank, world_size: of this rank, and how many there are.
-        timeout: of each collective.
-    """
+def _store(group: dist.ProcessGroup) -> dist.Store:
+    return dist.distributed_c10d._get_process_group_store(group)
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        self.group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        self.rank = rank
-        self.world_size = world_size
-        _holders.add(self)
 
-    def all_reduce(self, x: Tensor) -> Any:
-        x.div_(self.world_size)
-        return self.group.allreduce([x])
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of ``group`` may take."""
+    return _options(group)._timeout
 
-    def all_to_all(self, out: Tensor, inp: Tensor) -> Any:
-        return self.group.alltoall_base(out, inp, [], [])
 
-    def all_gather(self, out: Tensor, inp: Tensor) -> Any:
-        # the same bytes as Gloo's own, which takes more than twice as long
-        return self.group.alltoall_base(out, inp.expand(self.world_size, -1).contiguous(), [], [])
+def _options(group: dist.ProcessGroup) -> Any:
+    kinds = {device.type: device for device in group._device_types}
+    return group._get_backend(kinds.get("cuda") or next(iter(kinds.values()))).options
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Any:
-        return self.group.broadcast(x, src)
+
+def _twin(backend: TorchBackend) -> GroupLine:
+    """Another process group of the same ranks, backend, timeout and options; made once for each group."""
+    group = backend.group
+    if group not in _twins:
+        # torch names the new group by how many a process has; where that differs, the ranks would not meet
+        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=message_device(backend))
+        counts = count.new_empty(backend.world_size, 1)
+        wait(GroupLine(group).all_gather(counts, count), "opening connections between the ranks")
+        if counts.unique().numel() > 1:
+            if backend.rank == 0:
+                logger.warning(
+                    "the ranks have made different numbers of process groups, %s, so that no other can be made for the "
+                    "optimizers' messages: use the group given for nothing else, or make groups on all ranks alike",
+                    counts.flatten().tolist(),
+                )
+            return GroupLine(group)
+        _twins[group] = second_group(group)
+    return GroupLine(_twins[group])
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the same ranks, in the same order, with the same backend, timeout and options; all of
+    them, and nobody else, must call this at the same point."""
+    options = _options(group)
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    mine = None
+    if kind is not None and isinstance(options, kind.Options):
+        mine = kind.Options(is_high_priority_stream=options.is_high_priority_stream)
+        mine.config = options.config
+        mine._timeout = options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    order: dict[str, Any] = (
+        {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    )  # a torch that cannot say this always sorts
+    return dist.new_group(
+        ranks,
+        timeout=options._timeout,
+        backend=dist.get_backend(group),
+        pg_options=mine,
+        use_local_synchronization=True,
+        **order,
+    )
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

@@ -39,6 +39,7 @@ from commopt.comm import (
     CountingBackend,
     LocalBackend,
     Work,
+    message_device,
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
@@ -133,6 +134,7 @@ class CommOptimizer(PackedOptimizer):
         self._flight: Flight | None = None
         self._watching: Overlap | None = None
         self._lines: list[CountingBackend] | None = None
+        self._control: CountingBackend | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
@@ -198,10 +200,10 @@ class CommOptimizer(PackedOptimizer):
         self.welcome(groups, [*settings, type(self).__name__, *self.settings()], error)
         if self.overlap:
             self._open_lines()
-            if self.backend.world_size > 1 and not self._lines:
+            if self.backend.world_size > 1 and self._all_on_one_line():
                 raise ValueError(
-                    f"{type(self).__name__}(overlap=True) needs a backend that has several lines, as over Gloo and "
-                    "MPI; this one has one (as NCCL has): create the optimizer with overlap=False"
+                    f"{type(self).__name__}(overlap=True) needs a backend that has several lines, or a control channel "
+                    "of its own; this one has neither: create the optimizer with overlap=False"
                 )
         self._watch()
         self.backend.end_step()
@@ -269,7 +271,6 @@ class CommOptimizer(PackedOptimizer):
             self._open_lines()
         self._follow(flight)
         flight.params = params = [p for bucket in self.buckets for p in bucket.params]
-        device = params[0].device if params else torch.device("cpu")
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
@@ -278,7 +279,8 @@ class CommOptimizer(PackedOptimizer):
         elif view.error is None and not is_usable(view.square_norm):
             flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
             self._report_dropped()
-        those_who_agree = _ALONE if local else self.backend
+        those_who_agree = _ALONE if local else self._control or self.backend
+        device = message_device(those_who_agree)
         flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
         flight.early = early
         if early:  # a bucket that lacks a gradient here must know at its start whether others have it
@@ -365,7 +367,14 @@ class CommOptimizer(PackedOptimizer):
         """Opens the lines, if that has not been done. Never in backward: it communicates, and a rank whose first bucket
         waits for a gradient would by then have started the agreement instead."""
         if self._lines is None:
-            self._lines = self.backend.lines(2 * LINES) if self.backend.world_size > 1 else []
+            alone = self.backend.world_size == 1
+            self._lines = [] if alone else self.backend.lines(2 * LINES)
+            # where buckets have lines, nothing else is under way on the backend itself when the ranks agree
+            self._control = self.backend if alone or self._lines else self.backend.control()
+
+    def _all_on_one_line(self) -> bool:
+        """Whether buckets and the agreement of the ranks share one order."""
+        return not self._lines and self._control is self.backend
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.

@@ -1,0 +1,166 @@
+"""Gloo groups of our own: the ranks of a process group once more, with connections and an order of their own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt.comm.meeting import Meeting
+from commopt.comm.schedule import CollectiveError, wait
+from commopt.comm.watch import Roll
+
+AT_EXIT = 2.0
+"""Seconds that a process waits at its end for collectives which other ranks have not joined."""
+AT_END = 0.2
+"""Seconds that the end of one group is waited for, so that its threads have gone."""
+
+holders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What holds groups: a group ends, and its threads with it, when nothing holds it any more."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends the groups while Python still runs.
+
+    A thread of Gloo frees the tensors of a collective after that is done. If Python has begun to shut down by then,
+    that ends the process with SIGABRT, after all its work.
+    """
+
+    def release() -> None:
+        for holder in list(holders):
+            holder.group = None
+
+    thread = threading.Thread(target=release, daemon=True)
+    with suppress(RuntimeError):  # some versions of Python start no more threads here
+        thread.start()
+        thread.join(AT_EXIT)
+
+
+class GlooWork:
+    """A collective of Gloo in flight, which knows who has not joined it.
+
+    Args:
+        inner: torch's work.
+        meeting: where the ranks leave word for each other.
+        line, number: whose collective it is, and its number there.
+        timeout: seconds that it may take.
+    """
+
+    def __init__(self, inner: Any, meeting: Meeting, line: str, number: int, timeout: float) -> None:
+        self.inner, self.meeting, self.line, self.number, self.timeout = inner, meeting, line, number, timeout
+        self._deadline = time.monotonic() + timeout
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def get_future(self) -> Any:
+        """torch's future of the tensors, as DistributedDataParallel wants it."""
+        return self.inner.get_future()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Waits at most so long; whether ``wait()`` would return, or raise, at once."""
+        if not self.inner.is_completed():
+            with suppress(RuntimeError):  # its own, which wait() raises again, or that the time is over
+                self.inner.wait(timedelta(seconds=seconds))
+        return self.inner.is_completed()
+
+    def overdue(self) -> bool:
+        return time.monotonic() >= self._deadline - 0.1 * self.timeout
+
+    def tell(self, state: str) -> None:
+        self.meeting.tell(state)
+
+    def leave(self) -> None:
+        self.meeting.leave()
+
+    def absent(self, states: Sequence[str]) -> Roll:
+        return self.meeting.absent(self.line, self.number, states)
+
+
+class GlooLine:
+    """Some ranks once more, over a raw Gloo group: other groups know nothing of it, nor it of them.
+
+    Collectives that are in flight together take ten times as long in one Gloo group as in several.
+
+    Args:
+        store: where the ranks find each other; no other group uses it.
+        meeting: where they leave word; of all lines of the same ranks.
+        name: of the line there.
+        timeout: of each collective.
+    """
+
+    def __init__(self, store: dist.Store, meeting: Meeting, name: str, timeout: timedelta) -> None:
+        self.rank, self.world_size = meeting.rank, len(meeting.ranks)
+        self.group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+        self.meeting, self.name, self.timeout = meeting, name, timeout.total_seconds()
+        holders.add(self)
+
+    def __del__(self) -> None:
+        """Ends the group, in a thread: it waits for collectives in flight, which others may never join."""
+        group, self.group = getattr(self, "group", None), None
+        if group is None:
+            return
+        last = [group]
+        del group
+        thread = threading.Thread(target=last.clear, daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
+            thread.join(AT_END)
+
+    def _start(self, inner: Any) -> GlooWork:
+        return GlooWork(inner, self.meeting, self.name, self.meeting.start(self.name), self.timeout)
+
+    def all_reduce(self, x: Tensor) -> GlooWork:
+        x.div_(self.world_size)
+        return self._start(self.group.allreduce([x]))
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> GlooWork:
+        return self._start(self.group.alltoall_base(out, inp, [], []))
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> GlooWork:
+        if inp.device.type != "cpu":  # Gloo exchanges rows on the CPU only
+            return self._start(self.group.allgather([list(out.unbind(0))], [inp]))
+        # the same bytes as Gloo's own, which takes more than twice as long
+        return self._start(self.group.alltoall_base(out, inp.expand(self.world_size, -1).contiguous(), [], []))
+
+    def broadcast(self, x: Tensor, src: int = 0) -> GlooWork:
+        return self._start(self.group.broadcast(x, src))
+
+
+def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: timedelta) -> list[GlooLine]:
+    """A line for each of ``names``; all ranks call this at the same point. They leave no keys in the store.
+
+    Raises:
+        CollectiveError: some rank could not be reached.
+    """
+    where = "opening connections between the ranks"
+    try:
+        lines = [GlooLine(dist.PrefixStore(name, store), meeting, name, timeout) for name in names]
+    except RuntimeError as error:
+        raise CollectiveError(f"{where}: {error}") from error
+    for line in lines:
+        wait(line.all_reduce(torch.zeros(1)), where)
+    if not lazy():
+        for name in names:  # every rank has read the addresses; each takes back its own
+            with suppress(RuntimeError):
+                store.delete_key(f"{name}/0/{meeting.rank}")
+    return lines
+
+
+def lazy() -> bool:
+    """Whether torch was told to connect two ranks when they first talk: then addresses are needed later."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true", "on")

@@ -1,0 +1,140 @@
+"""How ranks find out which of them is missing: a rank that waits long tells how many collectives it has started.
+
+A rank that has not told, or has stopped repeating it, is missing. Over torch.distributed they leave word in the store
+of the process group. It is asked over a connection of its own, in a thread that is not waited for longer than that may
+take: the process that runs the store may be the one that has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from commopt.comm import watch
+from commopt.comm.watch import Roll
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """What the ranks of a backend, and of all its lines, say of themselves. A subclass says how they are reached.
+
+    Args:
+        rank, ranks: this rank among them, and the numbers in the world of all of them.
+
+    Attributes:
+        started: how many collectives this rank has started, by line.
+    """
+
+    silence = "the other ranks cannot be asked"
+    """Why nothing is known of the others, where they cannot be reached."""
+
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks = rank, list(ranks)
+        self.started: dict[str, int] = {}
+        self._told = 0
+        self._heard: dict[int, tuple[str, float]] = {}
+
+    def send(self, word: str) -> None:
+        """Lets the others have ``word``."""
+        raise NotImplementedError
+
+    def hear(self) -> dict[int, str] | None:
+        """The last word of each other rank that has left one; None where they cannot be reached."""
+        raise NotImplementedError
+
+    def take_back(self) -> None:
+        """Withdraws this rank's word."""
+
+    def start(self, line: str) -> int:
+        """The number of a collective that starts on ``line``."""
+        number = self.started.get(line, 0)
+        self.started[line] = number + 1
+        return number
+
+    def tell(self, state: str) -> None:
+        """Tells the others what this rank has started, and how it stands there."""
+        self._told += 1
+        self.send(json.dumps({"told": self._told, "state": state, "started": self.started}))
+
+    def leave(self) -> None:
+        """The wait is over."""
+        self._heard.clear()
+        self.take_back()
+
+    def absent(self, line: str, number: int, states: Sequence[str]) -> Roll:
+        """Who has not started collective ``number`` of ``line``, or does not say that it is in one of ``states``."""
+        others = [r for r in range(len(self.ranks)) if r != self.rank]
+        words = self.hear()
+        if words is None:
+            return Roll(unknown=self.silence)
+        absent, late, now = [], False, time.monotonic()
+        for r in others:
+            word: dict[str, Any] = json.loads(words[r]) if r in words else {"state": "", "started": {}}
+            if self._heard.get(r, ("",))[0] != words.get(r):
+                self._heard[r] = (words.get(r, ""), now)
+            fresh = word["state"] != "waits" or now - self._heard[r][1] < 0.85 * watch.first_notice()
+            here = word["started"].get(line, 0) > number
+            late = late or (here and word["state"] == "late")
+            if not (here and word["state"] in states and fresh):
+                absent.append(r)
+        first = all(r > self.rank or r in absent for r in others)
+        return Roll(sorted(self.ranks[r] for r in absent), first, late)
+
+
+class StoreMeeting(Meeting):
+    """Over a store.
+
+    Args:
+        store: the keys under its prefix are ours.
+        rank, ranks: as of :class:`Meeting`.
+    """
+
+    silence = "the store of the process group cannot be reached; the rank that runs it may have gone"
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(rank, ranks)
+        self._store = store
+        self._own: Any = None  # a connection of our own, once there is something to say
+        self._asking: threading.Thread | None = None
+
+    def send(self, word: str) -> None:
+        self._ask(lambda store: store.set(str(self.rank), word))
+
+    def take_back(self) -> None:
+        self._ask(lambda store: store.delete_key(str(self.rank)))
+
+    def hear(self) -> dict[int, str] | None:
+        keys = {r: str(r) for r in range(len(self.ranks)) if r != self.rank}
+        return self._ask(lambda store: {r: store.get(k).decode() for r, k in keys.items() if store.check([k])})
+
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
+        """What the store answers; None if it does not."""
+        if self._asking is not None and self._asking.is_alive():
+            return None
+        answer: list[T] = []
+
+        def ask() -> None:
+            with suppress(Exception):  # of whatever store there is: without an answer the caller says so
+                if self._own is None:
+                    self._own = _connection_of_its_own(self._store)
+                answer.append(question(self._own))
+
+        self._asking = threading.Thread(target=ask, daemon=True)
+        self._asking.start()
+        self._asking.join(watch.LOOK)
+        return answer[0] if answer else None
+
+
+def _connection_of_its_own(store: dist.Store) -> Any:
+    """``store`` over another connection, where it can have one (torch 2.6: it cannot)."""
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return store
