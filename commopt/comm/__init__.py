@@ -13,6 +13,7 @@ from commopt.comm.counting import CountingBackend, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.partial import BlockMean, PartialMean, WireMean, partial_mean
+from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
@@ -20,6 +21,7 @@ from commopt.comm.torch import TorchBackend
 from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
+    "CONFIRMATION_BYTES",
     "Arrival",
     "Backend",
     "BlockMean",
@@ -27,6 +29,7 @@ __all__ = [
     "CountingBackend",
     "LocalBackend",
     "MPIBackend",
+    "MessageDamaged",
     "NodesBackend",
     "PartialMean",
     "Pipeline",
@@ -39,6 +42,7 @@ __all__ = [
     "all_reduce_bytes",
     "compressed_all_reduce",
     "compressed_mean",
+    "confirm",
     "first_notice",
     "mean_over_all",
     "message_device",

@@ -1,4 +1,4 @@
-"""A backend that counts what another one sends.
+"""A backend that counts what another one sends, and keeps a receipt of it.
 
 What a rank sends, in bytes, with W ranks and N bytes given to the verb (what bandwidth-optimal algorithms move):
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commopt.comm.backend import Backend, LocalBackend, Work, open_control, open_lines, sends_from
 from commopt.comm.nodes import NodesBackend
+from commopt.comm.receipt import Receipt, row_sums
 
 
 @dataclass
@@ -84,15 +85,19 @@ class CountingBackend:
 
     inside: Backend
 
-    def __init__(self, inner: Backend, meter: Meter | None = None, stays: bool = False) -> None:
+    def __init__(
+        self, inner: Backend, meter: Meter | None = None, stays: bool = False, receipt: Receipt | None = None
+    ) -> None:
         self.inner = inner
         self.meter = meter or Meter()
+        self.receipt = receipt or Receipt()
+        self._line = self.receipt.new_line()
         self._stays = stays
         self._between: CountingBackend | None = None
         self.inside = LocalBackend()
         if isinstance(inner, NodesBackend):
-            self.inside = CountingBackend(inner.inside, self.meter, stays=True)
-            self._between = CountingBackend(inner.between, self.meter)
+            self.inside = CountingBackend(inner.inside, self.meter, True, self.receipt)
+            self._between = CountingBackend(inner.between, self.meter, False, self.receipt)
 
     @property
     def between(self) -> CountingBackend:
@@ -131,27 +136,41 @@ class CountingBackend:
 
     def lines(self, n: int) -> list[CountingBackend]:
         """``n`` lines of ``inner``, if it has any; their traffic goes into the same counts."""
-        return [CountingBackend(line, self.meter) for line in open_lines(self.inner, n)]
+        return [CountingBackend(line, self.meter, False, self.receipt) for line in open_lines(self.inner, n)]
 
     def control(self) -> CountingBackend:
         """``inner``'s channel for small messages, if it has one; its traffic goes into the same counts."""
         control = open_control(self.inner)
-        return self if control is self.inner else CountingBackend(control, self.meter)
+        return self if control is self.inner else CountingBackend(control, self.meter, False, self.receipt)
 
     def _count(self, verb: str, nbytes: int) -> None:
         self.meter.add(verb, nbytes, self._stays)
 
     def all_reduce(self, x: Tensor) -> Work:
         self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))
-        return self.inner.all_reduce(x)
+        work = self.inner.all_reduce(x)
+
+        def sums() -> tuple[Tensor, Tensor]:
+            result = row_sums(x, 1)
+            return result.expand(self.world_size if self.rank == 0 else 0), result
+
+        return self._line.watch("all_reduce", work, sums) if self.world_size > 1 else work
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
         self._count("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1))
-        return self.inner.all_to_all(out, inp)
+        if self.world_size == 1:
+            return self.inner.all_to_all(out, inp)
+        sent = row_sums(inp, self.world_size)
+        work = self.inner.all_to_all(out, inp)
+        return self._line.watch("all_to_all", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
         self._count("all_gather", inp.nbytes * (self.world_size - 1))
-        return self.inner.all_gather(out, inp)
+        if self.world_size == 1:
+            return self.inner.all_gather(out, inp)
+        sent = row_sums(inp, 1).expand(self.world_size)
+        work = self.inner.all_gather(out, inp)
+        return self._line.watch("all_gather", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         self._count("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size))

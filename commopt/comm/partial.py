@@ -26,6 +26,9 @@ class PartialMean(Protocol):
     def mean(self) -> Tensor:
         """mean_i C[v_i], (n,): a new tensor, with the same bits on every rank."""
 
+    def is_sound(self) -> Tensor:
+        """Whether what was received can be right, 0-d bool."""
+
 
 class BlockMean:
     """Of blocks that are the same on every rank: one all-reduce of their elements, none where there are none.
@@ -46,6 +49,9 @@ class BlockMean:
         mean = torch.zeros_like(self.rest)
         self.blocks.scatter_(mean, self.values)
         return mean
+
+    def is_sound(self) -> Tensor:
+        return self.values.isfinite().all()
 
 
 class WireMean:
@@ -81,6 +87,9 @@ class WireMean:
         mean = torch.empty_like(self.rest)
         self.compressor.decompress_mean(self.wires, mean)
         return mean
+
+    def is_sound(self) -> Tensor:
+        return self.compressor.is_sound(self.wires, self.rest.numel(), self.rest.dtype)
 
 
 def partial_mean(v: Tensor, how: Compressor | Blocks, backend: Backend, live: Tensor | None = None) -> PartialMean:

@@ -57,10 +57,13 @@ class Pipeline:
 
     Args:
         barrier: work on which tasks may be stopped for good. Its errors are passed on as they are.
+        last: work that is waited for when all tasks that yield it have come to it, and no other is left; so are its
+            errors.
     """
 
-    def __init__(self, barrier: Work | None = None) -> None:
-        self.barrier = barrier
+    def __init__(self, barrier: Work | None = None, last: Work | None = None) -> None:
+        self.barrier, self.last = barrier, last
+        self._held: list[_Running] = []
         self._early: deque[_Running] = deque()
         self._later: deque[_Running] = deque()
 
@@ -88,6 +91,12 @@ class Pipeline:
         """Runs every task to its end."""
         while self._early or self._later:
             self._step()
+        if self._held and self.last is not None:
+            self.last.wait()
+            held, self._held = self._held, []
+            for running in held:
+                self._advance(running.task, running.where, self._later)
+            self.finish()
 
     def stop(self) -> None:
         """Runs every task to where it yields ``barrier``, so that all ranks have started the same collectives, and
@@ -135,7 +144,11 @@ class Pipeline:
     def _advance(self, task: Task, where: str, to: deque[_Running]) -> None:
         work = next(task, None)
         if work is not None:
-            (self._later if work is self.barrier else to).append(_Running(task, where, work))
+            running = _Running(task, where, work)
+            if work is self.last:
+                self._held.append(running)
+            else:
+                (self._later if work is self.barrier else to).append(running)
 
 
 def run(tasks: Iterable[Task]) -> None:

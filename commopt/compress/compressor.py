@@ -102,6 +102,17 @@ class Compressor(ABC):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         """Writes to ``out`` (r, n) the values that ``wire`` (r, nbytes(n)) stands for; the same bits on every rank."""
 
+    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Whether rows can be right: 0-d bool. What they hold of numbers must be finite, and no less than it can be.
+
+        Asked before anything is done with rows that have come from other ranks. Here there is nothing to ask.
+
+        Args:
+            wire: (r, nbytes(n, dtype)) uint8.
+            n, dtype: values of a row.
+        """
+        return torch.ones((), dtype=torch.bool, device=wire.device)
+
     def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None) -> None:
         """As :meth:`decompress`, with 0 at the dead elements of ``live`` (as below)."""
         self.decompress(wire, out)

@@ -25,6 +25,9 @@ class Identity(Compressor):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         out.view(torch.uint8).copy_(wire[:, : out.shape[1] * out.element_size()])
 
+    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return wire.view(dtype)[:, :n].isfinite().all()
+
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:

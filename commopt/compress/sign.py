@@ -59,6 +59,10 @@ class Sign(Compressor):
     def compress(self, x: Tensor, wire: Tensor) -> None:
         ops.sign_compress(x, wire, self.block or 0, _NORMS[self.norm])
 
+    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        scales = wire.view(torch.float32)[:, : -(-n // (self.block or n or 1))]
+        return ((scales >= 0) & (scales < float("inf"))).all()
+
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         ops.sign_decompress(wire, out, self.block or 0)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Work, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, Work, wait
 from commopt.optim.setup import gather_texts
 
 LARGEST_NORM = 1e14
@@ -25,8 +25,8 @@ LARGEST_NORM = 1e14
 what compression leaves behind of them, would not fit into float32."""
 
 FIELDS = 8
-AGREEMENT_BYTES = 8 * FIELDS
-"""Bytes of the row that each rank all-gathers at a step."""
+AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
+"""Bytes of the rows that each rank all-gathers at a step: before anything is used, and when all has come."""
 
 
 @dataclass(frozen=True)

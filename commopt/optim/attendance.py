@@ -6,13 +6,13 @@ block, what is sent for it counts for nothing, and its momentum and residuals st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Arrival, Work
+from commopt.comm import Arrival
 from commopt.compress import Compressor, FrozenAdam, Spared
 from commopt.optim.packed import StateBucket
 
@@ -59,13 +59,10 @@ class Attendance:
         else:
             self.feedback.commit(self._spared)
 
-    def move(
-        self, arrivals: Sequence[Arrival], compressor: Compressor, momentum: Tensor, then: FrozenAdam
-    ) -> Iterator[Work]:
-        """Writes what comes to ``momentum``, (padded,), but for the absent, and moves parameters along it."""
+    def move(self, arrivals: Sequence[Arrival], compressor: Compressor, momentum: Tensor, then: FrozenAdam) -> None:
+        """Writes what has come to ``momentum``, (padded,), but for the absent, and moves parameters along it."""
         kept = [(slice(*run), momentum[slice(*run)].clone()) for run in self._runs]
         for arrival in arrivals:
-            yield arrival.work
             compressor.decompress_adam(arrival.wires, momentum, then, self.live_rows(), arrival.columns)
         for at, values in kept:
             momentum[at] = values

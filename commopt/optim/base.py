@@ -38,6 +38,7 @@ from commopt.comm import (
     CollectiveError,
     CountingBackend,
     LocalBackend,
+    MessageDamaged,
     Work,
     message_device,
     resolve_backend,
@@ -57,7 +58,7 @@ from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
 
-_ALONE = LocalBackend()
+_ALONE = CountingBackend(LocalBackend())
 
 LINES = 3
 """Lines that buckets take in turn, in each direction, where the backend has several."""
@@ -129,7 +130,8 @@ class CommOptimizer(PackedOptimizer):
         self._reported_equal = self._reported_late = self._reported_idle = False
         self._ready = True
         self._skipped_in_a_row = 0
-        self._check_next = False  # digests, at the next step
+        self._check_next = True  # digests, at the next step
+        self._damaged: str | None = None
         self._right: int | None = None  # whose replica the others get after the step
         self._flight: Flight | None = None
         self._watching: Overlap | None = None
@@ -230,9 +232,13 @@ class CommOptimizer(PackedOptimizer):
                 changed then.
             commopt.optim.agreement.OutOfStep: a rank has another learning rate, or is at another step.
             commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
+            commopt.comm.MessageDamaged: what was received is not what was sent. Parameters and momenta are as before,
+                residuals may not be: every step raises it until a state is loaded.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
         self.refuse_if_lent("step()")
+        if self._damaged is not None:
+            raise MessageDamaged(self._damaged)
         loss, refused = None, None
         if closure is not None and self.overlap:
             refused = ValueError(
@@ -248,6 +254,9 @@ class CommOptimizer(PackedOptimizer):
             self._fly(flight, refused, local)
         except (CollectiveError, OutOfStep):  # what the ranks have started does not fit together any more
             raise
+        except MessageDamaged as error:
+            self._damaged = str(error)
+            raise
         except StepSkipped:
             flight.call_off()
             self._skip(flight.agreement.verdict)
@@ -256,6 +265,7 @@ class CommOptimizer(PackedOptimizer):
             raise
         finally:
             self._flight = None
+            self.backend.receipt.clear()
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
@@ -280,6 +290,7 @@ class CommOptimizer(PackedOptimizer):
             flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
             self._report_dropped()
         those_who_agree = _ALONE if local else self._control or self.backend
+        flight.confirmation.over(those_who_agree)
         device = message_device(those_who_agree)
         flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
         flight.early = early
@@ -430,7 +441,7 @@ class CommOptimizer(PackedOptimizer):
     def _guarded(self, view: LocalView, number: int) -> LocalView:
         """``view`` of step ``number``, with what the ranks compare."""
         terms = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
-        checks_now = self._check_next or self.guard.checks_at(number)
+        checks_now = self.guard.checks_at(number, self._check_next)
         judge = functools.partial(self._judge, number)
         return dataclasses.replace(view, terms=terms, checks=checks_now, digests=self.digests, judge=judge)
 

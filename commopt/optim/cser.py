@@ -307,7 +307,11 @@ class CSER(CommOptimizer):
                 again = self._send(self.reset_compressor, model[:n].sub_(update), group, bucket, RESET, now)
             sent = self._send(self.compressor, update, group, bucket, UPDATE, now)
         yield from sent.works + (again.works if again is not None else [])
+        for mean in (sent, again):
+            if mean is not None:
+                now.confirmed.note(mean.is_sound())
         yield now.agreed
+        yield now.confirmed
         if momentum is not None:
             bucket.buffers["momentum_buffer"][:n].copy_(momentum)
         for p in (p for p in bucket.params if id(p) in now.present):

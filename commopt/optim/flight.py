@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.comm import CountingBackend, Pipeline
+from commopt.comm import CountingBackend, Pipeline, confirm
 from commopt.optim.agreement import Agreement
 from commopt.optim.packed import StateBucket
 
@@ -52,6 +52,12 @@ class Step:
         return self.flight.agreement
 
     @property
+    def confirmed(self) -> Confirmation:
+        """What a bucket's task yields when all that it receives has come, and before it uses any of it: all ranks have
+        received what was sent, and it can be right."""
+        return self.flight.confirmation
+
+    @property
     def present(self) -> frozenset[int]:
         """Ids of the parameters that have a gradient on some rank (in a local step: on this one); the others do not
         move. Known once agreed."""
@@ -66,6 +72,38 @@ class Step:
         """Whether this rank's gradients count as missing: the step is local, and they are inf or NaN. Known once
         agreed."""
         return self.flight.dropped
+
+
+class Confirmation:
+    """That all ranks have received what was sent: a :class:`Work` for when all of it has come."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._backend: CountingBackend | None = None
+        self._sound: list[Tensor] = []
+
+    def over(self, backend: CountingBackend) -> None:
+        """Says what the ranks tell each other over."""
+        self._backend = backend
+
+    def note(self, sound: Tensor) -> None:
+        """Takes down whether something that has come can be right, 0-d bool."""
+        self._sound.append(sound)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """Exchanges what all ranks have found.
+
+        Raises:
+            commopt.comm.MessageDamaged: on every rank, if something is not as it was sent, or cannot be right.
+        """
+        assert self._backend is not None
+        sound = all(self._sound)
+        self._sound = []
+        if self._backend.world_size > 1:
+            confirm(self._backend, sound, self._where)
 
 
 class Flight:
@@ -86,12 +124,13 @@ class Flight:
         self.buckets = list(optimizer.buckets)
         self.launched = 0
         self.agreement = Agreement()
-        self.pipeline = Pipeline(self.agreement)
+        self.number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
+        self.confirmation = Confirmation(f"{type(optimizer).__name__}, step {self.number}")
+        self.pipeline = Pipeline(self.agreement, self.confirmation)
         self.params: list[Tensor] = []
         self.early = self.dropped = False
         self._present: frozenset[int] | None = None
         self._groups = optimizer.group_of()
-        self.number = max((group["step"] for group in optimizer.param_groups), default=0) + 1
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._used: list[tuple[Tensor, Tensor | None, int]] = []
         self._terms: list[dict[str, Any]] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from commopt.comm import Work, mean_over_all, reduce_scatter
+from commopt import ops
+from commopt.comm import Arrival, Work, mean_over_all, reduce_scatter
+from commopt.compress import Compressor
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import scaled_gradient
@@ -22,12 +25,26 @@ def averaged_gradients(bucket: StateBucket, now: Step) -> Generator[Work, None, 
         flat = bucket.pack_gradients(now.scale)
         yield from mean_over_all(flat, now.line, now.back)
     yield now.agreed
+    if now.average and now.line.world_size > 1:
+        now.confirmed.note(torch.isfinite(ops.square_sum([flat])))
+        yield now.confirmed
     bucket.set_live(None)
     moving = [i for i, p in enumerate(bucket.params) if id(p) in now.present]
     if now.average:
         views = bucket.views(flat)
         return [views[i] for i in moving]
     return [scaled_gradient(bucket.params[i], bucket.dtype, now.scale) for i in moving]
+
+
+def all_arrived(arrivals: Sequence[Arrival], bucket: StateBucket, compressor: Compressor, now: Step) -> Iterator[Work]:
+    """Waits for what is on its way, and for all ranks to agree on the step and to confirm that what they have received
+    is what was sent and can be right. Only then is any of it used."""
+    yield now.agreed
+    for arrival in arrivals:
+        yield arrival.work
+        start, stop = arrival.columns
+        now.confirmed.note(compressor.is_sound(arrival.wires, stop - start, bucket.dtype))
+    yield now.confirmed
 
 
 def gradients_to_compress(

@@ -61,9 +61,10 @@ class Guard:
         if self.on_difference not in ("raise", "repair"):
             raise ValueError(f"on_difference must be 'raise' or 'repair', got {self.on_difference!r}")
 
-    def checks_at(self, step: int) -> bool:
-        """Whether digests are compared at ``step`` >= 1."""
-        return self.check_every is not None and step % self.check_every == 0
+    def checks_at(self, number: int, asked: bool, length: int = 1) -> bool:
+        """Whether digests are compared at the step, or the round of ``length`` steps, of this ``number`` >= 1; also if
+        that is ``asked`` for, but never if ``check_every`` is None."""
+        return self.check_every is not None and (asked or number % max(1, self.check_every // length) == 0)
 
     def ends_after(self, skipped: int) -> bool:
         """Whether the run ends after so many skipped steps in a row."""

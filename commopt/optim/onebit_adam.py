@@ -35,7 +35,7 @@ from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.attendance import Attendance
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, gradients_to_compress
+from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors
@@ -163,12 +163,12 @@ class OneBitAdam(WarmupOptimizer):
             compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
         )
         arrivals = yield from to_node(arrivals, now.back.inside)
-        yield now.agreed
+        yield from all_arrived(arrivals, bucket, self.compressor, now)
         attendance.commit()
         params, _, _, clocks = self._operands(bucket, now, variance_moves=False)
         offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in now.present]
         then = FrozenAdam(bucket.buffers["exp_avg_sq"], params, offsets, *frozen_adam_factors(clocks, group))
-        yield from attendance.move(arrivals, self.compressor, momentum, then)
+        attendance.move(arrivals, self.compressor, momentum, then)
 
     def _operands(
         self, bucket: StateBucket, now: Step, variance_moves: bool

@@ -49,7 +49,7 @@ from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.attendance import Attendance
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, gradients_to_compress
+from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
@@ -199,14 +199,13 @@ class OneBitLamb(WarmupOptimizer):
             compress, scaled, self.compressor, now.line.between, now.back.between, bucket.columns
         )
         arrivals = yield from to_node(arrivals, now.back.inside)
-        yield now.agreed
+        yield from all_arrived(arrivals, bucket, self.compressor, now)
         torch._foreach_div_(bucket.part_views(scaled.worker), ks)
         torch._foreach_div_(bucket.shares(scaled.server, self.share), ks)
         attendance.commit()
         received = torch.empty_like(momentum)
         nobody = FrozenAdam(bucket.buffers["exp_avg_sq"], [], [], [], [], 0.0, 1.0)  # moves along it yet
         for arrival in arrivals:
-            yield arrival.work
             self.compressor.decompress_adam(arrival.wires, received, nobody, attendance.live_rows(), arrival.columns)
         torch._foreach_div_(bucket.views(received), ks)
         self._switch(bucket, ks)

@@ -94,6 +94,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     dropped_gradients: int
     buckets: list[StateBucket]
     _check_next: bool
+    _damaged: str | None
 
     clocks: tuple[str, ...] = CLOCKS
     """Names of the 0-d float32 CPU tensors in the state of each parameter."""
@@ -342,7 +343,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         finally:
             hook.remove()
             del self._incoming
-        self._check_next = True
+        self._check_next, self._damaged = True, None
 
     def _check_incoming(self, given: dict[str, Any]) -> None:
         ids = [i for group in given["param_groups"] for i in group["params"]]

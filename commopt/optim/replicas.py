@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import CollectiveError, CountingBackend, Pipeline, mean_over_all, message_device, wait
+from commopt.comm import (
+    CollectiveError,
+    CountingBackend,
+    MessageDamaged,
+    Pipeline,
+    confirm,
+    mean_over_all,
+    message_device,
+    wait,
+)
 
 if TYPE_CHECKING:
     from commopt.optim.packed import StateBucket
@@ -116,6 +125,8 @@ class Replicas:
         pipeline = Pipeline()
         pipeline.launch(mean_over_all(flat, self.backend, self.backend), where)
         pipeline.finish()
+        if self.backend.world_size > 1:
+            confirm(self.backend, True, where)
 
     def own_value(self, p: Tensor) -> Tensor:
         """What ``p`` is on this rank, also within :meth:`averaged`."""
@@ -153,6 +164,8 @@ class Replicas:
             raise CollectiveError(f"{where}: the backend has {now} ranks now, it had {had}; {_REMEDY}")
         try:
             yield
+        except MessageDamaged:
+            raise
         except CollectiveError as error:
             raise CollectiveError(f"{error}; {_REMEDY}") from error
         except (RuntimeError, ValueError, TimeoutError) as error:  # of a group that is gone when one is started

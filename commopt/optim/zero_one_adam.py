@@ -51,7 +51,7 @@ from commopt.optim import checks
 from commopt.optim.attendance import Attendance, find_live
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
-from commopt.optim.gradients import averaged_gradients, gradients_to_compress
+from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import CLOCKS, Origin, StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
@@ -271,12 +271,12 @@ class ZeroOneAdam(CommOptimizer):
             compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
         )
         arrivals = yield from to_node(arrivals, now.back.inside)
-        yield now.agreed
+        yield from all_arrived(arrivals, bucket, self.compressor, now)
         attendance.commit()
         then = self._moves(bucket, group, interval, self._tick(bucket, group, interval, now.present))
         if interval.steps > 1:
             _to_anchor(bucket, then)
-        yield from attendance.move(arrivals, self.compressor, momentum, then)
+        attendance.move(arrivals, self.compressor, momentum, then)
         if interval.steps > 1:
             bucket.buffers["mean_momentum"].zero_()  # so that all state is the same on all ranks
 

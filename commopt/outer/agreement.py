@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from commopt.comm import Backend, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, wait
 from commopt.optim.agreement import StepRefused
 
 FIELDS = 8
-ROUND_BYTES = 8 * FIELDS
-"""Bytes of the row that each rank all-gathers at a synchronisation."""
+ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
+"""Bytes of the rows that each rank all-gathers at a synchronisation: before it, and when all has come."""
 
 
 @dataclass(frozen=True)

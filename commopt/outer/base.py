@@ -110,7 +110,8 @@ class OuterOptimizer(SynchronizedOuter):
     def _restart(self) -> None:
         self.buckets = []
         self._attachment: Any = None
-        self._reported_equal = self._moved = self._check_next = False
+        self._reported_equal = self._moved = False
+        self._check_next = True  # digests, at the next synchronisation
         self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
         self._ready = True
@@ -224,6 +225,7 @@ class OuterOptimizer(SynchronizedOuter):
         finally:
             if self._attachment is not None:
                 self._attachment.clear()
+            self.backend.receipt.clear()
             self.backend.end_step()
         return loss
 

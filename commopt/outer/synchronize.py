@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Pipeline, wait
+from commopt.comm import Pipeline, confirm, wait
 from commopt.optim.agreement import is_usable
 from commopt.optim.base import square_norm, worth_a_line
 from commopt.optim.guard import NotFinite, describe_difference, tell_not_finite
@@ -108,6 +108,9 @@ class SynchronizedOuter(SavedOuter):
             self._compare_replicas(device, where)
         with self.reaching_others(where):
             ways = self._mean_ways(where)
+        if self.backend.world_size > 1:
+            finite = square_norm(ways) < float("inf")
+            confirm(self.backend, finite, where)
         groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
         for bucket, way in zip(self.buckets, ways):
             group = groups[id(bucket.params[0])]
@@ -133,8 +136,7 @@ class SynchronizedOuter(SavedOuter):
         group = self.param_groups[0]
         finite = is_usable(square_norm([p.detach() for bucket in self.buckets for p in bucket.params]))
         checksum, rounds = zlib.crc32(str(terms).encode()), group["rounds"]
-        every = self.guard.check_every
-        checks = self._check_next or (every is not None and (rounds + 1) % max(1, every // group["period"]) == 0)
+        checks = self.guard.checks_at(rounds + 1, self._check_next, group["period"])
         return Standing(finite, self._square, group["round_step"], rounds, checksum, self._moved, checks, error)
 
     def _compare_replicas(self, device: torch.device, where: str) -> None:

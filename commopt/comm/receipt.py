@@ -1,0 +1,182 @@
+"""Whether what was received in a step is what was sent.
+
+Every rank adds up the words of what it gives to collectives, and of what it gets back. Over all ranks the two sums are
+equal, whatever was sent to whom; a single flipped bit, in anybody's memory or on the way, makes them differ:
+
+    all_to_all   each row once by its sender, once by its receiver
+    all_gather   each row W times by its sender, once by each receiver
+    all_reduce   the result W times by rank 0, once by each rank: it is the same on all of them
+
+Sums of 64-bit words, modulo 2^64: one pass over bytes, which are few where they are compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm.backend import Backend, Work, message_device
+from commopt.comm.schedule import wait
+
+if TYPE_CHECKING:
+    from commopt.comm.counting import CountingBackend
+
+CONFIRMATION_BYTES = 16
+"""Bytes of the row that each rank all-gathers to confirm."""
+
+
+class MessageDamaged(RuntimeError):
+    """What was received is not what was sent, or cannot be right. Parameters and momenta are as before the step."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A collective that is complete: its verb, and the sums of the rows that were given and got."""
+
+    verb: str
+    sent: Tensor
+    received: Tensor
+
+
+class Receipt:
+    """What a rank has sent and received since the last ``clear()``, as sums. It is cleared where all ranks have waited
+    for the same collectives, or for none: where a step ends."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, int], _Entry]] = []
+        self._lines = 0
+
+    def new_line(self) -> Line:
+        """The collectives of one backend, which have an order of their own. Called in one order on every rank."""
+        self._lines += 1
+        return Line(self, self._lines)
+
+    def add(self, place: tuple[int, int], entry: _Entry) -> None:
+        self._entries.append((place, entry))
+
+    def clear(self) -> None:
+        """Forgets."""
+        self._entries = []
+
+    def entries(self) -> list[_Entry]:
+        """In an order that is the same on every rank."""
+        return [entry for _, entry in sorted(self._entries, key=lambda item: item[0])]
+
+    def balance(self) -> int:
+        """Sent less received, modulo 2^64. Over all ranks it is 0."""
+        if not self._entries:
+            return 0
+        device = self._entries[0][1].sent.device
+        sent = torch.cat([entry.sent.to(device) for _, entry in self._entries])
+        received = torch.cat([entry.received.to(device) for _, entry in self._entries])
+        return int(sent.sum() - received.sum())
+
+
+class Line:
+    """The collectives of one backend, in order."""
+
+    def __init__(self, receipt: Receipt, number: int) -> None:
+        self._receipt, self._number, self._calls = receipt, number, 0
+
+    def watch(self, verb: str, work: Work, sums: Callable[[], tuple[Tensor, Tensor]]) -> Work:
+        """``work``, entered when it is complete; ``sums()`` gives what was sent and received then."""
+        self._calls += 1
+        return _Receipted(work, self._receipt, (self._number, self._calls), verb, sums)
+
+
+class _Receipted:
+    """A collective in flight that is entered in a receipt when it is waited for. Otherwise it is what it is of."""
+
+    def __init__(
+        self,
+        work: Work,
+        receipt: Receipt,
+        place: tuple[int, int],
+        verb: str,
+        sums: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._work, self._receipt, self._place, self._verb = work, receipt, place, verb
+        self._sums: Callable[[], tuple[Tensor, Tensor]] | None = sums
+
+    def wait(self) -> Any:
+        result = self._work.wait()
+        if self._sums is not None:
+            self._receipt.add(self._place, _Entry(self._verb, *self._sums()))
+            self._sums = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def row_sums(x: Tensor, rows: int) -> Tensor:
+    """The sum of the 64-bit words of each of ``rows`` equal rows of a contiguous tensor, (rows,) int64."""
+    data = x.detach().view(rows, -1).view(torch.uint8)
+    if data.shape[1] % 8:
+        data = torch.nn.functional.pad(data, (0, -data.shape[1] % 8))
+    return data.view(torch.int64).sum(1)
+
+
+def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
+    """Makes sure that all ranks have received what was sent since the last step, and that all of it is ``sound``. All
+    ranks call it. ``backend`` is what they tell each other over; its receipt has what was sent.
+
+    Raises:
+        MessageDamaged: on every rank, if not; begins with ``where``, and names a rank where that is known.
+    """
+    receipt = backend.receipt
+    mine = torch.tensor([receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
+    table = mine.new_empty(backend.world_size, 2)
+    wait(backend.all_gather(table, mine), f"{where}, confirmation of what was received")
+    rows: list[list[int]] = table.tolist()
+    if sum(balance for balance, _ in rows) % 2**64:
+        told = _tell(receipt, backend)
+        raise MessageDamaged(
+            f"{where}: {told}. Memory or the network damages messages. Nothing of the step was applied; go on from the "
+            "last checkpoint"
+        )
+    bad = [rank for rank, (_, fine) in enumerate(rows) if not fine]
+    if bad:
+        ranks = ", ".join(map(str, bad))
+        raise MessageDamaged(
+            f"{where}: what rank {ranks} received holds inf, NaN or a scale that cannot be, as it was sent. Nothing of "
+            "the step was applied; go on from the last checkpoint"
+        )
+
+
+def _tell(receipt: Receipt, backend: Backend) -> str:
+    """Which message was damaged, as far as it can be told."""
+    world, entries = backend.world_size, receipt.entries()
+    lengths = [(entry.sent.numel(), entry.received.numel()) for entry in entries]
+    sums = [t.to(message_device(backend)) for entry in entries for t in (_padded(entry.sent, world), entry.received)]
+    told = "what was received is not what was sent"
+    if any(max(pair) > world for pair in lengths):
+        return told
+    mine = torch.cat([_padded(t, world) for t in sums])
+    table = mine.new_empty(world, mine.numel())
+    wait(backend.all_gather(table, mine), "search for the damaged message")
+    pieces = table.view(world, len(entries), 2, world)
+    for i, entry in enumerate(entries):
+        sent, received = pieces[:, i, 0], pieces[:, i, 1]
+        if int(sent.sum() - received.sum()) == 0:
+            continue
+        if entry.received.numel() == world and entry.verb in ("all_to_all", "all_gather"):
+            wrong = (sent != received.T).nonzero().tolist()  # sent[s, r] is for r, received[r, s] from s
+            pairs = ", ".join(f"rank {r} received from rank {s}" for s, r in wrong[:3])
+            return f"{entry.verb}: what {pairs} is not what was sent"
+        if entry.verb == "all_reduce":
+            results = received[:, 0].tolist()
+            odd = [rank for rank, result in enumerate(results) if 2 * results.count(result) <= world]
+            if len(odd) == world:
+                return "all_reduce: the ranks received different results"
+            return f"all_reduce: the result on rank {', '.join(map(str, odd))} is another than on the others"
+        return f"{entry.verb}: {told}"
+    return told
+
+
+def _padded(x: Tensor, n: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, n - x.numel()))
