@@ -215,6 +215,10 @@ class ZeroOneAdam(CommOptimizer):
     def is_local(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "local"
 
+    def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
+        if phase == "frozen":
+            self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
+
     @property
     def apart(self) -> bool:
         return any(group["local_steps"] for group in self.param_groups)
