@@ -56,6 +56,7 @@ class OneBitAdamOracle:
         self.worker = [[0.0] * total for _ in range(world)]
         self.server = [[0.0] * self.row for _ in range(self.rows)]
         self.t = 0
+        self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
         self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
         self.block, self.norm = block, norm
 
@@ -64,27 +65,32 @@ class OneBitAdamOracle:
             return [v if a else 0.0 for v, a in zip(z, live)]
         return compress(z, self.block, self.norm, live)
 
-    def step(self, grads: list[list[float]]) -> None:
-        """One step on the gradients of each rank, flat, each of ``size`` elements."""
+    def step(self, grads: list[list[float | None]]) -> None:
+        """One step on the gradients of each rank, flat, each of ``size`` elements; None where a rank has none. What no
+        rank has one of stays as it is."""
         self.t += 1
-        pad = [0.0] * (len(self.m) - self.size)
-        grads = [list(g) + pad for g in grads]
+        pad: list[float | None] = [None] * (len(self.m) - self.size)
+        columns = list(zip(*(list(g) + pad for g in grads)))
+        here = [j for j, column in enumerate(columns) if column.count(None) < len(column)]
+        filled = [[g or 0.0 for g in (column[i] for column in columns)] for i in range(len(grads))]
+        for j in here:
+            self.steps[j] += 1
         if self.t <= self.freeze:
-            for j in range(self.size):
-                g = sum(grad[j] for grad in grads) / self.world
+            for j in here:
+                self.refreshed[j] += 1
+                g = sum(grad[j] for grad in filled) / self.world
                 self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
                 self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
         else:
-            self._compressed(grads)
-        c1 = 1 - self.b1**self.t
-        c2 = 1 - self.b2 ** min(self.t, self.freeze)
-        for j in range(self.size):
+            self._compressed(filled, set(here))
+        for j in here:
             self.x[j] *= 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:
+                c1, c2 = 1 - self.b1 ** self.steps[j], 1 - self.b2 ** self.refreshed[j]
                 self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)
 
-    def _compressed(self, grads: list[list[float]]) -> None:
-        live = [v != 0 for v in self.v]
+    def _compressed(self, grads: list[list[float]], here: set[int]) -> None:
+        live = [v != 0 and j in here for j, v in enumerate(self.v)]
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []  # sent[i][r]: what rank r decodes of rank i's row r
         for i, grad in enumerate(grads):
@@ -92,13 +98,15 @@ class OneBitAdamOracle:
             z = [v if a else 0.0 for v, a in zip(z, live)]
             sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
             flat = [q for part in sent[-1] for q in part]
-            self.worker[i] = [a - b for a, b in zip(z, flat)]
+            for j in here:
+                self.worker[i][j] = z[j] - flat[j]
         for r, row in enumerate(rows):
             alive = [live[j] for j in row]
             columns = zip(*(part[r] for part in sent))
             y = [sum(q / self.world for q in column) + e for column, e in zip(columns, self.server[r])]
             y = [v if a else 0.0 for v, a in zip(y, alive)]
             q = self._send(y, alive)
-            self.server[r] = [a - b for a, b in zip(y, q)]
-            for j, value in zip(row, q):
-                self.m[j] = value
+            for k, j in enumerate(row):
+                if j in here:
+                    self.server[r][k] = y[k] - q[k]
+                    self.m[j] = q[k]

@@ -1,7 +1,8 @@
 """CSER and its relatives on plain lists of Python floats, each straight from its own definition. Shares no code with
 commopt: the random numbers that choose blocks are computed here once more.
 
-Everything is a list over ranks of flat lists. A compressor is a function (v, step, reset) -> C(v).
+Everything is a list over ranks of flat lists. A compressor is a function (v, step, reset, live) -> C(v), where v is 0
+and C(v) too but for the ``live`` elements, as if the others were not there. A gradient is None where a rank has none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable
 from oracle import compress
 
 Flat = list[float]
-How = Callable[[Flat, int, bool], Flat]
+Given = list[float | None]
+How = Callable[[Flat, int, bool, list[bool]], Flat]
 
 _M64 = 2**64 - 1
 
@@ -45,7 +47,7 @@ def kept_blocks(n: int, ratio: float, block: int, seed: int, step: int, stream: 
 def blocks(ratio: float, block: int, seed: int = 0) -> How:
     """The first bucket's blocks."""
 
-    def how(v: Flat, step: int, reset: bool) -> Flat:
+    def how(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
         kept = set(kept_blocks(len(v), ratio, block, seed, step, int(reset)))
         return [a if i // block in kept else 0.0 for i, a in enumerate(v)]
 
@@ -53,14 +55,14 @@ def blocks(ratio: float, block: int, seed: int = 0) -> How:
 
 
 def sign(block: int) -> How:
-    return lambda v, step, reset: compress(v, block, "l2", [True] * len(v))
+    return lambda v, step, reset, live: compress(v, block, "l2", live)
 
 
-def everything(v: Flat, step: int, reset: bool) -> Flat:
+def everything(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
     return list(v)
 
 
-def nothing(v: Flat, step: int, reset: bool) -> Flat:
+def nothing(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
     return [0.0] * len(v)
 
 
@@ -76,9 +78,14 @@ def add(a: Flat, b: Flat) -> Flat:
     return [x + y for x, y in zip(a, b)]
 
 
-def psync(vs: list[Flat], how: How, step: int, reset: bool) -> tuple[list[Flat], list[Flat]]:
+def whole(v: Flat) -> list[bool]:
+    """All of it."""
+    return [True] * len(v)
+
+
+def psync(vs: list[Flat], how: How, step: int, reset: bool, live: list[bool]) -> tuple[list[Flat], list[Flat]]:
     """v'_i and r_i."""
-    sent = [how(v, step, reset) for v in vs]
+    sent = [how(v, step, reset, live) for v in vs]
     rest = [sub(v, q) for v, q in zip(vs, sent)]
     average = mean(sent)
     return [add(average, r) for r in rest], rest
@@ -96,13 +103,15 @@ class Local:
         self.t = 0
         self.lr, self.b, self.nesterov, self.wd = lr, momentum, nesterov, wd
 
-    def updates(self, grads: list[Flat]) -> list[Flat]:
+    def updates(self, grads: list[Given]) -> list[Flat]:
+        """p_i: 0, and no momentum is touched, where no rank has a gradient; ``self.here`` says where one has."""
+        self.here = [any(g is not None for g in column) for column in zip(*grads)]
         out = []
         for i, grad in enumerate(grads):
-            g = [a + self.wd * b for a, b in zip(grad, self.x[i])]
-            self.m[i] = [self.b * m + a for m, a in zip(self.m[i], g)]
+            g = [(a or 0.0) + self.wd * b for a, b in zip(grad, self.x[i])]
+            self.m[i] = [self.b * m + a if here else m for m, a, here in zip(self.m[i], g, self.here)]
             moved = [a + self.b * m for m, a in zip(self.m[i], g)] if self.nesterov else self.m[i]
-            out.append([self.lr * a for a in moved])
+            out.append([self.lr * a if here else 0.0 for a, here in zip(moved, self.here)])
         return out
 
 
@@ -113,12 +122,12 @@ class Cser(Local):
         super().__init__(*args, **settings)
         self.c2, self.c1, self.period = c2, c1, period
 
-    def step(self, grads: list[Flat]) -> None:
-        moved, rest = psync(self.updates(grads), self.c2, self.t, False)
+    def step(self, grads: list[Given]) -> None:
+        moved, rest = psync(self.updates(grads), self.c2, self.t, False, self.here)
         self.x = [sub(x, p) for x, p in zip(self.x, moved)]
         self.e = [sub(e, r) for e, r in zip(self.e, rest)]
         if (self.t + 1) % self.period == 0:
-            error, rest = psync(self.e, self.c1, self.t, True)
+            error, rest = psync(self.e, self.c1, self.t, True, whole(self.e[0]))
             self.x = [add(sub(x, e), f) for x, e, f in zip(self.x, self.e, error)]
             self.e = rest
         self.t += 1
@@ -127,16 +136,16 @@ class Cser(Local):
 class CserBlocks(Cser):
     """The paper's implementation II: no e_i; blocks of the models are averaged. ``c`` must be blocks."""
 
-    def step(self, grads: list[Flat]) -> None:
-        moved, _ = psync(self.updates(grads), self.c2, self.t, False)
+    def step(self, grads: list[Given]) -> None:
+        moved, _ = psync(self.updates(grads), self.c2, self.t, False, self.here)
         self.x = [sub(x, p) for x, p in zip(self.x, moved)]
         if (self.t + 1) % self.period == 0:
-            self.x, _ = psync(self.x, self.c1, self.t, True)
+            self.x, _ = psync(self.x, self.c1, self.t, True, whole(self.x[0]))
         self.t += 1
 
 
 class SynchronousSGD(Local):
-    def step(self, grads: list[Flat]) -> None:
+    def step(self, grads: list[Given]) -> None:
         update = mean(self.updates(grads))
         self.x = [sub(x, update) for x in self.x]
 
@@ -146,7 +155,7 @@ class LocalSGD(Local):
         super().__init__(*args, **settings)
         self.period = period
 
-    def step(self, grads: list[Flat]) -> None:
+    def step(self, grads: list[Given]) -> None:
         self.x = [sub(x, p) for x, p in zip(self.x, self.updates(grads))]
         self.t += 1
         if self.t % self.period == 0:
@@ -161,9 +170,9 @@ class Csea(Local):
         super().__init__(*args, **settings)
         self.c = c
 
-    def step(self, grads: list[Flat]) -> None:
+    def step(self, grads: list[Given]) -> None:
         owed = [sub(e, p) for e, p in zip(self.e, self.updates(grads))]
-        sent = [self.c(v, self.t, True) for v in owed]
+        sent = [self.c(v, self.t, True, whole(v)) for v in owed]
         kept, average = [sub(v, q) for v, q in zip(owed, sent)], mean(sent)
         self.x = [add(add(sub(x, e), average), r) for x, e, r in zip(self.x, self.e, kept)]
         self.e = kept
@@ -177,27 +186,29 @@ class CserPL(Local):
         super().__init__(*args, **settings)
         self.c, self.period, self.common = c, period, list(self.x[0])
 
-    def step(self, grads: list[Flat]) -> None:
+    def step(self, grads: list[Given]) -> None:
         self.x = [sub(x, p) for x, p in zip(self.x, self.updates(grads))]
         self.t += 1
         if self.t % self.period == 0:
             apart = [sub(x, self.common) for x in self.x]
-            sent = [self.c(v, self.t - 1, True) for v in apart]
+            sent = [self.c(v, self.t - 1, True, whole(v)) for v in apart]
             self.common = add(self.common, mean(sent))
             self.x = [add(self.common, sub(v, q)) for v, q in zip(apart, sent)]
 
 
 class EfSGD(Local):
+    """What is owed counts as where x is to go. Its sign matters where it is 0, which is sent as plus."""
+
     def __init__(self, *args, c: How, **settings) -> None:
         super().__init__(*args, **settings)
         self.c = c
 
-    def step(self, grads: list[Flat]) -> None:
-        owed = [add(e, p) for e, p in zip(self.e, self.updates(grads))]
-        sent = [self.c(v, self.t, True) for v in owed]
+    def step(self, grads: list[Given]) -> None:
+        owed = [sub(e, p) for e, p in zip(self.e, self.updates(grads))]
+        sent = [self.c(v, self.t, True, whole(v)) for v in owed]
         self.e = [sub(v, q) for v, q in zip(owed, sent)]
         average = mean(sent)
-        self.x = [sub(x, average) for x in self.x]
+        self.x = [add(x, average) for x in self.x]
         self.t += 1
 
 
@@ -206,12 +217,12 @@ class QSparse(Local):
         super().__init__(*args, **settings)
         self.c, self.period, self.anchor = c, period, list(self.x[0])
 
-    def step(self, grads: list[Flat]) -> None:
+    def step(self, grads: list[Given]) -> None:
         self.x = [sub(x, p) for x, p in zip(self.x, self.updates(grads))]
         self.t += 1
         if self.t % self.period == 0:
-            owed = [add(e, sub(self.anchor, x)) for e, x in zip(self.e, self.x)]
-            sent = [self.c(v, self.t - 1, True) for v in owed]
+            owed = [add(e, sub(x, self.anchor)) for e, x in zip(self.e, self.x)]
+            sent = [self.c(v, self.t - 1, True, whole(v)) for v in owed]
             self.e = [sub(v, q) for v, q in zip(owed, sent)]
-            self.anchor = sub(self.anchor, mean(sent))
+            self.anchor = add(self.anchor, mean(sent))
             self.x = [list(self.anchor) for _ in self.x]

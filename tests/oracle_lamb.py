@@ -55,18 +55,21 @@ class OneBitLambOracle:
         self.block, self.norm, self.common, self.debias = block, norm, common, debias
         self.seen: Counter[str] = Counter()
 
-    def step(self, grads: list[list[list[float]]]) -> None:
-        """One step on the gradients: grads[rank][tensor][element]."""
+    def step(self, given: list[list[list[float] | None]]) -> None:
+        """One step on the gradients: given[rank][tensor][element], None for a tensor that has none there. What has none
+        anywhere stays as it is."""
         self.t += 1
+        here = [i for i in range(len(self.x)) if any(rank[i] is not None for rank in given)]
+        grads = [[g or [0.0] * len(x) for g, x in zip(rank, self.x)] for rank in given]
         if self.freeze is None or self.t <= self.freeze:
-            for i in range(len(self.x)):
+            for i in here:
                 self._lamb(i, [math.fsum(g) / self.world for g in zip(*(rank[i] for rank in grads))])
             return
         if not self.k:
             self._switch()
         before = [list(m) for m in self.m]
-        self._exchange(grads)
-        for i in range(len(self.x)):
+        self._exchange(grads, here)
+        for i in here:
             self._frozen(i, before[i])
 
     def _ratio(self, x: list[float], u: list[float]) -> float | None:
@@ -107,9 +110,10 @@ class OneBitLambOracle:
             return [v if a else 0.0 for v, a in zip(z, live)]
         return compress(z, self.block, self.norm, live)
 
-    def _exchange(self, grads: list[list[list[float]]]) -> None:
+    def _exchange(self, grads: list[list[list[float]]], here: list[int]) -> None:
         """m <- the compressed mean of k (b1 m + (1-b1) g_i), over k. Residuals are those of the scaled momentum."""
-        live = [v > 0 for v in self._flat(self.v)]
+        takes_part = self._flat([[float(i in here)] * len(t) for i, t in enumerate(self.x)])
+        live = [v > 0 and a > 0 for v, a in zip(self._flat(self.v), takes_part)]
         cuts = [slice(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []
         for i, rank in enumerate(grads):
@@ -118,16 +122,17 @@ class OneBitLambOracle:
             ]
             z = [(a + e) if alive else 0.0 for a, e, alive in zip(self._flat(scaled), self.worker[i], live)]
             q = [value for cut in cuts for value in self._send(z[cut], live[cut])]
-            self.worker[i] = [a - b for a, b in zip(z, q)]
+            self.worker[i] = [a - b if c else e for a, b, c, e in zip(z, q, takes_part, self.worker[i])]
             sent.append(q)
         mean = [sum(q / self.world for q in column) for column in zip(*sent)]
         y = [(a + e) if alive else 0.0 for a, e, alive in zip(mean, self.server, live)]
         q = [value for cut in cuts for value in self._send(y[cut], live[cut])]
-        self.server = [a - b for a, b in zip(y, q)]
+        self.server = [a - b if c else e for a, b, c, e in zip(y, q, takes_part, self.server)]
         start = 0
         for i, k in enumerate(self.k):
             stop = start + len(self.m[i])
-            self.m[i] = [value / k for value in q[start:stop]]
+            if i in here:
+                self.m[i] = [value / k for value in q[start:stop]]
             start = stop
 
     def _frozen(self, i: int, before: list[float]) -> None:

@@ -54,9 +54,9 @@ class ZeroOneAdamOracle:
         self.v = [0.0] * total
         self.worker = [[0.0] * total for _ in range(ranks // per_node)]
         self.server = [[0.0] * self.row for _ in range(ranks)]
-        self.t = self.refreshed = 0
-        self.first = 1  # step at which the interval began
-        self.gamma = 0.0
+        self.t = 0
+        self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
+        self.taken, self.lr_sum = 0, 0.0  # in this interval
         self.b1, self.b2, self.eps, self.wd, self.block, self.norm = b1, b2, eps, wd, block, norm
 
     def _send(self, z: list[float], live: list[bool]) -> list[float]:
@@ -64,37 +64,51 @@ class ZeroOneAdamOracle:
             return [v if a else 0.0 for v, a in zip(z, live)]
         return compress(z, self.block, self.norm, live)
 
-    def step(self, grads: list[list[float]], lr: float) -> None:
-        """One step on the gradients of each rank, flat, each of ``size`` elements."""
+    def step(self, grads: list[list[float | None]], lr: float) -> None:
+        """One step on the gradients of each rank, flat, each of ``size`` elements; None where a rank has none. What no
+        rank has one of stays as it is, unless there are local steps in the interval: then it is zeros."""
         self.t += 1
-        pad = [0.0] * (len(self.v) - self.size)
-        grads = [list(g) + pad for g in grads]
+        pad: list[float | None] = [None] * (len(self.v) - self.size)
+        columns = list(zip(*(list(g) + pad for g in grads)))
+        knows = self.t in self.exact or (self.t in self.sync and self.taken == 0)
+        here = [j for j, column in enumerate(columns) if not knows or column.count(None) < len(column)]
+        filled = [[g or 0.0 for g in (column[i] for column in columns)] for i in range(len(grads))]
         if self.t in self.exact:
-            self._exact(grads, lr)
+            self._exact(filled, lr, here)
             return
-        c = lr / (1 - self.b1**self.first)
-        self.gamma += c
-        before, self.anchor = self.anchor, [x * (1 - lr * self.wd) for x in self.anchor]
-        for m, u, x, g in zip(self.m, self.u, self.x, grads):
-            for j in range(len(m)):
+        if self.taken == 0:
+            self.first = [t + 1 for t in self.steps]  # step of each element at which the interval began
+        self.taken, self.lr_sum = self.taken + 1, self.lr_sum + lr
+        moving = [j for j in here if self.refreshed[j]]
+        before = list(self.anchor)
+        for j in moving:
+            self.steps[j] += 1
+            self.anchor[j] *= 1 - lr * self.wd
+        for m, u, x, g in zip(self.m, self.u, self.x, filled):
+            for j in here:
                 m[j] = self.b1 * m[j] + (1 - self.b1) * g[j]
-                u[j] += c * m[j]
-            for j in range(self.size):
+                u[j] += lr * m[j]
+            for j in moving:
                 x[j] += self.anchor[j] - before[j]
-                x[j] -= c * m[j] / self._d(j) if self.v[j] > 0 else 0.0
+                x[j] -= lr / self._c(j) * m[j] / self._d(j) if self.v[j] > 0 else 0.0
         if self.t in self.sync:
-            self._round(c)
+            self._round(set(here), moving)
+
+    def _c(self, j: int) -> float:
+        return 1 - self.b1 ** self.first[j]
 
     def _d(self, j: int) -> float:
-        return math.sqrt(self.v[j] / (1 - self.b2**self.refreshed)) + self.eps
+        return math.sqrt(self.v[j] / (1 - self.b2 ** self.refreshed[j])) + self.eps
 
-    def _exact(self, grads: list[list[float]], lr: float) -> None:
-        self.refreshed += 1
-        m, c = self.m[0], lr / (1 - self.b1**self.t)
-        for j in range(self.size):
+    def _exact(self, grads: list[list[float]], lr: float, here: list[int]) -> None:
+        m = self.m[0]
+        for j in here:
+            self.steps[j] += 1
+            self.refreshed[j] += 1
             g = sum(grad[j] for grad in grads) / self.ranks
             m[j] = self.b1 * m[j] + (1 - self.b1) * g
             self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
+            c = lr / (1 - self.b1 ** self.steps[j])
             self.anchor[j] = self.anchor[j] * (1 - lr * self.wd) - c * m[j] / self._d(j)
         self._begin()
 
@@ -103,12 +117,12 @@ class ZeroOneAdamOracle:
         self.m = [list(self.m[0]) for _ in self.m]
         self.u = [[0.0] * len(self.v) for _ in self.u]
         self.x = [list(self.anchor) for _ in self.x]
-        self.gamma, self.first = 0.0, self.t + 1
+        self.taken, self.lr_sum = 0, 0.0
 
-    def _round(self, c: float) -> None:
-        live = [v != 0 for v in self.v]
+    def _round(self, here: set[int], moving: list[int]) -> None:
+        live = [v != 0 and j in here for j, v in enumerate(self.v)]
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.ranks)]
-        mine = [[u / self.gamma for u in us] for us in self.u] if self.gamma else self.m
+        mine = [[u / self.lr_sum for u in us] for us in self.u] if self.lr_sum else self.m
         nodes = [mine[i : i + self.per_node] for i in range(0, self.ranks, self.per_node)]
         sent = []
         for i, node in enumerate(nodes):
@@ -116,16 +130,18 @@ class ZeroOneAdamOracle:
             z = [v if a else 0.0 for v, a in zip(z, live)]
             sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
             flat = [q for part in sent[-1] for q in part]
-            self.worker[i] = [a - b for a, b in zip(z, flat)]
+            for j in here:
+                self.worker[i][j] = z[j] - flat[j]
         for r, row in enumerate(rows):
             alive = [live[j] for j in row]
             columns = zip(*(part[r] for part in sent))
             y = [sum(q / len(nodes) for q in column) + e for column, e in zip(columns, self.server[r])]
             y = [v if a else 0.0 for v, a in zip(y, alive)]
             q = self._send(y, alive)
-            self.server[r] = [a - b for a, b in zip(y, q)]
-            for j, value in zip(row, q):
-                self.m[0][j] = value
-        for j in range(self.size):
-            self.anchor[j] -= self.gamma * self.m[0][j] / self._d(j) if live[j] else 0.0
+            for k, j in enumerate(row):
+                if j in here:
+                    self.server[r][k] = y[k] - q[k]
+                    self.m[0][j] = q[k]
+        for j in moving:
+            self.anchor[j] -= self.lr_sum / self._c(j) * self.m[0][j] / self._d(j) if live[j] else 0.0
         self._begin()

@@ -22,7 +22,7 @@ from oracle_cser import (
     sign,
 )  # fmt: skip
 from torch import Tensor, nn
-from worlds import Toy, on_threads, params_of, same_bits, tokens, train
+from worlds import Toy, flat_given, give, on_threads, params_of, same_bits, some_of, tokens, train
 
 from commopt import CSER, QSparseLocalSGD
 from commopt.compress import Identity, RandomBlocks, Sign
@@ -52,25 +52,32 @@ def target(step: int, rank: int) -> list[Tensor]:
     return [torch.randn(s, generator=g, dtype=torch.float64) + rank for s in SIZES]
 
 
-def run_oracle(make: Any, world_size: int, steps: int = STEPS) -> Any:
-    """History of x by step and rank; the gradient of a rank is (x - target) / 2 at its own x."""
+def run_oracle(make: Any, world_size: int, absent: bool = False) -> Any:
+    """History of x by step and rank; the gradient of a rank is (x - target) / 2 at its own x. ``absent``: parameters
+    come and go."""
     oracle, history = make(flat(start()), world_size), []
-    for step in range(steps):
-        targets = [flat(target(step, r)) for r in range(world_size)]
-        oracle.step([[(a - b) * 0.5 for a, b in zip(x, c)] for x, c in zip(oracle.x, targets)])
+    for step in range(STEPS):
+        there = [targets_of(step, r, absent) for r in range(world_size)]
+        pairs = zip(oracle.x, (flat_given(targets, SIZES) for targets in there))
+        oracle.step([[None if b is None else (a - b) * 0.5 for a, b in zip(x, c)] for x, c in pairs])
         history.append([list(x) for x in oracle.x])
     return history
 
 
-def run_ours(make: Any, world_size: int, steps: int = STEPS) -> Any:
+def targets_of(step: int, rank: int, absent: bool) -> list[Tensor | None]:
+    targets = target(step, rank)
+    return some_of(targets, step, rank) if absent else targets
+
+
+def run_ours(make: Any, world_size: int, absent: bool = False) -> Any:
     """The same of an optimizer. ``make(params, backend=...)``."""
 
     def run(backend):
         params = start()
         optimizer, history = make(params, backend=backend), []
-        for step in range(steps):
-            for p, c in zip(params, target(step, backend.rank)):
-                p.grad = (p.detach() - c) * 0.5
+        for step in range(STEPS):
+            targets = targets_of(step, backend.rank, absent)
+            give(params, [None if c is None else (p.detach() - c) * 0.5 for p, c in zip(params, targets)])
             optimizer.step()
             history.append(flat(params))
         return history
@@ -103,16 +110,22 @@ PAIRS = {
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "heavy ball"), (4, "nesterov")])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_step_is_that_of_the_paper_on_lists(world_size, pair, kind):
+@pytest.mark.parametrize(("absent", "overlap"), [(False, False), (True, False), (True, True)])
+def test_every_step_is_that_of_the_paper_on_lists(world_size, pair, kind, absent, overlap):
+    """``absent``: parameters come and go, in blocks that they share with others."""
     c2, their_c2, c1, their_c1 = PAIRS[pair]
     settings = {"lr": 0.1, **KINDS[kind]}
-    theirs = run_oracle(lambda x, w: Cser(x, w, c2=their_c2, c1=their_c1, period=4, wd=0.02, **settings), world_size)
+    theirs = run_oracle(
+        lambda x, w: Cser(x, w, c2=their_c2, c1=their_c1, period=4, wd=0.02, **settings), world_size, absent
+    )
     ours = run_ours(
         lambda p, backend: CSER(
-            p, compressor=c2, reset_compressor=c1, period=4, weight_decay=0.02, backend=backend, **settings
+            p, compressor=c2, reset_compressor=c1, period=4, weight_decay=0.02, overlap=overlap, backend=backend,
+            **settings,
         ),
         world_size,
-    )
+        absent,
+    )  # fmt: skip
     assert_same(ours, theirs)
 
 
@@ -235,12 +248,13 @@ METHODS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "heavy ball"), (4, "nesterov")])
 @pytest.mark.parametrize("method", METHODS)
-def test_settings_that_are_another_method_equal_its_own_definition(world_size, method, kind):
+@pytest.mark.parametrize("absent", [False, True])
+def test_settings_that_are_another_method_equal_its_own_definition(world_size, method, kind, absent):
     ours, theirs = METHODS[method]
     settings = {"lr": 0.1, **KINDS[kind]}
     assert_same(
-        run_ours(lambda p, backend: ours(p, backend=backend, **settings), world_size),
-        run_oracle(lambda x, w: theirs(x, w, **settings), world_size),
+        run_ours(lambda p, backend: ours(p, backend=backend, **settings), world_size, absent),
+        run_oracle(lambda x, w: theirs(x, w, **settings), world_size, absent),
     )
 
 

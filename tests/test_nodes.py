@@ -20,13 +20,17 @@ from worlds import (
     Used,
     backward,
     flat,
+    flat_given,
+    give,
     needs_mpi,
+    node_mean,
     on_mpi,
     on_processes,
     on_threads,
     params_of,
     same_bits,
     some_grads,
+    some_of,
     some_params,
     tensors_in,
     tokens,
@@ -88,10 +92,14 @@ def result(model: nn.Module, optimizer: OneBitAdam) -> tuple[list[Tensor], list[
 SIZES = [(3, 70), (), (400,), (0, 2), (2, 5)]
 
 
-def node_average(step: int, node: int, places: int) -> list[float]:
+def gradients(step: int, rank: int, absent: bool) -> list[Tensor | None]:
+    whole = some_grads(SIZES, step, rank)
+    return some_of(whole, step, rank) if absent else whole
+
+
+def node_average(step: int, node: int, places: int, absent: bool) -> list[float | None]:
     ranks = range(node * places, (node + 1) * places)
-    each = [flat(some_grads(SIZES, step, rank)) for rank in ranks]
-    return [math.fsum(values) / places for values in zip(*each)]
+    return node_mean([flat_given(gradients(step, rank, absent), SIZES) for rank in ranks])
 
 
 # the algorithm --------------------------------------------------------------------------------------------------------
@@ -100,7 +108,10 @@ def node_average(step: int, node: int, places: int) -> list[float]:
 @pytest.mark.parametrize(("nodes", "places"), GRIDS[:3])
 @pytest.mark.parametrize(("compressor", "block", "norm"), [(Identity(), None, None), (Sign(block=16), 16, "l2")])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, compressor, block, norm, overlap):
+@pytest.mark.parametrize("absent", [False, True])
+def test_every_step_is_that_of_the_paper_with_nodes_for_workers(
+    nodes, places, compressor, block, norm, overlap, absent
+):
     """float64: nothing but the algorithm is compared. The oracle gets what each node has on average."""
     settings = {"lr": 0.02, "eps": 1e-6}
     oracle = OneBitAdamOracle(
@@ -109,7 +120,7 @@ def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, c
     )  # fmt: skip
     expected = []
     for step in range(14):
-        oracle.step([node_average(step, node, places) for node in range(nodes)])
+        oracle.step([node_average(step, node, places, absent) for node in range(nodes)])
         expected.append(list(oracle.x))
 
     def ours(backend):
@@ -120,8 +131,7 @@ def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, c
         )  # fmt: skip
         history = []
         for step in range(14):
-            for p, grad in zip(mine, some_grads(SIZES, step, backend.rank)):
-                p.grad = grad
+            give(mine, gradients(step, backend.rank, absent))
             optimizer.step()
             history.append(flat(mine))
         assert optimizer.phase == "compressed"

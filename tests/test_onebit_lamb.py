@@ -18,10 +18,13 @@ from worlds import (
     Toy,
     Used,
     backward,
+    give,
+    lacks,
     on_processes,
     on_threads,
     params_of,
     same_bits,
+    some_of,
     tensors_in,
     through_a_file,
     tokens,
@@ -112,9 +115,12 @@ def some_grad(step: int, rank: int, i: int) -> Tensor:
     return out * (10.0 ** (i - 2)) * (0 if i == STILL else grows)
 
 
-def node_grads(step: int, node: int, places: int, order: list[int]) -> list[list[float]]:
-    ranks = range(node * places, (node + 1) * places)
-    return [(sum(some_grad(step, r, i) for r in ranks) / places).flatten().tolist() for i in order]
+def node_grads(step: int, node: int, places: int, order: list[int], absent: bool) -> list[list[float] | None]:
+    ranks, out = range(node * places, (node + 1) * places), []
+    for i in order:
+        there = [some_grad(step, r, i) for r in ranks if not (absent and lacks(i, step, r))]
+        out.append((sum(there) / places).flatten().tolist() if there else None)
+    return out
 
 
 def against_the_oracle(
@@ -122,6 +128,7 @@ def against_the_oracle(
 ) -> Counter:
     """Compares every step, parameters and state, and returns which ways the oracle has taken."""
     steps, overlap = 18, options.pop("overlap", False)
+    absent = options.pop("absent", False)
     common, debias = options.pop("common", "one"), options.pop("debias", True)
     order = list(reversed(range(len(SIZES))))  # how a bucket packs
     ours = {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.05, "betas": (0.9, 0.98), **options}
@@ -136,7 +143,7 @@ def against_the_oracle(
     )  # fmt: skip
     expected = []
     for step in range(steps):
-        oracle.step([node_grads(step, node, places, order) for node in range(nodes)])
+        oracle.step([node_grads(step, node, places, order, absent) for node in range(nodes)])
         expected.append(copy.deepcopy((oracle.x, oracle.m, oracle.f, oracle.r)))
 
     def run(backend):
@@ -146,8 +153,8 @@ def against_the_oracle(
             mine, freeze_step=freeze, compressor=compressor, backend=backend, overlap=overlap, **ours
         )
         for step in range(steps):
-            for i, p in enumerate(mine):
-                p.grad = some_grad(step, backend.rank, i)
+            grads: list[Any] = [some_grad(step, backend.rank, i) for i in range(len(mine))]
+            give(mine, some_of(grads, step, backend.rank) if absent else grads)
             optimizer.step()
             states = [optimizer.state[mine[i]] for i in order]
             history = [
@@ -169,11 +176,12 @@ def against_the_oracle(
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("compressor", [Identity(), Sign(block=16), Sign(block=16, norm="l1"), Sign(None)], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overlap):
-    """float64, so that nothing but the algorithm is compared."""
+@pytest.mark.parametrize("absent", [False, True])
+def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overlap, absent):
+    """float64, so that nothing but the algorithm is compared. ``absent``: tensors come and go."""
     # 3 ranks: a mean of float32 scales can lie exactly between two float32 (see test_onebit_adam.py)
     atol = 1e-5 if world_size == 3 and compressor != Identity() else 1e-11
-    against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap)
+    against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap, absent=absent)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +209,10 @@ def test_the_runs_against_the_oracle_take_every_way_through_the_bounds():
 
 @pytest.mark.parametrize(("nodes", "places"), [(2, 2), (2, 3)])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, overlap):
-    against_the_oracle(nodes, places, Sign(block=16), 6, 1e-11, overlap=overlap)
+@pytest.mark.parametrize("absent", [False, True])
+def test_every_step_is_that_of_the_paper_with_nodes_for_workers(nodes, places, overlap, absent):
+    # with 6, a mean of two scales lies exactly between two float32 where tensors come and go, in step 8
+    against_the_oracle(nodes, places, Sign(block=16), 5 if absent else 6, 1e-11, overlap=overlap, absent=absent)
 
 
 @pytest.mark.parametrize("compressor", [Identity(), Sign(block=16)])

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,39 @@ def some_grads(sizes: list[tuple[int, ...]], step: int, rank: int) -> list[Tenso
         out.append(torch.randn(size, generator=g, dtype=torch.float64) + 0.3)
     out[2][5:9] = 0
     return out
+
+
+def lacks(i: int, step: int, rank: int) -> bool:
+    """Whether parameter ``i`` has no gradient at ``step`` on this rank. Some have none on any rank at every second or
+    third step, or for a while; one has none on some of the ranks; at step 13 there is none at all."""
+    nowhere = {0: step % 3 == 1, 1: step in (7, 8, 9), 4: step % 2 == 0}
+    return step == 13 or nowhere.get(i, False) or (i == 2 and (step + rank) % 3 == 0)
+
+
+def some_of(grads: list[Tensor], step: int, rank: int) -> list[Tensor | None]:
+    """``grads``, but None where the parameter lacks one."""
+    return [None if lacks(i, step, rank) else g for i, g in enumerate(grads)]
+
+
+def give(params: list[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Gives each parameter its gradient, by a backward; None leaves it without."""
+    for p in params:
+        p.grad = None
+    terms = [(p * g).sum() for p, g in zip(params, grads) if g is not None]
+    if terms:
+        torch.autograd.backward(terms)
+
+
+def flat_given(grads: Sequence[Tensor | None], sizes: list[tuple[int, ...]]) -> list[float | None]:
+    """As :func:`flat`, of gradients; None for each element of one that is not there."""
+    pairs = list(zip(grads, sizes))
+    return [v for g, size in reversed(pairs) for v in ([None] * math.prod(size) if g is None else g.flatten().tolist())]
+
+
+def node_mean(ranks: list[list[float | None]]) -> list[float | None]:
+    """What a node brings: the mean of what its ranks have, None where none of them has any."""
+    columns = zip(*ranks)
+    return [None if c.count(None) == len(c) else math.fsum(g or 0.0 for g in c) / len(c) for c in columns]
 
 
 def flat(tensors: list[Any]) -> list[float]:

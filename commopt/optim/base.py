@@ -174,6 +174,9 @@ class CommOptimizer(PackedOptimizer):
         """Work across buckets, after all of them have stepped. Communicates the same on all ranks; nothing, if the step
         was local."""
 
+    def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
+        """What a user should know of ``groups``, which begin ``phase``. On rank 0 only; communicates nothing."""
+
     # groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -542,6 +545,23 @@ class CommOptimizer(PackedOptimizer):
             )  # fmt: skip
         self._reported_late = True
 
+    def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
+        """Warns if parameters of ``groups``, whose variance stands from now on, had gradients, but all of them 0: they
+        will not move. Or if none of ``groups`` will. ``later`` says what lets a variance stand later."""
+        params = [p for group in groups for p in group["params"] if p in self.state and p.numel()]
+        still = [p for p in params if not self.state[p]["exp_avg_sq"].any()]
+        zeros = [p for p in still if self.state[p]["variance_step"] > 0]
+        named = zeros if len(still) < len(params) else still
+        if not named:
+            return
+        names = ", ".join(self.name_of(p) for p in named[:3]) + (" ..." if len(named) > 3 else "")
+        logger.warning(
+            "%s: the variance of %d of %d parameters is 0 everywhere, and stands from now on: no gradient will move "
+            "them (%s). Their gradients so far were 0, or too small for a square. If it was too early, %s; if they are "
+            "not to be trained, freeze them (requires_grad_(False)).",
+            type(self).__name__, len(named), len(params), names, later,
+        )  # fmt: skip
+
     def _report_equal_gradients(self, verdict: Verdict) -> None:
         if (
             self._reported_equal
@@ -564,6 +584,7 @@ class CommOptimizer(PackedOptimizer):
             if self.phase_of(group) != old:
                 changed.setdefault((old, self.phase_of(group)), []).append(i)
         for (old, new), groups in changed.items() if self.backend.rank == 0 else ():
+            self.report_phase(new, [self.param_groups[i] for i in groups])
             which = "" if len(groups) == len(self.param_groups) else f" for parameter groups {groups}"
             # WARNING, because that is what a user sees who has set up no logging
             logger.warning(

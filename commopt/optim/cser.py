@@ -23,7 +23,8 @@ Where this differs from the paper:
 * The mean of what other compressors send is exact: every rank gathers every q_i, (W - 1) rows of bytes, and nothing is
   compressed a second time on its way back.
 * The paper's released code averages models in every step, instead of updates. This is the paper's Algorithm 2.
-* One rank alone is plain SGD. A parameter that has no gradient on any rank gets no update, but takes part in resets.
+* One rank alone is plain SGD. A parameter that has no gradient on any rank gets no update: its momentum stays, and it
+  is in no scale of C2. But it takes part in resets, which are about x_i.
 """
 
 from __future__ import annotations

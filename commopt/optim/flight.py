@@ -308,7 +308,7 @@ class Overlap:
         if optimizer is None or self._held or not optimizer.starts_in_backward() or optimizer.accumulating():
             return
         index = self._bucket_of.get(id(p))
-        if index is not None:
+        if index is not None and p.numel():  # no bucket waits for an empty one
             optimizer.flight().arrive(index, p)
 
     def report(self, flight: Flight) -> None:

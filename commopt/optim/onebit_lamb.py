@@ -29,6 +29,7 @@ Where this differs from the paper and its usual implementation:
 * A ratio of exactly 1 is averaged like any other; what is not, is a tensor where a norm is 0.
 * Masks as in :class:`commopt.OneBitAdam`: elements with v = 0 at the switch keep a momentum of 0, and are left out of k
   and of r, which one of them would otherwise keep from falling below 1.
+* A tensor without a gradient on any rank is left alone: m, f, r, c_avg and residuals stay, and it is in no scale.
 * Scales by block; one rank or node alone is plain LAMB; nodes of several ranks, and ``freeze_step="auto"``: as in 1-bit
   Adam.
 * Residuals are kept in the units of the momentum, that is divided by k: their sum over a run, and what they are worth

@@ -56,6 +56,10 @@ class WarmupOptimizer(CommOptimizer):
                 self.report_too_late("the variance was frozen", "warms up")
         return params, states
 
+    def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
+        if phase == "compressed":
+            self.report_zero_variance(groups, "set a larger freeze_step")
+
     # the end of warm-up -----------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:

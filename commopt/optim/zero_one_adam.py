@@ -30,6 +30,9 @@ Where this differs from the paper and its usual implementation:
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
   :class:`commopt.OneBitAdam`.
+* A parameter without a gradient on any rank is left alone, momentum and residuals too, in exact steps and in a round
+  that follows another. In local steps nobody knows: there, and in the round that ends them, a missing gradient is
+  zeros, so that the momentum decays, on all ranks alike, while it moves the parameter.
 * One rank alone, or one node, is plain Adam. With nodes of several ranks a round averages inside the node and is
   compressed between nodes; local steps are each rank's own, and communicate nothing in the node either.
 """
@@ -218,6 +221,10 @@ class ZeroOneAdam(CommOptimizer):
 
     def is_local(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "local"
+
+    def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
+        if phase == "frozen":
+            self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
 
     @property
     def apart(self) -> bool:
