@@ -38,6 +38,7 @@ from commopt.comm import (
     CountingBackend,
     LocalBackend,
     Work,
+    refuse_if_left_out,
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
@@ -197,6 +198,7 @@ class CommOptimizer(PackedOptimizer):
 
     # the step ---------------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # torch.compile leaves it as it is: it talks to other ranks, and looks at what they say
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, the same on every rank; all ranks must call it.
@@ -205,21 +207,23 @@ class CommOptimizer(PackedOptimizer):
         logged.
 
         Args:
-            closure: reevaluates the model and returns the loss. Not with ``overlap=True``.
+            closure: reevaluates the model and returns the loss. Not with ``overlap=True``, unless on one rank alone.
 
         Returns:
             what the closure returned, or None.
 
         Raises:
-            RuntimeError: within :meth:`averaged`.
+            RuntimeError: within :meth:`averaged`; and on one rank that is alone because the optimizer was made before
+                ``init_process_group()``.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
         self.refuse_if_lent("step()")
+        refuse_if_left_out(self.backend.inner, type(self).__name__)
         loss, refused = None, None
-        if closure is not None and self.overlap:
+        if closure is not None and self.overlap and self.backend.world_size > 1:
             refused = ValueError(
                 "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
                 "step(), or create the optimizer with overlap=False"

@@ -137,6 +137,7 @@ class Lamb(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and it would get into the groups
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
@@ -147,6 +148,5 @@ class Lamb(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params):
             for name, value in incoming["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][name] = value.detach().clone()
+                self.state[p][name] = value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
         self._make_state()
