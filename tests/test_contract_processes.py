@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,11 @@ def made_too_early(rank: int, world_size: int) -> None:
     with mock.patch("torch.distributed.is_initialized", return_value=False):
         model = Used()
         base = OneBitAdam(model.parameters(), lr=1e-2)
-    train(model, LocalSGD(base, period=2), range(2), rank, world_size)
+    optimizer = LocalSGD(base, period=2)
+    train(model, optimizer, range(2), rank, world_size)
+    for kept in (alone, pickle.loads(pickle.dumps(alone)), pickle.loads(pickle.dumps(optimizer)).base):
+        assert kept.backend.world_size == 1
+        kept.step()
 
 
 def scenes(rank: int, world_size: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def origin_of(part: Mapping[str, Any]) -> Origin | None:
     if not part:
         return None
     rank = part["rank"]
-    if rank != MERGED and part.get("digest", digest_of(part)) != digest_of(part):
+    if rank != MERGED and "digest" in part and part["digest"] != digest_of(part):
         rank = MIXED
     return (rank, part["world_size"], part["layout"])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.bucket import Bucket, bucket_bytes, partition
-from commopt.comm import CountingBackend, all_reduce_bytes, message_device, resolve_backend, sends_from
+from commopt.comm import CountingBackend, LocalBackend, all_reduce_bytes, message_device, resolve_backend, sends_from
 from commopt.compress import Columns, Compressor, Feedback
 from commopt.optim.agreement import agree_on_setup, equalize
 from commopt.optim.own import (
@@ -505,13 +505,16 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""
-        state = cloned(self._all_state())
-        return {**{k: getattr(self, k) for k in self._SETTINGS}, "state": state, "origin": self._origin()}
+        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew. Who
+        shall be alone stays alone."""
+        own = {"state": cloned(self._all_state()), "origin": self._origin()}
+        alone = type(self.backend.inner) is LocalBackend
+        return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
-        self.backend = CountingBackend(state.pop("backend", None) or resolve_backend())
+        alone = LocalBackend() if state.pop("alone", False) else None
+        self.backend = CountingBackend(resolve_backend(backend=state.pop("backend", alone)))
         ours = set(state["defaults"])
         super().__setstate__(state)
         for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
