@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
+from every import EVERY, OUTER, every, every_outer, every_overlapping
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import profile
 from torch.testing._internal.common_optimizers import optim_db
-from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
+from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend
@@ -271,3 +275,313 @@ def test_parameters_and_gradients_of_any_stride(memory_format):
     strided, plain = on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))
     torch.testing.assert_close(strided[0][0], plain[0][0], rtol=1e-6, atol=1e-7)
     assert torch.equal(strided[0][0], strided[1][0])
+
+
+# every optimizer ------------------------------------------------------------------------------------------------------
+
+
+def tree_of(optimizer):
+    """All tensors of a state dict, those of a base too."""
+
+    def walk(tree):
+        if isinstance(tree, torch.Tensor):
+            return [tree]
+        return [t for value in tree.values() for t in walk(value)] if isinstance(tree, dict) else []
+
+    return [t.clone() for t in walk(optimizer.state_dict())]
+
+
+def through_load(optimizer, fresh):
+    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    return fresh
+
+
+@every
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_users_add_to_state_comes_through_everything(name, world_size):
+    """Keys of their own, and values of any kind in a parameter's entry: of one with state, and of a frozen one."""
+    notes = {
+        "text": "note",
+        "number": 3,
+        "pair": (1.5, [torch.ones(2)]),
+        "tensor": torch.arange(3),
+        "own": torch.ones(2),
+    }
+    if name in OUTER:
+        notes.pop("own")  # is what it calls a rank's parameters
+
+    def added(optimizer, model):
+        out = [optimizer.state["x"], optimizer.state["y"]["z"]]
+        for p in (model.weight, model.frozen):
+            out += [optimizer.state[p][key] for key in notes]
+        return repr(out)
+
+    def run(backend):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(1), backend.rank, world_size)
+        optimizer.state["x"], optimizer.state["y"] = 1, {"z": torch.ones(1)}
+        for p in (model.weight, model.frozen):
+            optimizer.state[p].update(copy.deepcopy(notes))
+        before = added(optimizer, model)
+        train(model, optimizer, range(1, 4), backend.rank, world_size)
+
+        other = Toy()
+        other.load_state_dict(model.state_dict())
+        second = through_load(optimizer, EVERY[name](other.parameters(), lr=1e-2, backend=backend))
+        assert added(second, other) == before
+        second.load_state_dict(EVERY[name](Toy().parameters(), backend=backend).state_dict())
+        assert "x" not in second.state
+        assert "text" not in second.state[other.weight]
+
+        twin, third = copy.deepcopy((model, optimizer))
+        assert added(third, twin) == before
+        assert third.state[twin.weight]["tensor"] is not optimizer.state[model.weight]["tensor"]
+        if world_size == 1:
+            twin, third = pickle.loads(pickle.dumps((model, optimizer)))
+            assert added(third, twin) == before
+
+        model.double()
+        for p in model.parameters():
+            p.grad = None
+        optimizer.step()  # follows the parameters
+        assert added(optimizer, model) == before
+        train(twin, third, range(4, 6), backend.rank, world_size)
+
+    on_threads(world_size, run)
+
+
+@every
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loading_and_copying_add_nothing_to_the_groups(name, world_size):
+    def keys(optimizer):
+        return [set(group) for group in optimizer.param_groups], set(optimizer.defaults)
+
+    def run(backend):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(4), backend.rank, world_size)
+        before = keys(optimizer)
+        copies = [copy.deepcopy(optimizer)]
+        copies += [pickle.loads(pickle.dumps(optimizer))] if world_size == 1 else []
+        copies += [through_load(optimizer, EVERY[name](Toy().parameters(), backend=backend))]
+        for other in copies:
+            assert keys(other) == before
+            other.load_state_dict(other.state_dict())
+            assert keys(other) == before
+        assert keys(optimizer) == before
+
+    on_threads(world_size, run)
+
+
+@every
+def test_hooks_for_the_steps_of_all_optimizers_are_called_once_a_step(name):
+    model, calls = Toy(), []
+    optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=LocalBackend())
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, *_: calls.append(("before", o))),
+        register_optimizer_step_post_hook(lambda o, *_: calls.append(("after", o))),
+    ]
+    try:
+        with profile() as prof:
+            train(model, optimizer, range(3))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == [("before", optimizer), ("after", optimizer)] * 3
+    steps = {event.key: event.count for event in prof.key_averages() if event.key.startswith("Optimizer.step#")}
+    assert steps == {f"Optimizer.step#{type(optimizer).__name__}.step": 3}
+
+
+@every_outer
+def test_hooks_of_a_base_are_called_and_may_change_its_arguments(name):
+    model, same, calls = Toy(), Toy(), []
+    optimizer, reference = (EVERY[name](m.parameters(), lr=1e-2, backend=LocalBackend()) for m in (model, same))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.base, 2)  # puts a step of its own into the base
+    torch.optim.lr_scheduler.StepLR(reference, 2)
+    optimizer.base.register_step_pre_hook(lambda *given: calls.append(("before", *given)) or given[1:])
+    optimizer.base.register_step_post_hook(lambda *given: calls.append(("after", *given)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a scheduler that sees no step
+        train(model, optimizer, range(2))
+        scheduler.step()
+    assert (
+        calls
+        == [("before", optimizer.base, (optimizer.base,), {}), ("after", optimizer.base, (optimizer.base,), {})] * 2
+    )
+    train(same, reference, range(2))
+    assert same_bits(params_of(model), params_of(same))
+
+    class Skipping:
+        def __init__(self, step):
+            self.step, self.calls = step, 0
+
+        def __call__(self):
+            self.calls += 1
+            return self.step()
+
+    optimizer.base.step = Skipping(optimizer.base.step)  # somebody's own
+    train(model, optimizer, range(2, 4))
+    assert optimizer.base.step.calls == 2
+    assert len(calls) == 8
+
+
+SCHEDULERS = [
+    *(tuple(case) for case in ADAM.scheduler_inputs),
+    (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=9),),
+    (lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),),
+]
+
+
+def learning_rates(make, case):
+    """What lr a scheduler sets in 6 steps."""
+    p, lrs = nn.Parameter(torch.ones(2)), []
+    optimizer = make([p], lr=1e-2)
+    schedulers = [make_one(optimizer) for make_one in case]
+    for _ in range(6):
+        p.grad = torch.ones(2)
+        optimizer.step()
+        for s in schedulers:
+            s.step(torch.tensor(1.0)) if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) else s.step()
+        lrs.append(optimizer.param_groups[0]["lr"])
+    assert torch.isfinite(p).all()
+    return lrs
+
+
+@every
+def test_every_scheduler_moves_the_lr_as_it_does_elsewhere(name):
+    for case in SCHEDULERS:
+        assert learning_rates(EVERY[name], case) == learning_rates(torch.optim.Adam, case)
+
+
+@every_outer
+def test_defaults_are_those_of_the_base_too(name):
+    optimizer = EVERY[name](Toy().parameters(), lr=1e-2, betas=(0.8, 0.9))
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert optimizer.defaults["period"] == 3
+    assert optimizer.defaults.keys() >= optimizer.base.defaults.keys()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert optimizer.param_groups[1]["betas"] == (0.8, 0.9)
+
+
+def test_hyper_parameters_of_a_base_may_differ_between_ranks():
+    """They are no part of what a synchronisation compares."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = EVERY["DiLoCo"](model.parameters(), lr=1e-2, backend=backend)
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * backend.rank
+        train(model, optimizer, range(3), backend.rank, 2)
+        assert not optimizer.apart
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
+@every_overlapping
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_closure_is_taken_with_overlap_where_nothing_is_sent(name, world_size):
+    def run(backend):
+        model, same = Used(), Used()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend, overlap=True)
+        reference = EVERY[name](same.parameters(), lr=1e-2, backend=backend)
+
+        def closure():
+            backward(model, 0, backend.rank, world_size)
+            return 5.0
+
+        if world_size > 1:
+            with pytest.raises(ValueError, match="step\\(\\) takes no closure"):
+                optimizer.step(closure)
+            return
+        assert optimizer.step(closure) == 5.0
+        train(same, reference, range(1))
+        assert same_bits(params_of(model), params_of(same))
+
+    on_threads(world_size, run)
+
+
+@every
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_is_saved_and_loaded_goes_on_to_the_bit(name, world_size):
+    """Copied, too; and tensors as learning rates."""
+
+    def run(backend):
+        for step in (2, 4, 5):
+            model, lr = Toy(), torch.tensor(1e-2)
+            optimizer = EVERY[name](model.named_parameters(), lr=lr, backend=backend)
+            train(model, optimizer, range(step), backend.rank, world_size)
+            other = Toy(seed=4)
+            other.load_state_dict(model.state_dict())
+            second = through_load(optimizer, EVERY[name](other.named_parameters(), lr=0.5, backend=backend))
+            twin, third = copy.deepcopy((model, optimizer))
+            for m, o in ((model, optimizer), (other, second), (twin, third)):
+                train(m, o, range(step, step + 4), backend.rank, world_size)
+            assert second.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+            for m, o in ((other, second), (twin, third)):
+                assert same_bits(params_of(model), params_of(m))
+                assert same_bits(tree_of(optimizer), tree_of(o))
+
+    on_threads(world_size, run)
+
+
+@every
+def test_what_every_torch_optimizer_refuses_and_takes(name):
+    make = EVERY[name]
+    with pytest.raises(TypeError, match="ordered collections"):
+        make([{"params": set(Toy().parameters())}])
+    with pytest.raises((TypeError, ValueError), match=r"iterable of Tensors|torch\.FloatTensor|Tensor"):
+        make(torch.zeros(2))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make([])
+    with pytest.raises(ValueError, match="complex64"):
+        make([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match=r"of layout torch\.sparse"):
+        make([nn.Parameter(torch.zeros(2, 2).to_sparse())])
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        make([{"params": [p]}, {"params": [p]}])
+    optimizer = make([p], lr=1e-2)
+    assert optimizer.step() is None
+    assert torch.equal(p, torch.ones(3))
+    q = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": q, "lr": 0.0})
+    p.grad, q.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    assert not torch.equal(p, torch.ones(3))
+    assert torch.equal(q, torch.ones(2))
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad.abs().sum() == 0
+    optimizer.zero_grad()
+    assert p.grad is None
+
+
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "CSER", "CSER, signs", "QSparseLocalSGD", *OUTER])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_the_whole_state_of_rank_0_on_every_rank_is_told_and_they_meet(name, steps, caplog):
+    """As torch.save() on rank 0 and a load on all leave it: after a round, and between two. A run of one rank has
+    nothing that another would lack."""
+
+    def run(backend, saved=None):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        if saved is None:
+            train(model, optimizer, range(steps), backend.rank, backend.world_size)
+            return model.state_dict(), through_a_file(optimizer.state_dict())
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        loaded = params_of(model)
+        train(model, optimizer, range(steps, steps + 2), backend.rank, backend.world_size)
+        optimizer.synchronize()
+        return loaded, params_of(model)
+
+    of_two, of_one = on_threads(2, run)[0], on_threads(1, run)[0]
+    for saved, told in ((of_two, name != "ZeroOneAdam" or steps == 5), (of_one, False)):
+        caplog.clear()
+        a, b = on_threads(2, lambda backend, saved=saved: run(backend, saved))
+        if name not in OUTER or steps == 3 or not told:
+            assert same_bits(a[0], b[0])
+        assert same_bits(a[1], b[1])
+        assert caplog.text.count("what is each rank's own") == told
+        assert caplog.text.count("is that of rank 0 of 2 in the loaded state, not that of rank 1 of 2") == told

@@ -246,6 +246,29 @@ METHODS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("EF", "QSparse"))])
+def test_the_residual_norm_is_that_of_the_error_that_is_owed(method):
+    ours, theirs = METHODS[method]
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    oracle, owed = theirs(flat(start()), 2, **settings), []
+    for step in range(STEPS):
+        oracle.step([flat(target(step, rank)) for rank in range(2)])
+        owed.append([sum(a * a for a in e) ** 0.5 for e in oracle.e])
+
+    def run(backend):
+        params = start()
+        optimizer, norms = ours(params, backend=backend, **settings), []
+        for step in range(STEPS):
+            for p, g in zip(params, target(step, backend.rank)):
+                p.grad = g
+            optimizer.step()
+            norms.append(optimizer.comm_stats()["residual_norm"])
+        return norms
+
+    assert min(owed[-1]) > 0.1
+    assert_same(list(zip(*on_threads(2, run))), owed)
+
+
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "heavy ball"), (4, "nesterov")])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("absent", [False, True])

@@ -474,9 +474,12 @@ def test_synchronize_makes_all_models_the_mean_and_leaves_no_error(variant, dtyp
         train(model, optimizer, range(5), backend.rank, 2)
         with optimizer.averaged():
             mean = params_of(model)
+        owed = optimizer.comm_stats()["residual_norm"]
         optimizer.synchronize()
         assert same_bits(mean, params_of(model))
-        if variant != "blocks":
+        if variant == "qsparse":  # what is kept apart from the models is still to be paid
+            assert optimizer.comm_stats()["residual_norm"] == owed > 0
+        elif variant != "blocks":
             assert optimizer.comm_stats()["residual_norm"] == 0
         train(model, optimizer, range(5, 6), backend.rank, 2)
         return mean, params_of(model)

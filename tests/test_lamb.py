@@ -45,6 +45,37 @@ def test_every_step_is_that_of_the_paper_on_lists(decay, maximize, bounds):
             )
 
 
+def corrected(p, grads, decay, low, high, eps=1e-30):
+    """LAMB of the paper, with bias correction, in float64: x after each step."""
+    x, m, v, out = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p), []
+    for t, g in enumerate(grads, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        u = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + eps) + decay * x
+        x = x - 0.02 * float((x.norm() / u.norm()).clamp(low, high)) * u
+        out.append(x)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("decay", "bounds", "same"),
+    [(0.0, (1e-3, 1e3), True), (0.3, (1e-3, 1e3), False), (0.0, (1e-3, 0.05), False)],
+)
+def test_the_trust_ratio_takes_out_bias_correction_without_decay_and_within_its_bounds_only(decay, bounds, same):
+    g = torch.Generator().manual_seed(3)
+    p = nn.Parameter(torch.randn(50, generator=g, dtype=torch.float64))
+    grads = [torch.randn(50, generator=g, dtype=torch.float64) + 1 for _ in range(12)]
+    expected, before = corrected(p, grads, decay, *bounds), [p.detach().clone()]
+    optimizer = Lamb([p], lr=0.02, weight_decay=decay, eps=1e-30, min_coeff=bounds[0], max_coeff=bounds[1])
+    for step, (grad, x) in enumerate(zip(grads, expected), 1):
+        p.grad = grad
+        optimizer.step()
+        before.append(p.detach().clone())
+        far = float((p - x).detach().norm() / x.norm())
+        assert far < 1e-14 if same else far > 1e-4
+        if bounds[1] == 0.05 and step == 1:  # at a bound, the step is larger by what is not corrected
+            torch.testing.assert_close(before[1] - before[0], (x - before[0]) * 0.1 / 0.001**0.5, rtol=1e-12, atol=0)
+
+
 def test_a_tensor_of_zeros_takes_a_step_of_lr_times_the_update():
     p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     optimizer = Lamb([p], lr=0.5, betas=(0.9, 0.99), eps=1e-30, max_coeff=0.3)

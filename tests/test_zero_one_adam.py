@@ -44,6 +44,15 @@ def test_the_variance_policy_is_the_papers_recursion(kappa, stop):
     assert {t for t in range(1, 700) if policy.refreshes(t)} == refreshes(kappa, stop)
 
 
+def test_there_are_kappa_refreshes_at_each_distance_and_step_0_would_be_one_more():
+    steps = [t for t in range(1, 12501) if VariancePolicy(16, 12500).refreshes(t)]
+    distances = [b - a for a, b in zip([0, *steps], steps)]
+    assert distances == [2**level for level in range(9) for _ in range(16)] + [512] * 8
+    assert steps[:20] == [*range(1, 17), 18, 20, 22, 24]
+    from_0 = {0, *refreshes(16, 12499)}  # steps 0 to 12,499, of which k_0 is one
+    assert len(from_0) == 153 == len(steps) + 1
+
+
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("double_every", [1, 5, 64, None])
 @pytest.mark.parametrize("longest", [3, 16, 100])

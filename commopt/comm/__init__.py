@@ -14,7 +14,7 @@ from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.partial import BlockMean, PartialMean, WireMean, partial_mean
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
-from commopt.comm.resolve import resolve_backend
+from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.torch import TorchBackend
@@ -50,6 +50,7 @@ __all__ = [
     "open_lines",
     "partial_mean",
     "reduce_scatter",
+    "refuse_if_left_out",
     "resolve_backend",
     "run",
     "run_interleaved",

@@ -12,11 +12,15 @@ from commopt.comm.nodes import NodesBackend
 from commopt.comm.torch import TorchBackend
 
 
+class NobodyElse(LocalBackend):
+    """One rank alone because there was no process group, and not because somebody has asked for it."""
+
+
 def resolve_backend(process_group: Any = None, backend: Backend | None = None) -> Backend:
     """The backend that an optimizer's arguments stand for.
 
     ``backend`` as given; else the process group or mesh given (one of 2 dimensions: nodes, and the ranks of a node);
-    else the default process group; else one rank alone.
+    else the default process group; else one rank alone, until :func:`refuse_if_left_out` finds a process group.
 
     Raises:
         ValueError: if both are given, or ``backend`` lacks a verb.
@@ -30,4 +34,22 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
         return NodesBackend.from_mesh(process_group)
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return TorchBackend(process_group)
-    return LocalBackend()
+    return NobodyElse()
+
+
+def refuse_if_left_out(backend: Backend, name: str) -> None:
+    """Makes sure that no optimizer goes on alone because it was made too early.
+
+    Raises:
+        RuntimeError: ``backend`` is one rank alone because there was no process group when the optimizer ``name`` was
+            made, and now there is one of several ranks.
+    """
+    if not isinstance(backend, NobodyElse) or not (dist.is_available() and dist.is_initialized()):
+        return
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        raise RuntimeError(
+            f"{name} was made before torch.distributed.init_process_group(), so it knows nothing of the other "
+            f"{ranks - 1} ranks: make it after that call, or with backend=commopt.comm.LocalBackend() if each rank "
+            "shall train alone"
+        )

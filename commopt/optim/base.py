@@ -41,6 +41,7 @@ from commopt.comm import (
     MessageDamaged,
     Work,
     message_device,
+    refuse_if_left_out,
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
@@ -215,6 +216,7 @@ class CommOptimizer(PackedOptimizer):
 
     # the step ---------------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # torch.compile leaves it as it is: it talks to other ranks, and looks at what they say
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, the same on every rank; all ranks must call it.
@@ -223,13 +225,14 @@ class CommOptimizer(PackedOptimizer):
         changes, and it is counted and logged.
 
         Args:
-            closure: reevaluates the model and returns the loss. Not with ``overlap=True``.
+            closure: reevaluates the model and returns the loss. Not with ``overlap=True``, unless on one rank alone.
 
         Returns:
             what the closure returned, or None.
 
         Raises:
-            RuntimeError: within :meth:`averaged`.
+            RuntimeError: within :meth:`averaged`; and on one rank that is alone because the optimizer was made before
+                ``init_process_group()``.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
@@ -242,8 +245,9 @@ class CommOptimizer(PackedOptimizer):
         self.refuse_if_lent("step()")
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
+        refuse_if_left_out(self.backend.inner, type(self).__name__)
         loss, refused = None, None
-        if closure is not None and self.overlap:
+        if closure is not None and self.overlap and self.backend.world_size > 1:
             refused = ValueError(
                 "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
                 "step(), or create the optimizer with overlap=False"

@@ -45,7 +45,8 @@ from commopt.optim.attendance import absent_runs, without
 from commopt.optim.base import CommOptimizer, square_norm
 from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
-from commopt.optim.packed import Origin, StateBucket
+from commopt.optim.own import Origin
+from commopt.optim.packed import StateBucket
 from commopt.optim.rules import scaled_gradient, sgd_
 from commopt.optim.state import MERGED
 
@@ -111,6 +112,7 @@ class CSER(CommOptimizer):
     clocks = ("step",)
     own_buffers: tuple[str, ...] = ("momentum_buffer",)
     """Flat buffers that every rank has of its own."""
+    sometimes = ("parameter", "error")
     compressor: Any
     _SETTINGS = (*CommOptimizer._SETTINGS, "reset_compressor")
 
@@ -141,6 +143,7 @@ class CSER(CommOptimizer):
             "maximize": maximize,
             "period": period,
             "met_step": 0,  # after which all ranks had the same parameters
+            "ranks": 0,  # that have had a momentum of their own
         }
         self.reset_compressor = reset_compressor
         updates: Any = RandomBlocks(math.inf) if compressor is None else compressor
@@ -224,26 +227,21 @@ class CSER(CommOptimizer):
             if self.group_of()[id(bucket.params[0])].get("momentum", 0) != 0:
                 self._momentum(bucket)
         super()._fill(state, origin)
-        for p, entry in self.state.items():  # of an optimizer that had none, its models are in one place
+        for p in (p for bucket in self.buckets for p in bucket.params):
+            entry = self.state[p]  # of an optimizer that had none, its models are in one place
             if "anchor" in entry and "anchor" not in state.get(p, {}):
                 entry["anchor"].copy_(p.detach())
 
     def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """Writes each rank its own parameters; the layout of buckets does not matter to them."""
-        here = self._origin()
         for bucket in self.buckets:
             for p in bucket.params:
                 if "parameter" in state.get(p, {}):
                     p.detach().copy_(state[p]["parameter"].reshape(p.shape))
-        mine = origin is not None and (origin[0] == MERGED or origin[:2] == here[:2])
-        keeps = origin is not None and origin[0] == 0 and origin[1] == here[1]  # rank 0, given its own
-        if self.apart and not mine and here[0] == int(keeps):  # one rank speaks for all
-            logger.warning(
-                "%s: what is each rank's own (its parameters and momentum) is of (rank, world size) %s in the loaded "
-                "state, not of %s; parameters stay as they are. Save that of every rank "
-                "(commopt.optim.split_state_dict) to go on exactly.",
-                type(self).__name__, origin and origin[:2], here[:2],
-            )  # fmt: skip
+        own = [entry[name] for entry in self.state.values() for name in self.own_buffers if name in entry]
+        ranks = max((group["ranks"] for group in self.param_groups), default=0)
+        if not self.owns(origin) and (self.apart or (ranks > 1 and any(t.any() for t in own))):
+            self.report_not_own(origin, "its parameters and momentum", "parameters stay as they are")
 
     def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         dtype = buffer_dtype(p.dtype)
@@ -272,9 +270,11 @@ class CSER(CommOptimizer):
 
     def after_step(self) -> None:
         """Takes down where all ranks have the same parameters."""
+        alone = self.backend.world_size == 1
         for group in self.param_groups:
+            group["ranks"] = self.backend.world_size
             together = _keeps_all(self.compressor) and group["met_step"] == group["step"] - 1
-            if together or (group["step"] % group["period"] == 0 and self.resets_all()):
+            if alone or together or (group["step"] % group["period"] == 0 and self.resets_all()):
                 group["met_step"] = group["step"]
 
     # the step ---------------------------------------------------------------------------------------------------------

@@ -20,10 +20,29 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.bucket import Bucket, bucket_bytes, partition
-from commopt.comm import CountingBackend, all_reduce_bytes, message_device, resolve_backend, sends_from, wait
+from commopt.comm import (
+    CountingBackend,
+    LocalBackend,
+    all_reduce_bytes,
+    message_device,
+    resolve_backend,
+    sends_from,
+    wait,
+)
 from commopt.compress import Columns, Compressor, Feedback
 from commopt.optim.digest import digest
 from commopt.optim.guard import Guard
+from commopt.optim.own import (
+    MIXED,
+    NAMES,
+    Origin,
+    belongs,
+    cloned,
+    describe,
+    digest_of,
+    origin_of,
+    same_as_in,
+)
 from commopt.optim.replicas import Replicas
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state import MERGED, RANK_LOCAL
@@ -32,9 +51,6 @@ logger = logging.getLogger("commopt")
 
 CLOCKS = ("step", "variance_step")
 """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
-
-Origin = tuple[int, int, int]
-"""Whose residuals: rank (MERGED for all ranks together), world size, and checksum of the layout of the buckets."""
 
 
 @dataclass
@@ -104,6 +120,12 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     scalars: Mapping[str, float] = {}
     """0-d float64 CPU tensors in the state of each parameter, besides the clocks, and what they start from."""
+
+    sometimes: tuple[str, ...] = ()
+    """Names in what is saved of a parameter that not every optimizer of this class has."""
+
+    owns_alone = False
+    """Whether a rank alone has something of its own to save."""
 
     def init_bucket(self, bucket: StateBucket) -> None:
         """Makes the flat buffers of a new bucket."""
@@ -175,6 +197,10 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """The parameter group of each parameter, by its id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
+    def packed(self) -> set[int]:
+        """The ids of the parameters that are in a bucket, which have state."""
+        return {id(p) for bucket in self.buckets for p in bucket.params}
+
     # groups -----------------------------------------------------------------------------------------------------------
 
     def welcome(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
@@ -237,7 +263,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         world, inside = self.backend.world_size, self.backend.inside
-        packed = {id(p) for bucket in self.buckets for p in bucket.params}
+        packed = self.packed()
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
         capacity = bucket_bytes(self.bucket_mb, new)
         for run in partition(new, capacity):
@@ -258,7 +284,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def _alias_state(self, bucket: StateBucket) -> None:
         views = {name: bucket.views(flat) for name, flat in bucket.buffers.items()}
         for i, p in enumerate(bucket.params):
-            self.state[p] = {name: torch.zeros(()) for name in self.clocks}
+            self.state[p].update({name: torch.zeros(()) for name in self.clocks})
             for name, start in self.scalars.items():
                 self.state[p][name] = torch.tensor(start, dtype=torch.float64)
             self.state[p].update({name: tensors[i] for name, tensors in views.items()})
@@ -268,19 +294,46 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         that have become trainable. Returns whether all buckets were made anew."""
         moved = any(bucket.stale() for bucket in self.buckets)
         if moved:
-            owed = self.residuals
-            state = {p: {**entry, **owed.get(p, {})} for p, entry in self.state.items()}
-            self._rebuild(state, self._origin())
+            self._rebuild(self._all_state(), self._origin())
         for group in self.param_groups:
             self.make_buckets(group)
         return moved
 
-    def _rebuild(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+    def _all_state(self) -> dict[Any, Any]:
+        """``state`` with the residuals in it; what users have put there besides is as it is."""
+        owed = self.residuals
+        entries = self.state.items()
+        return {key: {**entry, **owed.get(key, {})} if isinstance(entry, dict) else entry for key, entry in entries}
+
+    def _rebuild(self, state: Mapping[Any, Any], origin: Origin | None) -> None:
         self.state = defaultdict(dict)
         self.buckets = []
         for group in self.param_groups:
             self.make_buckets(group)
         self._fill(state, origin)
+        self._keep_users(self._users(state))
+
+    def _own_names(self) -> dict[Tensor, tuple[str, ...]]:
+        """What ``state`` has of each parameter that is in a bucket, besides what users have added."""
+        known = (*self.clocks, *self.scalars)
+        return {p: (*known, *bucket.buffers) for bucket in self.buckets for p in bucket.params}
+
+    def _users(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What users have added to ``state``: other keys than parameters, and to a parameter's entry."""
+        own, out, ours = self._own_names(), dict[Any, Any](), {*NAMES, *self.sometimes}
+        for key, entry in state.items():
+            if not isinstance(key, Tensor):
+                out[key] = entry
+            elif added := {k: v for k, v in entry.items() if k not in ours and k not in own.get(key, ())}:
+                out[key] = added
+        return out
+
+    def _keep_users(self, users: Mapping[Any, Any]) -> None:
+        for key, entry in users.items():
+            if isinstance(key, Tensor):
+                self.state[key].update(entry)
+            else:
+                self.state[key] = entry
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -288,18 +341,18 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
-        this one, with its rank, the world size, a checksum of the layout of the buckets, and where it stands among the
-        nodes. They are apart because tools for distributed checkpoints take what is in ``state`` for equal on all
-        ranks. Where replicas differ, ``residuals`` also holds what is this rank's own; ``state`` has that as well, for
-        tools that save one rank's.
+        this one, with its rank, the world size, a checksum of the layout of the buckets, where it stands among the
+        nodes, and a digest of all that. They are apart because tools for distributed checkpoints take what is in
+        ``state`` for equal on all ranks. Where replicas differ, ``residuals`` also holds what is this rank's own;
+        ``state`` has that as well, so it is equal on all ranks only where they are not :attr:`apart` (CSER's momentum:
+        never). Such a tool's mixture of ranks is known by the digest when it is loaded.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
         out = super().state_dict()
-        for key, entry in out["state"].items():
-            # a view would be saved with the whole flat buffer behind it
-            out["state"][key] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
-        if self.backend.world_size > 1:
-            out["residuals"] = self.own_part()
+        out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
+        if self.backend.world_size > 1 or self.owns_alone:
+            own = self.own_part()
+            out["residuals"] = {**own, "digest": digest_of(own)}
         return out
 
     def own_part(self) -> dict[str, Any]:
@@ -308,11 +361,11 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         whose = {"rank": rank, "world_size": world_size, "layout": layout}
         whose |= {"nodes": self.backend.between.world_size, "share": self.share}
         owners = [(p, group) for group in self.param_groups for p in group["params"]]
-        residuals, owed = self.residuals, {}
+        residuals, packed, owed = self.residuals, self.packed(), {}
         for i, (p, group) in enumerate(owners):
-            own = {**residuals.get(p, {}), **self.local_state(p, group)} if p in self.state else {}
+            own = {**residuals.get(p, {}), **self.local_state(p, group)} if id(p) in packed else {}
             if own:
-                owed[i] = _cloned(own)
+                owed[i] = cloned(own)
         return {**whose, "state": owed}
 
     # loading ----------------------------------------------------------------------------------------------------------
@@ -320,8 +373,9 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
 
-        Copies into the buffers and keeps their dtypes. Residuals of another rank or world size start again from zero,
-        with one warning; replicas stay identical in any case.
+        Copies into the buffers and keeps their dtypes. Residuals of another rank or world size, or of several ranks
+        mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
+        have added to ``state``, or to a parameter's, are kept as they are.
 
         Raises:
             ValueError: if groups, parameters or shapes do not match; nothing is changed then.
@@ -350,9 +404,10 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         if len(ids) != len(params):
             return  # torch raises, and says why
+        own = self._own_names()
         for i, p in zip(ids, params):
-            for name, mine in self.state.get(p, {}).items():
-                value = given["state"].get(i, {}).get(name)
+            for name in own.get(p, ()):
+                mine, value = self.state[p][name], given["state"].get(i, {}).get(name)
                 if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                     continue
                 if value.shape != mine.shape:
@@ -367,18 +422,56 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             self._unpickle(dict(state))
             return
         self.__dict__["param_groups"] = state["param_groups"]
-        residuals = self._incoming.get("residuals")
-        entries = {i: dict(entry) for i, entry in self._incoming["state"].items()}
-        # what differs between ranks is one's own, or the mean of all; else that of the rank whose `state` this is
-        whose = (residuals["rank"], residuals["world_size"]) if residuals else None
-        ours = whose is not None and (whose[0] == MERGED or whose == (self.backend.rank, self.backend.world_size))
-        for i, entry in residuals["state"].items() if residuals else ():
-            taken = entry if ours else {name: t for name, t in entry.items() if name in RANK_LOCAL}
+        given = self._incoming
+        entries, origin = self._incoming_state(given)
+        users = self._forget_users(given)
+        self._fill(entries, origin)
+        self._keep_users(users)
+
+    def _incoming_state(self, given: dict[str, Any]) -> tuple[dict[Any, Any], Origin | None]:
+        """What is to be filled in, by parameter, and whose own part is in it. What differs between ranks is one's own
+        or the mean of all; else, but for residuals, that of the rank whose ``state`` this is."""
+        part = given.get("residuals") or {}
+        origin = origin_of(part)
+        mine = self.owns(origin)
+        if origin is not None and not mine and not same_as_in(given["state"], part):
+            origin = (MIXED, *origin[1:])
+        entries = {i: dict(e) for i, e in given["state"].items() if isinstance(e, Mapping)}
+        for i, entry in part.get("state", {}).items():
+            taken = entry if mine else {name: t for name, t in entry.items() if name in RANK_LOCAL}
             entries.setdefault(i, {}).update(taken)
-        ids = [i for group in self._incoming["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        origin = (residuals["rank"], residuals["world_size"], residuals["layout"]) if residuals else None
-        self._fill({p: entries.get(i, {}) for i, p in zip(ids, params)}, origin)
+        return self._by_parameter(given, entries), origin
+
+    def _by_parameter(self, given: dict[str, Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """``state`` of what is loaded, with parameters for their numbers."""
+        ids = [i for group in given["param_groups"] for i in group["params"]]
+        params = dict(zip(ids, (p for group in self.param_groups for p in group["params"])))
+        return {params.get(key, key): entry for key, entry in state.items()}
+
+    def _forget_users(self, given: dict[str, Any]) -> dict[Any, Any]:
+        """Drops what users have added to ``state``; returns what they have added to the state that is loaded. As in
+        torch, a tensor goes where its parameter is; but it keeps its dtype."""
+        own = {p: {name: self.state[p][name] for name in names} for p, names in self._own_names().items()}
+        self.state = defaultdict(dict, own)
+        users = cloned(self._users(self._by_parameter(given, given["state"])))
+        for p in (p for p in users if isinstance(p, Tensor)):
+            users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}
+        return users
+
+    def owns(self, origin: Origin | None) -> bool:
+        """Whether an own part of ``origin`` is this rank's to take."""
+        return belongs(origin, self.backend.rank, self.backend.world_size)
+
+    def report_not_own(self, origin: Origin | None, what: str, consequence: str) -> None:
+        """Warns that what ranks have of their own was not loaded as what this one saved: one rank speaks for all."""
+        world_size = self.backend.world_size
+        strangers = (rank for rank in range(world_size) if not belongs(origin, rank, world_size))
+        if self.backend.rank == next(strangers, None):
+            logger.warning(
+                "%s: what is each rank's own (%s) is %s in the loaded state, not that of rank %d of %d; %s. Save that "
+                "of every rank (commopt.optim.split_state_dict) to go on exactly.",
+                type(self).__name__, what, describe(origin), self.backend.rank, world_size, consequence,
+            )  # fmt: skip
 
     def _origin(self) -> Origin:
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
@@ -392,11 +485,13 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             bucket.set_live(None)
             for p in bucket.params:
                 self._fill_one(self.state[p], state.get(p, {}))
+        packed = self.packed()
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
             if not group["step"]:  # the state of a plain Adam counts by parameter only
-                group["step"] = int(max((self.state[p]["step"] for p in group["params"] if p in self.state), default=0))
+                steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
+                group["step"] = int(max(steps, default=0))
         self._fill_residuals(state, origin)
 
     def _fill_one(self, mine: dict[str, Tensor], entry: dict[str, Any]) -> None:
@@ -430,9 +525,9 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
         if dropped and self.backend.world_size > 1 and self.backend.rank == int(keeps):  # one rank speaks for all
             logger.warning(
-                "%s: the residuals in the loaded state are of (rank, world size, layout) %s, not of %s; they start "
+                "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
                 "again from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
-                type(self).__name__, origin, here,
+                type(self).__name__, describe(origin), origin, here,
             )  # fmt: skip
 
     def had_residuals(self, p: Tensor) -> bool:
@@ -473,15 +568,20 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew."""
-        owed = self.residuals
-        state = {p: _cloned({**entry, **owed.get(p, {})}) for p, entry in self.state.items()}
-        return {**{k: getattr(self, k) for k in self._SETTINGS}, "state": state, "origin": self._origin()}
+        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew. Who
+        shall be alone stays alone."""
+        own = {"state": cloned(self._all_state()), "origin": self._origin()}
+        alone = type(self.backend.inner) is LocalBackend
+        return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
-        self.backend = CountingBackend(state.pop("backend", None) or resolve_backend())
+        alone = LocalBackend() if state.pop("alone", False) else None
+        self.backend = CountingBackend(resolve_backend(backend=state.pop("backend", alone)))
+        ours = set(state["defaults"])
         super().__setstate__(state)
+        for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
+            del self.defaults[key]
         self._restart()
         self._rebuild(tensors, origin)
 
@@ -498,7 +598,3 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
 def _same_sizes(owed: Mapping[str, Tensor], worker: Tensor, server: Tensor) -> bool:
     return (owed["worker_error"].numel(), owed["server_error"].numel()) == (worker.numel(), server.numel())
-
-
-def _cloned(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in entry.items()}

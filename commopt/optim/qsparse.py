@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from commopt.compress import RandomBlocks
+from commopt.optim.base import square_norm
 from commopt.optim.cser import CSER, AnyCompressor
 from commopt.optim.packed import StateBucket
 
@@ -65,3 +66,10 @@ class QSparseLocalSGD(CSER):
     def assimilate(self, bucket: StateBucket, x: Tensor, rest: Tensor) -> None:
         """Where what a reset has not sent goes: to the next one."""
         bucket.buffers["error"][: bucket.numel].copy_(rest)
+
+    def _norms(self) -> tuple[float, float]:
+        """2-norms of e_i, which the next reset still owes, and of the momentum. How far x_i is from the anchor is no
+        error: it has not been compressed yet."""
+        flats = [bucket.buffers for bucket in self.buckets]
+        errors, momenta = ([b[name] for b in flats if name in b] for name in ("error", "momentum_buffer"))
+        return square_norm(errors) ** 0.5, square_norm(momenta) ** 0.5

@@ -56,6 +56,7 @@ class Replicas:
         """What forbids this rank to take the mean now, if anything does."""
         return None
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def synchronize(self) -> None:
         """Makes all replicas equal now, and ends the local steps since the last round for good. All ranks must call it
@@ -110,6 +111,7 @@ class Replicas:
                 for p, value in own.items():
                     p.copy_(value)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def take_mean(self) -> None:
         """Makes the parameters the mean of all replicas, and nothing else."""
@@ -137,6 +139,7 @@ class Replicas:
         if self._lent is not None:
             raise RuntimeError(f"{what} within `with optimizer.averaged():`, where parameters are lent; leave it first")
 
+    @torch._disable_dynamo
     def _agree_to_meet(self, what: str) -> None:
         """Makes sure that all ranks can take the mean now."""
         error = self.why_not_meet()

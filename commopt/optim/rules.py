@@ -98,7 +98,7 @@ def lamb_(
     exp_avg_sqs: list[Tensor],
     group: dict[str, Any],
 ) -> list[float | None]:
-    """One step of LAMB, without bias correction (its factor is nearly all in the trust ratio again).
+    """One step of LAMB, without bias correction (see :mod:`commopt.optim.lamb` for what that changes).
 
         m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2;   u = m / (sqrt(v) + eps) + wd x
         x = x - lr c u,        c = :func:`trust_ratios`, or 1 where there is none

@@ -21,6 +21,12 @@ class VariancePolicy:
 
         k_0 = 0;   k_{j+1} = k_j + 2^floor(j / kappa);   T_v = {k_1, k_2, ...} up to ``stop``
 
+    Steps count from 1, so k_0 is where counting begins and no step. That leaves kappa refreshes at each distance to the
+    refresh before (or to k_0): for kappa = 16 steps 1 to 16, then 18, 20, ..., 48, then 52. Whoever counts steps from 0
+    and takes step k_0 for a refresh has each of them one step later in our count, and one more: steps 1 to 17, then 19,
+    21; for BERT-Large 153 up to step 12,500 instead of 152. The released code doubles the distance after kappa
+    refreshes, as it is done here.
+
     Args:
         kappa: how many refreshes follow each other at one distance, >= 1.
         stop: the variance stands still after this step, >= 1. The paper takes the end of the warm-up of lr.
@@ -105,7 +111,11 @@ class Counts(NamedTuple):
 
 def count_steps(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Counts:
     """The kinds of the steps 1 to ``steps`` of a run. BERT-Large, ``VariancePolicy(16, 12500)`` and ``SyncPolicy()``
-    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed."""
+    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed.
+
+    152 = 9 * 16 refreshes at the distances 1, 2, ..., 256, up to step 16 (2^9 - 1) = 8176, and 8 more at 512;
+    12,348 are the other steps up to 12,500, and 61,821 the rounds after it.
+    """
     exact = sum(variance.refreshes(t) for t in range(1, steps + 1))
     rounds = sum(sync.synchronises(t - variance.stop) for t in range(1, steps + 1))
     return Counts(exact, rounds - exact, steps - rounds)

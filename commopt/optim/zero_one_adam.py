@@ -56,7 +56,8 @@ from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
-from commopt.optim.packed import CLOCKS, Origin, StateBucket
+from commopt.optim.own import MIXED, Origin
+from commopt.optim.packed import CLOCKS, StateBucket
 from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
 
@@ -389,20 +390,29 @@ class ZeroOneAdam(CommOptimizer):
         self._end_interval(self.param_groups)
 
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:
+        packed = self.packed()
         for group in groups:
             group.update(local_steps=0, local_lr_sum=0.0, local_decay=1.0)
             for p in group["params"]:
-                if p in self.state:
+                if id(p) in packed:
                     self.state[p]["interval_step"].zero_()
 
     @torch.no_grad()
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
-        """As everywhere; and between two rounds puts the parameters where the state says they are."""
+        """As everywhere; and between two rounds puts the parameters where the state says they are. Where nobody knows
+        whose momenta it has, what ranks have gathered since the last round is lost: that is at the anchor."""
         alone = self.backend.between.world_size == 1
-        if alone:  # there are no rounds to come: what was gathered is the momentum
-            apart = {id(p) for group in self.param_groups if group.get("local_steps") for p in group["params"]}
+        apart = {id(p) for group in self.param_groups if group.get("local_steps") for p in group["params"]}
+        lost = bool(apart) and (origin is None or origin[0] == MIXED)
+        if lost:
+            state = {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in state.items()}
+        elif alone:  # there are no rounds to come: what was gathered is the momentum
             momenta = {p: e["mean_momentum"] for p, e in state.items() if id(p) in apart and "mean_momentum" in e}
             state = {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in state.items()}
+        if apart and not self.owns(origin):
+            nothing = "the local steps since the last round count as steps without a gradient"
+            consequence = nothing if lost else "every rank goes on from where that one was"
+            self.report_not_own(origin, "its momenta between two rounds", consequence)
         super()._fill(state, origin)
         for bucket, _, then in self._apart():
             self._place(bucket, then, bucket.buffers["mean_momentum"])

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from commopt.comm import Backend, CountingBackend, resolve_backend
+from commopt.comm import Backend, CountingBackend, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.agreement import is_usable
@@ -31,7 +31,7 @@ from commopt.optim.base import square_norm, worth_a_line
 from commopt.optim.guard import Guard, NotFinite, check_guard
 from commopt.outer.saving import POSITION
 from commopt.outer.synchronize import SynchronizedOuter
-from commopt.outer.wrap import check_base, make_base
+from commopt.outer.wrap import check_base, make_base, step_base
 
 logger = logging.getLogger("commopt")
 
@@ -100,7 +100,7 @@ class OuterOptimizer(SynchronizedOuter):
             check_base(self.base)
             ours = {**outer, "period": period, **POSITION}
             _check_names(self.base, ours)
-            super().__init__(self.base.param_groups, ours)
+            super().__init__(self.base.param_groups, {**self.base.defaults, **ours})
             self.param_groups = self.base.param_groups
         except (ValueError, TypeError) as caught:
             error = caught
@@ -184,6 +184,7 @@ class OuterOptimizer(SynchronizedOuter):
     # so that a GradScaler never skips step() on one rank alone, which would leave the ranks at different places
     _step_supports_amp_scaling = True
 
+    @torch._disable_dynamo  # torch.compile leaves it as it is, as other optimizers of commopt
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One local step; every ``period``-th one is followed by a synchronisation, which all ranks must reach.
@@ -198,11 +199,14 @@ class OuterOptimizer(SynchronizedOuter):
             what the closure returned, or None.
 
         Raises:
+            RuntimeError: within :meth:`averaged`; and on one rank that is alone because the optimizer was made before
+                ``init_process_group()``.
             commopt.optim.agreement.StepRefused: the ranks stand at different places, or one has failed.
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """
         self.refuse_if_lent("step()")
+        refuse_if_left_out(self.backend.inner, type(self).__name__)
         loss, error = None, None
         if closure is not None:
             with torch.enable_grad():
@@ -262,7 +266,7 @@ class OuterOptimizer(SynchronizedOuter):
         if scale != 1:
             for g in grads:
                 g.mul_(scale)
-        self.base.step()
+        step_base(self.base)
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 

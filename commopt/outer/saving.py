@@ -12,7 +12,8 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import CountingBackend
 from commopt.compress import Compressor, Feedback
-from commopt.optim.packed import Origin, PackedOptimizer, StateBucket
+from commopt.optim.own import MIXED, Origin, cloned
+from commopt.optim.packed import PackedOptimizer, StateBucket
 from commopt.outer.wrap import check_base
 
 logger = logging.getLogger("commopt")
@@ -31,6 +32,8 @@ class SavedOuter(PackedOptimizer):
     skipped_rounds: int
 
     clocks = ()
+    sometimes = ("own",)
+    owns_alone = True  # the state of the base
 
     momentum = False
     """Whether the outer step keeps ``outer_momentum``, a flat buffer like the anchor."""
@@ -57,18 +60,19 @@ class SavedOuter(PackedOptimizer):
     def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"own": self.own_value(p)} if group["round_step"] else {}
 
+    def own_part(self) -> dict[str, Any]:
+        base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
+        return {**super().own_part(), "base": cloned(base)}
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
 
         ``state`` (anchors and outer momenta) and ``param_groups`` are the same on every rank. ``residuals`` is this
         rank's own: the state of its base, between two synchronisations its parameters, and what compression owes, with
-        its rank, the world size and the layout of the buckets. :mod:`commopt.optim.state` has how to save that of all
-        ranks, and the rest once.
+        its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.optim.state` has how to save
+        that of all ranks, and the rest once.
         """
-        out = super().state_dict()
-        base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
-        out["residuals"] = {**(out.get("residuals") or self.own_part()), "base": _cloned(base)}
-        return out
+        return super().state_dict()
 
     # loading ----------------------------------------------------------------------------------------------------------
 
@@ -76,9 +80,10 @@ class SavedOuter(PackedOptimizer):
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.
 
         Also sets the parameters: to this rank's own, where the state was saved between two synchronisations, else to
-        the anchor. So load the model first. Without the part of any rank (``split_state_dict``), parameters are the
-        anchor's and the base starts anew, with one warning. The state of the base alone leaves the parameters as they
-        are, and makes them the anchor.
+        the anchor. So load the model first. Without the part of any rank (``split_state_dict``), or with a mixture of
+        several ranks', parameters are the anchor's and the base starts anew, with one warning; with that of another
+        rank they are too, and the base has what that rank's had. The state of the base alone leaves the parameters as
+        they are, and makes them the anchor.
 
         Raises:
             ValueError: if groups, parameters or shapes do not match; nothing is changed then.
@@ -96,29 +101,42 @@ class SavedOuter(PackedOptimizer):
 
     def _take(self, given: dict[str, Any]) -> None:
         of_base = not any(key in group for group in given["param_groups"] for key in POSITION)
-        mine: dict[str, Any] = {} if of_base else given.get("residuals", {})
-        base = {"state": given["state"]} if of_base else mine.get("base")
-        if base is None and self.backend.rank == 0:
-            logger.warning(
-                "%s: the loaded state has no rank's own part: every rank starts at the anchor, and its base %s with no "
-                "state. Save every rank's (commopt.optim.split_state_dict) to keep them.",
-                type(self).__name__, type(self.base).__name__,
-            )  # fmt: skip
+        base, origin, entries = self._what_to_take(given, of_base)
         before = self.param_groups
         # torch would go on with the tensors given
-        self.base.load_state_dict({"state": {}, **_cloned(base or {}), "param_groups": given["param_groups"]})
+        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": given["param_groups"]})
         self.adopt_groups(before)
         if of_base:
             for group in self.param_groups:
                 group.update(POSITION)
-        ids = [i for group in given["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        outer = {} if of_base else given["state"]
-        entries = {p: {**outer.get(i, {}), **mine.get("state", {}).get(i, {})} for i, p in zip(ids, params)}
-        self._fill(entries, (mine["rank"], mine["world_size"], mine["layout"]) if mine else None)
-        for p in params:
-            if p in self.state:
-                p.copy_(entries[p].get("own", self.state[p]["anchor"]))
+        users = self._forget_users({**given, "state": {}} if of_base else given)
+        self._fill(entries, origin)
+        self._keep_users(users)
+        for p in (p for bucket in self.buckets for p in bucket.params):
+            p.copy_(entries.get(p, {}).get("own", self.state[p]["anchor"]))
+
+    def _what_to_take(
+        self, given: dict[str, Any], of_base: bool
+    ) -> tuple[dict[str, Any], Origin | None, dict[Any, Any]]:
+        """The state of the base; whose own part that is of, and the outer state by parameter."""
+        if of_base:
+            return {"state": given["state"]}, None, {}
+        entries, origin = self._incoming_state(given)
+        base = (given.get("residuals") or {}).get("base")
+        name = type(self.base).__name__
+        if base is None and self.backend.rank == 0:
+            logger.warning(
+                "%s: the loaded state has no rank's own part: every rank starts at the anchor, and its base %s with no "
+                "state. Save every rank's (commopt.optim.split_state_dict) to keep them.",
+                type(self).__name__, name,
+            )  # fmt: skip
+        elif base is not None and not self.owns(origin):
+            then = "with no state" if origin is None or origin[0] == MIXED else "with that rank's state"
+            self.report_not_own(
+                origin, f"its parameters and the state of {name}", f"it starts at the anchor, and {name} {then}"
+            )
+            base = base if then.endswith("that rank's state") else None
+        return base or {}, origin, entries
 
     def adopt_groups(self, before: list[dict[str, Any]]) -> None:
         """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
@@ -149,14 +167,3 @@ class SavedOuter(PackedOptimizer):
     def _unpickle(self, state: dict[str, Any]) -> None:
         check_base(state["base"])
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
-
-
-def _cloned(tree: Any) -> Any:
-    """``tree`` of dicts, lists and tuples with a copy of every tensor in it."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if isinstance(tree, Mapping):
-        return {key: _cloned(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_cloned(value) for value in tree)
-    return tree

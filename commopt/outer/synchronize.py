@@ -129,8 +129,9 @@ class SynchronizedOuter(SavedOuter):
         self._moved = False
 
     def _standing(self, error: Exception | None) -> Standing:
+        own = self.defaults.keys() - self.base.defaults.keys()
         terms = [
-            sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in self.defaults)
+            sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in own)
             for group in self.param_groups
         ]
         group = self.param_groups[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commopt.comm import LocalBackend
+from commopt.comm import CountingBackend, LocalBackend
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
 
@@ -64,3 +64,31 @@ def check_base(base: torch.optim.Optimizer) -> None:
             f"the base optimizer {name} evaluates its closure several times a step; allowed are optimizers whose "
             "step() takes no closure, such as torch.optim.AdamW"
         )
+    if isinstance(base, PackedOptimizer):
+        base.backend = CountingBackend(LocalBackend())  # from now on it is alone because it is a base
+
+
+def step_base(base: torch.optim.Optimizer) -> None:
+    """One step of ``base``, as a part of one of ours.
+
+    Hooks for the steps of all optimizers, and the profiler's, belong to ours: they are not called once more. Those of
+    ``base`` are. A ``step`` that somebody has put into the object itself (schedulers do) is called as it is, but for
+    theirs, which only takes down that it was called.
+    """
+    patch: Any = vars(base).get("step")
+    step: Any = type(base).step
+    of_scheduler = hasattr(patch, "_wrapped_by_lr_sched") and getattr(patch.__wrapped__, "__func__", None) is step
+    if not hasattr(step, "hooked") or not (patch is None or of_scheduler):
+        base.step()
+        return
+    if patch is not None:
+        base._opt_called = True  # type: ignore[attr-defined]
+    args: tuple[Any, ...] = (base,)
+    kwargs: dict[str, Any] = {}
+    for before in list(base._optimizer_step_pre_hooks.values()):
+        changed = before(base, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    step.__wrapped__(*args, **kwargs)
+    for after in list(base._optimizer_step_post_hooks.values()):
+        after(base, args, kwargs)

@@ -1,0 +1,59 @@
+"""Every optimizer of commopt, by name, with settings under which a few steps reach all of its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import commopt
+from commopt.compress import RandomBlocks, Sign
+from commopt.optim import SyncPolicy, VariancePolicy
+
+
+def _zero_one(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    given = {"variance": VariancePolicy(2, 3), "sync": SyncPolicy(3, None, 3), "eps": 1e-6, **settings}
+    return commopt.ZeroOneAdam(params, **given)
+
+
+def _lamb(params: Any, backend: Any = None, **settings: Any) -> torch.optim.Optimizer:
+    return commopt.Lamb(params, **settings)
+
+
+def _cser(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    return commopt.CSER(params, momentum=0.9, period=3, **settings)
+
+
+def _signs(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    return _cser(params, compressor=Sign(16), reset_compressor=RandomBlocks(2, 8), **settings)
+
+
+def _qsparse(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    return commopt.QSparseLocalSGD(params, momentum=0.9, period=3, compressor=Sign(16), **settings)
+
+
+def _outer(cls: Any) -> Callable[..., torch.optim.Optimizer]:
+    return lambda params, **settings: cls(params, **{"period": 3, **settings})
+
+
+OUTER = {cls.__name__: _outer(cls) for cls in (commopt.LocalSGD, commopt.SlowMo, commopt.DiLoCo, commopt.SignMomentum)}
+EVERY: dict[str, Callable[..., Any]] = {
+    "OneBitAdam": lambda params, **settings: commopt.OneBitAdam(params, **{"freeze_step": 2, **settings}),
+    "OneBitLamb": lambda params, **settings: commopt.OneBitLamb(params, **{"freeze_step": 2, **settings}),
+    "Lamb": _lamb,
+    "ZeroOneAdam": _zero_one,
+    "CSER": _cser,
+    "CSER, signs": _signs,
+    "QSparseLocalSGD": _qsparse,
+    **OUTER,
+}
+"""Name -> function of parameters and settings."""
+
+every = pytest.mark.parametrize("name", EVERY)
+every_outer = pytest.mark.parametrize("name", OUTER)
+COMMUNICATING = [name for name in EVERY if name != "Lamb"]
+every_communicating = pytest.mark.parametrize("name", COMMUNICATING)
+OVERLAPPING = [name for name in COMMUNICATING if name not in OUTER]
+every_overlapping = pytest.mark.parametrize("name", OVERLAPPING)
