@@ -19,7 +19,7 @@ def backend_class(config: CommConfig) -> type | None:
     """
     name = config.backend
     if name == "mpi":
-        check_arguments(MPIBackend, config.args, "comm.args")
+        check_arguments(MPIBackend, config.args, "comm.args", {"timeout": "comm.timeout"})
         return MPIBackend
     if name in BACKENDS:
         if config.args:
@@ -44,8 +44,9 @@ def backend_class(config: CommConfig) -> type | None:
 
 def make_backend(cls: type, config: CommConfig, rank: int, size: int) -> Backend:
     """An object of ``cls`` on this rank. Raises ConfigError unless it knows the same ranks as the run does."""
+    args = config.args | ({"timeout": config.timeout} if cls is MPIBackend else {})
     try:
-        backend = resolve_backend(backend=build(cls, "comm", **config.args))
+        backend = resolve_backend(backend=build(cls, "comm", **args))
     except ConfigError:
         raise
     except ValueError as error:

@@ -24,7 +24,7 @@ from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
 OWN_KEYS = {
-    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
+    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "max_skipped", "compressor")},
     "backend": "comm.backend",
     "process_group": "comm.backend",
 }
@@ -55,6 +55,8 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
         extra["max_grad_norm"] = config.max_grad_norm
+        if "max_skipped" in inspect.signature(cls).parameters:
+            extra["max_skipped"] = config.max_skipped
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(
