@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import pickle
@@ -15,7 +16,7 @@ import pytest
 import torch
 from trainer_pair import Pair
 
-from commopt.train import checkpoint, manifest
+from commopt.train import checkpoint, sums
 from commopt.train.errors import CheckpointError
 from commopt.train.world import World, open_world
 
@@ -71,7 +72,7 @@ def edit_manifest(path: Path, sign: bool = True, **changes: Any) -> None:
     """Change what a manifest says; with ``sign`` also its checksum, as another program might."""
     file = path / "manifest.json"
     content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps(content | ({"sha256": manifest._digest(content)} if sign else {})))
+    file.write_text(json.dumps(content | ({"sha256": sums.of_content(content)} if sign else {})))
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
@@ -149,6 +150,25 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [good]
 
 
+def test_torch_does_not_hide_that_the_disk_is_full(tmp_path: Path) -> None:
+    """/dev/full takes what is buffered and then has no room; torch speaks of unexpected positions."""
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        checkpoint._write(Path("/dev/full"), {"w": torch.zeros(300_000)})
+    assert caught.value.errno == errno.ENOSPC
+    good = save(tmp_path, 1)
+    write = checkpoint._write
+
+    def to_a_full_disk(path: Path, content: Any) -> Any:
+        return write(Path("/dev/full"), {"w": torch.zeros(300_000)})
+
+    with (
+        mock.patch.object(checkpoint, "_write", to_a_full_disk),
+        pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: the disk is full: .*No space"),
+    ):
+        save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [good]
+
+
 def save_with_a_fault(folder: Path, rank: int) -> None:
     """Both ranks save; the disk of one is full."""
     with open_world() as world:
@@ -195,7 +215,7 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
             torch.save({"a": Code()}, file)
         else:
             file.write_bytes(content)
-        entry = {"size": file.stat().st_size, "sha256": manifest.sha256(file)}
+        entry = {"size": file.stat().st_size, "sha256": sums.of_file(file)}
         files = json.loads((path / "manifest.json").read_text())["files"]
         edit_manifest(path, files=files | {file.name: entry})
         checkpoint.verify(path)

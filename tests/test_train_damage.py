@@ -16,7 +16,7 @@ import torch
 from test_train_resume import assert_same, content
 from trainer_pair import run
 
-from commopt.train import checkpoint, manifest, resume
+from commopt.train import checkpoint, manifest, resume, sums
 from commopt.train.config import Config
 from commopt.train.errors import CheckpointError, UserError
 from commopt.train.metrics import METRICS, read_metrics
@@ -89,7 +89,7 @@ def sign_anew(path: Path) -> None:
     step = manifest.step_in(path.name)
     assert step is not None
     names = (manifest.SHARED, manifest.rank_file(0))
-    files = {n: {"size": (path / n).stat().st_size, "sha256": manifest.sha256(path / n)} for n in names}
+    files = {n: {"size": (path / n).stat().st_size, "sha256": sums.of_file(path / n)} for n in names}
     (path / manifest.MANIFEST).write_text(manifest.make_manifest(step, 1, files))
 
 
@@ -132,12 +132,12 @@ def test_what_is_verified_and_cannot_be_loaded_is_left_out_too(
 
 def test_another_setting_is_no_damage(tiny: Make, copy: Path) -> None:
     """Older checkpoints have it as well: none is set aside for it."""
+    other = config(tiny, copy, resume="auto")
+    other.train.seed = 1
     with (
         mock.patch.object(resume, "FIXED", ("train.seed",)),
         pytest.raises(CheckpointError, match=r"step-00000006 was made with train.seed=0, this run has 1"),
     ):
-        other = config(tiny, copy, resume="auto")
-        other.train.seed = 1
         run(other)
     assert len(checkpoint.list_steps(copy / "checkpoints")) == 3
 

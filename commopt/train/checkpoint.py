@@ -20,9 +20,10 @@ from typing import IO, Any, cast
 import torch
 
 from commopt.comm import CollectiveError
+from commopt.train import sums
 from commopt.train.errors import CheckpointError, DamagedError, UserError, explain
 from commopt.train.files import Watched
-from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, sha256, step_in
+from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, step_in
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def _write(path: Path, content: Any) -> dict[str, Any]:
             if watched.error is not None:
                 raise watched.error from error
             raise
-    return {"size": path.stat().st_size, "sha256": sha256(path)}
+    return {"size": path.stat().st_size, "sha256": sums.of_file(path)}
 
 
 def _clear_leftovers(folder: Path) -> None:
@@ -153,7 +154,7 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
         size = path.stat().st_size
         if size != entry["size"]:
             raise DamagedError(f"{where}: {path.name} has {size} bytes, expected {entry['size']}: it is truncated")
-        if sha256(path) != entry["sha256"]:
+        if sums.of_file(path) != entry["sha256"]:
             raise DamagedError(f"{where}: the content of {path.name} has changed (SHA-256 differs)")
     except FileNotFoundError:
         raise DamagedError(f"{where}: {path.name} is missing") from None

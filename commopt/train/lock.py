@@ -43,10 +43,14 @@ def hold(folder: Path, world: World) -> Iterator[None]:
 
 
 class Lock:
-    """The lock of a run folder, which is made if it is not there. Raises BusyError, or OSError."""
+    """A lock in a folder, which is made if it is not there. Raises BusyError, or OSError.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / LOCK
+    Attributes:
+        handle: of the open file; -1 where the file system has no locks.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK) -> None:
+        self.folder, self.path = folder, folder / name
         self.made = not folder.exists()
         for _ in range(ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):  # a run that ended has removed the folder under us
@@ -54,7 +58,7 @@ class Lock:
                 self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
                 if self._lock():
                     return
-        raise BusyError(f"run folder {folder}: its lock {LOCK} comes and goes")
+        raise BusyError(f"run folder {folder}: its lock {name} comes and goes")
 
     def _lock(self) -> bool:
         """Lock what was opened and sign it; False if it is no longer the file in the folder."""

@@ -5,19 +5,19 @@ The manifest carries a checksum of its own, so that a changed digit in it is dam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from commopt.train import sums
 from commopt.train.errors import DamagedError
 
 FORMAT, VERSION = "commopt-checkpoint", 2
 MANIFEST, SHARED, PREFIX = "manifest.json", "shared.pt", "step-"
 LARGEST = 1 << 24
 """Bytes of a manifest that are read at most; one entry takes about 150."""
-KEYS = {"format", "version", "step", "world_size", "files", "sha256"}
+KEYS = {"format", "version", "step", "world_size", "files", sums.KEY}
 
 
 def rank_file(rank: int) -> str:
@@ -31,25 +31,10 @@ def step_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def make_manifest(step: int, world_size: int, files: dict[str, Any]) -> str:
     """The text of a manifest. ``files``: name -> size and sha256."""
     content = {"format": FORMAT, "version": VERSION, "step": step, "world_size": world_size, "files": files}
-    return json.dumps({**content, "sha256": _digest(content)}, indent=2)
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Checksum of a manifest's meaning: of its canonical form, without the checksum itself."""
-    text = json.dumps({k: v for k, v in content.items() if k != "sha256"}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sums.sealed(content)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -82,12 +67,12 @@ def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
     """What is wrong with a manifest in a folder of this step, if anything."""
     if manifest.keys() != KEYS:
         return f"its keys are {sorted(map(str, manifest))}, expected {sorted(KEYS)}"
-    if manifest["sha256"] != _digest(manifest):
+    if manifest[sums.KEY] != sums.of_content(manifest):
         return "its checksum differs"
     size, files = manifest["world_size"], manifest["files"]
-    if not (_is_count(size) and size >= 1):
+    if not (sums.is_count(size) and size >= 1):
         return f"world_size={size!r}, expected >= 1"
-    if not _is_count(manifest["step"]) or step not in (None, manifest["step"]):
+    if not sums.is_count(manifest["step"]) or step not in (None, manifest["step"]):
         return f"step={manifest['step']!r} in the folder of step {step}"
     if not isinstance(files, dict):
         return f"files={files!r}, expected names and entries"
@@ -95,10 +80,6 @@ def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
         if name not in files:
             return f"{name} is not in it"
         entry = files[name]
-        if not (isinstance(entry, dict) and _is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)):
+        if not (isinstance(entry, dict) and sums.is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)):
             return f"its entry of {name} is {entry!r}"
     return None if len(files) == size + 1 else f"it has {len(files)} files, expected {size + 1}"
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
