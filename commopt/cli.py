@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections.abc import Sequence
 
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"commopt: {error}", about="stopped")
         return 0
     except CollectiveError as error:
-        reason = " ".join(str(error).split())
+        reason = re.sub(r"\[/\S*\] ?", "", " ".join(str(error).split()))  # without the place in torch's sources
         advice = "another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
         say(f"commopt: error: {reason}: {advice}", about="collective")
         return LOST
