@@ -19,7 +19,8 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture(autouse=True)
-def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # what ranks have said to each other is forgotten
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,9 +48,35 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
 
 
 def test_other_ranks_do_not_repeat_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(["train", "--optim.lrr=1"]) == 2
-    assert capsys.readouterr().err == ""
+    for rank, lines in ((0, 1), (1, 0), (2, 0), (0, 1)):  # the last is of another job: each rank says a thing once
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_whichever_rank_comes_first_says_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be the one that has died."""
+    for rank, lines in ((3, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+    monkeypatch.setenv("RANK", "2")
+    assert main(["train", "--optim.lrrr=1"]) == 2
+    assert "optim.lrrr" in capsys.readouterr().err  # something else
+
+
+def test_it_is_said_again_where_nobody_can_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert "optim.lrr" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_the_rank_that_is_left_says_so(
     (line,) = said
     assert line.startswith("commopt: error: ")
     assert line.endswith(
-        "another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
+        ": another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
     )
 
 
