@@ -50,10 +50,10 @@ def train_command(argv: Sequence[str]) -> None:
         make_parser().print_help()
         return
     if "--print_config" in argv:
-        from commopt.train.optimizer import check_plan
+        from commopt.train.optimizer import check_without_importing
 
         config = parse([word for word in argv if word != "--print_config"])
-        check_plan(config)
+        check_without_importing(config)
         sys.stdout.write(to_yaml(config))
         return
     with StopSignal() as stop:

@@ -13,7 +13,7 @@ import yaml
 
 from commopt.cli import main
 from commopt.train.config import Config
-from commopt.train.parse import to_yaml
+from commopt.train.parse import parse, to_yaml
 
 Make = Callable[..., Config]
 
@@ -93,6 +93,56 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--train.steps=3", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
+
+
+OWN = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+class Thing:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optim.name=own_module.Thing"],
+        ["--comm.backend=own_module.Thing"],
+        ["--optim.compressor.name=own_module.Thing"],
+        ["--optim.name=DiLoCo", "--optim.args.base=own_module.Thing"],
+    ],
+    ids=lambda words: words[-1].split("=")[0],
+)
+def test_print_config_runs_nobodys_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    assert main(["train", *words, "--print_config"]) == 0
+    assert "own_module.Thing" in capsys.readouterr().out
+    assert main(["train", "--comm.backend=own_module.Thing", "--comm.ranks_per_node=2"]) == 2  # known without it
+    assert not (tmp_path / "imported").exists()
+    assert main(["train", *words]) == 2
+    assert "own_module.Thing" in capsys.readouterr().err
+    assert (tmp_path / "imported").exists()
+
+
+def test_print_config_still_checks_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--optim.name=own.Thing", "--comm.backend=gloo", "--comm.args.x=1"], "comm.backend=gloo takes none"),
+        (["--optim.name=AdamV"], "did you mean"),
+        (["--optim.name=torch.nn.Linear"], "is no Optimizer"),
+    ):
+        assert main(["train", *words, "--print_config"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("train: {run_dir: ~/run}\n")
+    config = parse(["--config=~/c.yaml", "--resume=~/a", "--init=~/b"])
+    assert (config.train.run_dir, config.resume, config.init) == tuple(f"{tmp_path}/{x}" for x in ("run", "a", "b"))
 
 
 def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:

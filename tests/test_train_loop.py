@@ -242,6 +242,31 @@ def test_the_run_folder(tiny: Make, tmp_path: Path) -> None:
     assert steps == ["step-00000004", "step-00000008", "step-00000012"]
 
 
+def test_links_in_the_run_folder_are_replaced_and_never_followed(tiny: Make, tmp_path: Path) -> None:
+    run_dir, mine = tmp_path / "run", tmp_path / "mine"
+    run_dir.mkdir()
+    mine.write_text("mine")
+    for name in ("config.yaml", "metrics.jsonl", "curves.png"):
+        (run_dir / name).symlink_to(mine)
+    run(tiny(run_dir, train={"steps": 2}))
+    assert mine.read_text() == "mine"
+    assert not any((run_dir / name).is_symlink() for name in ("config.yaml", "metrics.jsonl", "curves.png"))
+
+
+def test_a_disk_that_is_full_of_metrics_ends_all_ranks(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    errors = pair.errors(run_on_a_full_disk, tiny(tmp_path))
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "RankError"
+    assert message.startswith("the disk is full: ")
+
+
+def run_on_a_full_disk(config: Config) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("commopt.train.metrics.RunRecorder.write", side_effect=full):
+        run(config)
+
+
 def test_the_progress_bar_tells_what_is_sent(tiny: Make, tmp_path: Path) -> None:
     from rich.console import Console
 

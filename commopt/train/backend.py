@@ -28,16 +28,16 @@ def backend_class(config: CommConfig) -> type | None:
     path, _, attribute = name.rpartition(".")
     if not path:
         raise ConfigError(f"comm.backend={name!r} is none of {', '.join(BACKENDS)}{nearest(name, BACKENDS)}")
-    found = import_dotted(name, "comm.backend")
-    if not isinstance(found, type):
-        raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
-    if missing := lacking(found):
-        raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
     if config.ranks_per_node != 1:
         raise ConfigError(
             f"comm.ranks_per_node={config.ranks_per_node} is not allowed with comm.backend={name}, but with "
             f"{', '.join(BACKENDS)} (a class of your own can make a commopt.comm.NodesBackend itself)"
         )
+    found = import_dotted(name, "comm.backend")
+    if not isinstance(found, type):
+        raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
+    if missing := lacking(found):
+        raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
     check_arguments(found, config.args, "comm.args")
     return found
 

@@ -6,6 +6,7 @@ an object is made, so a wrong one never reaches a rank. Reading files and comman
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -204,6 +205,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        self.run_dir = os.path.expanduser(self.run_dir)
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_samples", "checkpoint_every")
         for name in (*counts, "keep"):
             value = getattr(self, name)
@@ -232,6 +234,8 @@ class Config:
     def __post_init__(self) -> None:
         _check("init", self.init, self.init is None or bool(self.init), "null or the folder of a checkpoint")
         _check("resume", self.resume, bool(self.resume), "none, auto or the folder of a checkpoint")
+        self.resume = os.path.expanduser(self.resume)
+        self.init = None if self.init is None else os.path.expanduser(self.init)
         positions, length = self.model.positions, self.data.seq_len
         enough = positions is None or positions >= length
         _check("model.positions", positions, enough, f"null or >= data.seq_len={length}")

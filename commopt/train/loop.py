@@ -281,7 +281,11 @@ class Trainer:
         log.info("kernels: %s", providers(world.device.type))
         epoch = len(self.samples.train) / config.train.batch_size
         log.info("%d steps of %d samples; an epoch is %.0f steps", config.train.steps, config.train.batch_size, epoch)
-        if world.size > 1 and (warning := warn_of_freeze(optimizer.param_groups[0], config.train.steps)):
+        if (
+            world.is_main
+            and world.size > 1
+            and (warning := warn_of_freeze(optimizer.param_groups[0], config.train.steps))
+        ):
             log.warning("%s", warning)
         if found is not None:
             log.info("resumed from %s at step %d", found, self.step)

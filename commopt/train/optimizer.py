@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType, UnionType
@@ -19,7 +20,7 @@ from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import parameter_groups
-from commopt.train.named import build, check_arguments, find_class
+from commopt.train.named import NotImported, build, check_arguments, find_class, without_importing
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
@@ -111,6 +112,13 @@ def check_plan(config: Config) -> None:
                 f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
                 f"DistributedDataParallel, which has {allowed}"
             )
+
+
+def check_without_importing(config: Config) -> None:
+    """As :func:`check_plan`, as far as it can be known without importing what dotted paths name."""
+    for check in (lambda: check_plan(config), lambda: backend_class(config.comm)):
+        with contextlib.suppress(NotImported), without_importing():
+            check()
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:
