@@ -1,7 +1,7 @@
 """A prepared corpus on the disk: token files, and a ``meta.json`` with what they are and their checksums.
 
-Rank 0 reads all of it at every start and compares: SHA-256 and the largest id take some 0.3 seconds per 100 million
-tokens of 2 bytes, and a start hashes the text of the corpus anyway, which has twice the bytes.
+Rank 0 reads all of it at every start and compares: SHA-256 and the largest id take some 0.2 seconds per 100 million
+tokens of 2 bytes, and a start hashes the text of the corpus anyway, which has about twice the bytes.
 """
 
 from __future__ import annotations
