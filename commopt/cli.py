@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import sys
-import time
 from collections.abc import Sequence
 
+from commopt.comm import CollectiveError
 from commopt.train import started
-from commopt.train.errors import UserError
+from commopt.train.errors import DivergedError, UserError
+from commopt.train.say import say
+from commopt.train.stop import Stopped, StopSignal
 
 USAGE = """usage: commopt COMMAND ...
 
@@ -39,22 +43,27 @@ def set_up_logging() -> None:
 
 
 def train_command(argv: Sequence[str]) -> None:
-    """``commopt train``."""
-    from commopt.train.optimizer import check_plan
+    """``commopt train``. From here on a signal is a wish: a rank that just went would leave the others waiting."""
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:
         make_parser().print_help()
         return
-    config = parse([word for word in argv if word != "--print_config"])
-    check_plan(config)  # a wrong name ends here, and not after the corpus has been read
     if "--print_config" in argv:
+        from commopt.train.optimizer import check_without_importing
+
+        config = parse([word for word in argv if word != "--print_config"])
+        check_without_importing(config)
         sys.stdout.write(to_yaml(config))
         return
-    set_up_logging()
-    from commopt.train.loop import train
+    with StopSignal() as stop:
+        config = parse(argv)
+        set_up_logging()
+        from commopt.train.loop import train
 
-    train(config)
+        summary = train(config, stop)
+    if summary["finished"] and not math.isfinite(summary["heldout_loss"]):
+        raise DivergedError(f"the run ends with a held-out loss of {summary['heldout_loss']}: the model has diverged")
 
 
 def probe_command(argv: Sequence[str]) -> None:
@@ -75,11 +84,13 @@ def report_command(argv: Sequence[str]) -> None:
     report(argv)
 
 
+LOST = 1
+"""Exit code of a rank that has lost the others. Not 2: a launcher then says which process was the first to end."""
 COMMANDS = {"train": train_command, "report": report_command, "probe": probe_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0, or 2 for a mistake that the user can fix."""
+    """Run a command; return the exit code: 0, 2 for a mistake that the user can fix, or 1 if other ranks are lost."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
@@ -90,16 +101,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")
         command(words[1:])
     except UserError as error:
-        if started.local_rank() == 0:  # all ranks raise it: once per machine is enough
-            sys.stderr.write(f"commopt: error: {error}\n")
-        elif started.by_mpirun():
-            time.sleep(1)  # mpirun ends all processes as soon as one has failed: first let the other one speak
+        say(f"commopt: error: {error}")
         return 2
+    except Stopped as error:
+        say(f"commopt: {error}", about="stopped")
+        return 0
+    except CollectiveError as error:
+        reason = re.sub(r"\[/\S*\] ?", "", " ".join(str(error).split()))  # without the place in torch's sources
+        advice = "another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
+        say(f"commopt: error: {reason}: {advice}", about="collective")
+        return LOST
     except ModuleNotFoundError as error:
         if (error.name or "commopt").split(".")[0] == "commopt":
             raise
         needed = f"{error.name} is not installed, and training needs it: pip install 'commopt[train]'"
-        sys.stderr.write(f"commopt: error: {needed}\n")
+        say(f"commopt: error: {needed}")
         return 2
     except KeyboardInterrupt:
         return 130

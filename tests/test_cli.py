@@ -13,13 +13,14 @@ import yaml
 
 from commopt.cli import main
 from commopt.train.config import Config
-from commopt.train.parse import to_yaml
+from commopt.train.parse import parse, to_yaml
 
 Make = Callable[..., Config]
 
 
 @pytest.fixture(autouse=True)
-def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # what ranks have said to each other is forgotten
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,9 +48,35 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
 
 
 def test_other_ranks_do_not_repeat_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(["train", "--optim.lrr=1"]) == 2
-    assert capsys.readouterr().err == ""
+    for rank, lines in ((0, 1), (1, 0), (2, 0), (0, 1)):  # the last is of another job: each rank says a thing once
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_whichever_rank_comes_first_says_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be the one that has died."""
+    for rank, lines in ((3, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+    monkeypatch.setenv("RANK", "2")
+    assert main(["train", "--optim.lrrr=1"]) == 2
+    assert "optim.lrrr" in capsys.readouterr().err  # something else
+
+
+def test_it_is_said_again_where_nobody_can_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "--optim.lrr=1"]) == 2
+        assert "optim.lrr" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +93,56 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--train.steps=3", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
+
+
+OWN = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+class Thing:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optim.name=own_module.Thing"],
+        ["--comm.backend=own_module.Thing"],
+        ["--optim.compressor.name=own_module.Thing"],
+        ["--optim.name=DiLoCo", "--optim.args.base=own_module.Thing"],
+    ],
+    ids=lambda words: words[-1].split("=")[0],
+)
+def test_print_config_runs_nobodys_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    assert main(["train", *words, "--print_config"]) == 0
+    assert "own_module.Thing" in capsys.readouterr().out
+    assert main(["train", "--comm.backend=own_module.Thing", "--comm.ranks_per_node=2"]) == 2  # known without it
+    assert not (tmp_path / "imported").exists()
+    assert main(["train", *words]) == 2
+    assert "own_module.Thing" in capsys.readouterr().err
+    assert (tmp_path / "imported").exists()
+
+
+def test_print_config_still_checks_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--optim.name=own.Thing", "--comm.backend=gloo", "--comm.args.x=1"], "comm.backend=gloo takes none"),
+        (["--optim.name=AdamV"], "did you mean"),
+        (["--optim.name=torch.nn.Linear"], "is no Optimizer"),
+    ):
+        assert main(["train", *words, "--print_config"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("train: {run_dir: ~/run}\n")
+    config = parse(["--config=~/c.yaml", "--resume=~/a", "--init=~/b"])
+    assert (config.train.run_dir, config.resume, config.init) == tuple(f"{tmp_path}/{x}" for x in ("run", "a", "b"))
 
 
 def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import yaml
 from trainer_pair import Pair, run
 
-from commopt.train.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from commopt.train.config import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from commopt.train.errors import ConfigError
 from commopt.train.loop import learning_rate
 from commopt.train.optimizer import check_plan
@@ -188,6 +188,9 @@ BAD = [
     (OptimConfig, {"lr": float("nan")}, "optim.lr=nan"),
     (OptimConfig, {"weight_decay": -1.0}, "optim.weight_decay=-1.0 .* >= 0"),
     (OptimConfig, {"max_grad_norm": 0.0}, "optim.max_grad_norm=0.0 .* > 0 or null"),
+    (OptimConfig, {"max_skipped": 0}, "optim.max_skipped=0 .* >= 1 or null"),
+    (CommConfig, {"timeout": 0.0}, r"comm.timeout=0.0 .* in \(0, 604800\]"),
+    (CommConfig, {"timeout": float("nan")}, "comm.timeout=nan"),
     (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 .* >= 0"),
     (OptimConfig, {"warmup_power": 0.0}, "optim.warmup_power=0.0 .* > 0"),
     (OptimConfig, {"min_lr_ratio": 1.5}, r"optim.min_lr_ratio=1.5 .* in \[0, 1\]"),

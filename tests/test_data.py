@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
+import shutil
+import socket
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_pair import Pair
 
-from commopt.train import data
+from commopt.train import data, sums
 from commopt.train.config import Config, DataConfig
 from commopt.train.corpus import documents
 from commopt.train.data import CLS, EOT, MASK, SEP, SPECIALS, Corpus, Windows, is_heldout, load_corpus
-from commopt.train.errors import DataError
+from commopt.train.errors import DataError, UserError
+from commopt.train.stop import Stopped, StopSignal
 from commopt.train.tasks import IGNORE, MaskedToken, NextToken, make_samples
 from commopt.train.world import World, open_world
 
@@ -137,11 +146,128 @@ def test_a_failed_preparation_leaves_nothing(corpus: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_cache_is_named(corpus: Path, tmp_path: Path) -> None:
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def change_meta(folder: Path, **changes: Any) -> None:
+    """With a checksum that fits: what another program may have written."""
+    content = json.loads((folder / "meta.json").read_text()) | changes
+    (folder / "meta.json").write_text(sums.sealed(content))
+
+
+def raise_an_id(folder: Path) -> None:
+    """An id that is not in the vocabulary, under checksums that fit."""
+    ids = np.load(folder / "train.npy")
+    ids[7] = 300
+    np.save(folder / "train.npy", ids)
+    files = json.loads((folder / "meta.json").read_text())["files"]
+    change_meta(
+        folder, files=files | {"train.npy": files["train.npy"] | {"sha256": sums.of_file(folder / "train.npy")}}
+    )
+
+
+def flip_a_token(folder: Path) -> None:
+    data = bytearray((folder / "train.npy").read_bytes())
+    data[-9] ^= 1
+    (folder / "train.npy").write_bytes(data)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "short": (lambda folder: (folder / "train.npy").write_bytes(b"short"), "train.npy has another size"),
+    "a bit": (flip_a_token, "the content of train.npy has changed"),
+    "no file": (lambda folder: (folder / "heldout.npy").unlink(), "No such file"),
+    "an id": (raise_an_id, "train.npy has ids that are not below 300"),
+    "empty meta": (lambda folder: (folder / "meta.json").write_text(""), "meta.json is damaged"),
+    "no meta": (lambda folder: (folder / "meta.json").unlink(), "cannot read meta.json"),
+    "a list": (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json is damaged"),
+    "deep": (lambda folder: (folder / "meta.json").write_text("[" * 100_000), "meta.json is damaged"),
+    "not UTF-8": (lambda folder: (folder / "meta.json").write_bytes(b"\xff"), "meta.json is damaged"),
+    "a changed digit": (
+        lambda folder: (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("300", "301", 1)),
+        "meta.json is damaged",
+    ),
+    "vocabulary": (lambda folder: change_meta(folder, vocab_size="300"), "of another corpus or format"),
+    "files": (lambda folder: change_meta(folder, files=[]), "of another corpus or format"),
+    "of another": (lambda folder: change_meta(folder, key="0123"), "of another corpus or format"),
+    "count": (lambda folder: change_meta(folder, tokens={"train": 3, "heldout": 3}), r"holds uint16 of shape"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_damaged_cache_is_made_again(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    spoil, reason = SPOILT[case]
+    folder = tmp_path / load_corpus(small(corpus, tmp_path), ALONE).key
+    whole = snapshot(folder)
+    spoil(folder)
+    with caplog.at_level(logging.WARNING):
+        again = load_corpus(small(corpus, tmp_path), ALONE)
+    assert re.search(rf"prepared corpus .*{folder.name}: .*{reason}.*; it is made again", caplog.text)
+    assert snapshot(folder) == whole
+    assert again.train.max() < 300
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_what_killed_preparations_left_is_removed(corpus: Path, tmp_path: Path) -> None:
+    """Those of this corpus, of this machine or old; never what may still be at work on another machine."""
     key = load_corpus(small(corpus, tmp_path), ALONE).key
-    (tmp_path / key / "train.npy").write_bytes(b"short")
-    with pytest.raises(DataError, match=rf"prepared corpus .*{key}: .*delete that folder"):
+    here = socket.gethostname()
+    names = [f".tmp-{key}-{here}-0a", f".tmp-{key}-elsewhere-0b", f".tmp-{key}-elsewhere-0c", f".tmp-other-{here}-0d"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.raw").write_text("half")
+    for path in (tmp_path / names[1], tmp_path / names[1] / "train.raw"):
+        os.utime(path, (1.0, 1.0))
+    shutil.rmtree(tmp_path / key)
+    load_corpus(small(corpus, tmp_path), ALONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([key, *names[2:]])
+
+
+def test_two_jobs_prepare_at_once(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second waits for the first, and removes nothing of what that is writing."""
+    fill, filled, seen = data._fill, [], threading.Event()
+
+    def slowly(folder: Path, *args: Any) -> None:
+        filled.append(folder)
+        seen.wait(60)
+        fill(folder, *args)
+
+    results: list[Corpus] = []
+    with mock.patch.object(data, "_fill", slowly), mock.patch.object(data, "LOOK", 0.01), caplog.at_level(logging.INFO):
+        jobs = [
+            threading.Thread(target=lambda: results.append(load_corpus(small(corpus, tmp_path), ALONE)))
+            for _ in range(2)
+        ]
+        for job in jobs:
+            job.start()
+        while "waiting for it" not in caplog.text:
+            time.sleep(0.01)
+        seen.set()
+        for job in jobs:
+            job.join()
+    assert len(filled) == 1
+    assert [result.key for result in results] == [results[0].key] * 2
+    assert [path.name for path in tmp_path.iterdir()] == [results[0].key]
+
+
+def test_preparing_hears_that_the_run_is_told_to_stop(corpus: Path, tmp_path: Path) -> None:
+    stop = StopSignal()
+    stop.requested = True
+    with pytest.raises(Stopped):
+        load_corpus(small(corpus, tmp_path), replace(ALONE, stop=stop))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_preparing_is_called_that(corpus: Path, tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch.object(shutil, "copyfileobj", side_effect=full),
+        pytest.raises(UserError, match=r"the disk is full: .*No space left on device"),
+    ):
         load_corpus(small(corpus, tmp_path), ALONE)
+    assert list(tmp_path.iterdir()) == []
 
 
 def load_on_both(config: DataConfig) -> str:

@@ -149,10 +149,64 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         read_runs([empty])
 
 
+TOTALS = {"tokens_total": 0, "seconds": 0.0, "fp32_bytes_total": 0, "compressed_steps": 0, "skipped_steps": 0}
+LABELS = ["$\\frac{$", "[/red]", "_hidden", "a\\$b$", "\udcff\n[bold]"]
+
+
+def test_labels_are_text_to_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither formulas, nor markup, nor hidden; one that is no UTF-8 is shown as far as it can be."""
+    runs = [write_run(tmp_path / str(i), "'[/blue]$'") for i in range(len(LABELS))]
+    out = tmp_path / "out[/red]"
+    assert main(["report", *map(str, runs), f"--labels={','.join(LABELS)}", f"--out={out}", "--title=$[/x]"]) == 0
+    page = Page((out / "report.html").read_text())
+    shown = ["$\\frac{$", "[/red]", "_hidden", "a\\$b$", "? [bold]"]
+    assert [row[0] for row in page.rows[1:]] == shown
+    assert {row[1] for row in page.rows[1:]} == {"[/blue]$"}
+    said = capsys.readouterr().out
+    assert all(f"{label} " in said for label in shown)
+    assert "out[/red]" in said.replace("\n", "")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
+)
+BAD_YAML = {
+    "bomb": (BOMB, "line 2 has an alias"),
+    "tag": ("optim: !!python/object/apply:os.getcwd []", "line 1 has a tag"),
+    "own tag": ("optim: !mine {name: A}", "line 1 has a tag"),
+    "deep": ("[" * 100_000, "levels deep"),
+    "large": ("# " + "x" * (1 << 20), "more than 1048576 bytes"),
+    "cut": ("optim: {name", "not valid YAML"),
+    "date": ("optim: 2020-99-99", "not valid YAML"),
+    "digits": ("optim: " + "9" * 5000, "not valid YAML"),
+    "control": ("optim: \x00", "not valid YAML"),
+    "key": ("{[1]: 2}", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_a_config_that_is_no_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    text, message = BAD_YAML[case]
+    run = write_run(tmp_path / "a", "AdamW")
+    (run / "config.yaml").write_text(text)
+    for argv in (["report", str(run), f"--out={tmp_path}/out"], ["train", str(run / "config.yaml")]):
+        assert main(argv) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{run / 'config.yaml'}: " in line
+        assert message in line
+
+
+@pytest.mark.parametrize("text", ["[]", "optim: 3", "optim: {name: [1]}", ""])
+def test_a_config_of_another_shape_is_no_mistake(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path / "a", "AdamW")
+    (run / "config.yaml").write_text(text)
+    assert main(["report", str(run), f"--out={tmp_path}/out"]) == 0
+
+
 def test_bytes_of_a_step_are_the_mean_where_steps_differ(tmp_path: Path) -> None:
     """A round of 8 bytes every 4th step, and records of those alone; a phase of one record has what that says."""
     lines = [
-        {"step": step, "phase": phase, "bytes": sent, "bytes_total": total}
+        {**TOTALS, "step": step, "phase": phase, "bytes": sent, "bytes_total": total}
         for step, phase, sent, total in [
             (4, "warmup", 32, 128), (8, "synchronizing", 8, 136), (12, "synchronizing", 8, 144), (17, "local", 0, 152),
         ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from trainer_pair import Pair
 
-from commopt.train import checkpoint
+from commopt.train import checkpoint, sums
 from commopt.train.errors import CheckpointError
 from commopt.train.world import World, open_world
 
@@ -57,9 +59,20 @@ def flip(path: Path) -> None:
     file.write_bytes(data)
 
 
-def edit_manifest(path: Path, **changes: Any) -> None:
+def flip_in(file: Path, text: bytes) -> None:
+    """Flip a bit in the middle of ``text``."""
+    data = file.read_bytes()
+    changed = bytearray(text)
+    changed[len(text) // 2] ^= 1
+    assert text in data
+    file.write_bytes(data.replace(text, bytes(changed)))
+
+
+def edit_manifest(path: Path, sign: bool = True, **changes: Any) -> None:
+    """Change what a manifest says; with ``sign`` also its checksum, as another program might."""
     file = path / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps(content | ({"sha256": sums.of_content(content)} if sign else {})))
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
@@ -68,9 +81,21 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("file missing", lambda path: (path / "rank-00000.pt").unlink(), "rank-00000.pt is missing"),
     ("no manifest", lambda path: (path / "manifest.json").unlink(), "no manifest.json in it: this is no commopt"),
     ("manifest cut", lambda path: (path / "manifest.json").write_text('{"format": "comm'), "manifest.json is damaged"),
-    ("foreign format", lambda path: edit_manifest(path, format="other"), r"format is \('other', 1\), expected"),
-    ("later version", lambda path: edit_manifest(path, version=2), r"\('commopt-checkpoint', 2\), expected"),
-    ("more ranks than files", lambda path: edit_manifest(path, world_size=2), "rank-00001.pt is not in its manifest"),
+    ("foreign format", lambda path: edit_manifest(path, format="other"), r"format is \('other', 2\), expected"),
+    ("later version", lambda path: edit_manifest(path, version=3), r"\('commopt-checkpoint', 3\), expected"),
+    ("older version", lambda path: edit_manifest(path, version=1), r"\('commopt-checkpoint', 1\), expected"),
+    ("more ranks than files", lambda path: edit_manifest(path, world_size=2), "rank-00001.pt is not in it"),
+    ("no ranks", lambda path: edit_manifest(path, world_size=0), "world_size=0, expected >= 1"),
+    ("ranks are no number", lambda path: edit_manifest(path, world_size=True), "world_size=True, expected >= 1"),
+    ("another step", lambda path: edit_manifest(path, step=70), "step=70 in the folder of step 2"),
+    ("files are no mapping", lambda path: edit_manifest(path, files=["shared.pt"]), "expected names and entries"),
+    ("an entry is none", lambda path: edit_manifest(path, files={"shared.pt": 3}), "its entry of shared.pt is 3"),
+    ("a changed digit", lambda path: edit_manifest(path, sign=False, step=9), "its checksum differs"),
+    ("a changed name", lambda path: flip_in(path / "manifest.json", b'"step"'), "its keys are"),
+    ("no mapping", lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json is damaged"),
+    ("deep", lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
+    ("not UTF-8", lambda path: (path / "manifest.json").write_bytes(b'{"format": "\xff"}'), "manifest.json is damaged"),
+    ("a file in its place", lambda path: (shutil.rmtree(path), path.write_text("")), "no such folder"),
 ]
 
 
@@ -125,6 +150,25 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [good]
 
 
+def test_torch_does_not_hide_that_the_disk_is_full(tmp_path: Path) -> None:
+    """/dev/full takes what is buffered and then has no room; torch speaks of unexpected positions."""
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        checkpoint._write(Path("/dev/full"), {"w": torch.zeros(300_000)})
+    assert caught.value.errno == errno.ENOSPC
+    good = save(tmp_path, 1)
+    write = checkpoint._write
+
+    def to_a_full_disk(path: Path, content: Any) -> Any:
+        return write(Path("/dev/full"), {"w": torch.zeros(300_000)})
+
+    with (
+        mock.patch.object(checkpoint, "_write", to_a_full_disk),
+        pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: the disk is full: .*No space"),
+    ):
+        save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [good]
+
+
 def save_with_a_fault(folder: Path, rank: int) -> None:
     """Both ranks save; the disk of one is full."""
     with open_world() as world:
@@ -171,9 +215,9 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
             torch.save({"a": Code()}, file)
         else:
             file.write_bytes(content)
-        entry = {"size": file.stat().st_size, "sha256": checkpoint._sha256(file)}
-        manifest = json.loads((path / "manifest.json").read_text())
-        edit_manifest(path, files=manifest["files"] | {file.name: entry})
+        entry = {"size": file.stat().st_size, "sha256": sums.of_file(file)}
+        files = json.loads((path / "manifest.json").read_text())["files"]
+        edit_manifest(path, files=files | {file.name: entry})
         checkpoint.verify(path)
         with pytest.raises(CheckpointError, match=r"cannot read rank-00000.pt"):
             checkpoint.load(path, ALONE)

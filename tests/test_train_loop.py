@@ -20,12 +20,13 @@ import pytest
 import torch
 import yaml
 from trainer_pair import Pair, run
+from worlds import on_threads
 
 import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
 from commopt.train.errors import CheckpointError, ConfigError
-from commopt.train.loop import Trainer, learning_rate, train
+from commopt.train.loop import WINDOWS, Trainer, learning_rate, train, warn_of_freeze
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.optimizer import make_optimizer
@@ -241,6 +242,31 @@ def test_the_run_folder(tiny: Make, tmp_path: Path) -> None:
     assert steps == ["step-00000004", "step-00000008", "step-00000012"]
 
 
+def test_links_in_the_run_folder_are_replaced_and_never_followed(tiny: Make, tmp_path: Path) -> None:
+    run_dir, mine = tmp_path / "run", tmp_path / "mine"
+    run_dir.mkdir()
+    mine.write_text("mine")
+    for name in ("config.yaml", "metrics.jsonl", "curves.png"):
+        (run_dir / name).symlink_to(mine)
+    run(tiny(run_dir, train={"steps": 2}))
+    assert mine.read_text() == "mine"
+    assert not any((run_dir / name).is_symlink() for name in ("config.yaml", "metrics.jsonl", "curves.png"))
+
+
+def test_a_disk_that_is_full_of_metrics_ends_all_ranks(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    errors = pair.errors(run_on_a_full_disk, tiny(tmp_path))
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "RankError"
+    assert message.startswith("the disk is full: ")
+
+
+def run_on_a_full_disk(config: Config) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("commopt.train.metrics.RunRecorder.write", side_effect=full):
+        run(config)
+
+
 def test_the_progress_bar_tells_what_is_sent(tiny: Make, tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -308,6 +334,39 @@ def run_quietly(config: Config) -> list[str]:
 def test_a_run_that_never_compresses_says_so(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     messages = pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}))[0]
     assert messages == ["freeze_step=5 is not before train.steps=4: this run never compresses"]
+
+
+def test_a_warm_up_that_cannot_end_or_ends_too_early_is_said() -> None:
+    def warning(freeze: Any, beta2: float, steps: int) -> str | None:
+        return warn_of_freeze({"freeze_step": freeze, "betas": (0.9, beta2)}, steps)
+
+    never = warning("auto", 0.999, 500)
+    assert never is not None
+    assert re.match(r'freeze_step="auto" cannot fire within train.steps=500, .*every .* 1000 steps.* 4000 to', never)
+    assert "is not likely to fire within train.steps=3999" in str(warning("auto", 0.999, 3999))
+    assert warning("auto", 0.999, 4001) is None
+    assert warning("auto", 0.9, 50) is None
+    early = warning(120, 0.999, 500)
+    assert early is not None
+    assert early.startswith("freeze_step=120 is below 1 / (1 - beta2) = 1000 steps, the memory of the variance")
+    assert warning(120, 0.98, 500) is None
+    assert warning(500, 0.999, 500) == "freeze_step=500 is not before train.steps=500: this run never compresses"
+    assert warn_of_freeze({"lr": 1.0}, 5) is None
+    assert warn_of_freeze({"freeze_step": 3, "betas": (0.9, 1.0)}, 5) is not None
+
+
+def test_auto_fires_as_early_as_the_warning_says() -> None:
+    """Steady gradients: the variance is settled after 4 windows, and not after 3."""
+
+    def freeze(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = commopt.OneBitAdam([p], lr=1e-3, betas=(0.9, 0.9), freeze_step="auto", backend=backend)
+        for _ in range(60):
+            p.grad = torch.ones(64)
+            optimizer.step()
+        return optimizer.param_groups[0]["freeze_step"]
+
+    assert on_threads(2, freeze) == [10 * WINDOWS] * 2
 
 
 # --- agreement ---

@@ -157,6 +157,38 @@ def test_a_rank_that_fails_alone_ends_the_run(tiny: Make, tmp_path: Path) -> Non
     assert "ArithmeticError: lost on the way" in done.stderr
 
 
+SLEEPING = """
+import sys, time
+from mpi4py import MPI
+from commopt.cli import main
+from commopt.train import checkpoint
+write = checkpoint._write
+def slowly(path, content):
+    time.sleep(200 if MPI.COMM_WORLD.rank == 1 else 0)
+    return write(path, content)
+checkpoint._write = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@needs_mpi
+def test_messages_between_the_ranks_have_the_timeout_too(tiny: Make, tmp_path: Path) -> None:
+    """One sleeps while it writes its part of a checkpoint: the other says so, and ends the job."""
+    config = tmp_path / "c.yaml"
+    config.write_text(to_yaml(tiny(tmp_path / "run")))
+    done = mpirun(2, "-c", SLEEPING, "train", str(config), "--comm.backend=mpi", "--comm.timeout=5")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("commopt: error:")]
+    assert len(said) == 1
+    assert "a message between the ranks: an MPI collective did not complete within 5 seconds" in said[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_timeout_of_mpi_is_that_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--comm.backend=mpi", "--comm.args.timeout=5"]) == 2
+    assert "comm.args.timeout: set comm.timeout instead" in capsys.readouterr().err
+
+
 @needs_mpi
 def test_torchrun_and_mpi_that_disagree(tmp_path: Path) -> None:
     env = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}

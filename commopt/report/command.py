@@ -10,6 +10,7 @@ from commopt.report.page import COLUMNS, final_figures, render
 from commopt.report.pictures import draw_all
 from commopt.report.runs import read_runs
 from commopt.train.errors import UserError
+from commopt.train.files import replace
 
 PAGE = "report.html"
 IN_SHORT = ("run", "steps", "held-out loss", "MB sent", "less than fp32", "seconds")
@@ -35,14 +36,14 @@ def report(argv: Sequence[str]) -> Path:
     labels = [label.strip() for label in options.labels.split(",")] if options.labels else []
     if labels and len(labels) != len(options.run):
         raise UserError(f"--labels={options.labels} has {len(labels)} names for {len(options.run)} runs")
-    runs = read_runs(options.run, labels)
+    options.out = options.out.expanduser()
+    runs = read_runs([folder.expanduser() for folder in options.run], labels)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         pictures = draw_all(runs, options.out)
         page = options.out / PAGE
-        aside = options.out / f".{PAGE}"
-        aside.write_text(render(runs, pictures, options.title), encoding="utf-8")
-        aside.rename(page)
+        text = render(runs, pictures, options.title)
+        replace(page, lambda file: file.write(text.encode("utf-8", "replace")))
     except OSError as error:
         raise UserError(f"--out={options.out} cannot be written: {error}") from error
     _print([final_figures(run) for run in runs], page)
@@ -52,13 +53,14 @@ def report(argv: Sequence[str]) -> Path:
 def _print(rows: Sequence[Sequence[str]], page: Path) -> None:
     from rich import get_console
     from rich.table import Table
+    from rich.text import Text
 
     shown = [COLUMNS.index(name) for name in IN_SHORT]
     table = Table(box=None, pad_edge=False)
     for i in shown:
         table.add_column(COLUMNS[i], justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(row[i] for i in shown))
+        table.add_row(*(Text(row[i]) for i in shown))
     console = get_console()
     console.print(table)
-    console.print(f"\n{page} has the rest, and the curves", highlight=False, soft_wrap=True)
+    console.print(f"\n{page} has the rest, and the curves", highlight=False, markup=False, soft_wrap=True)

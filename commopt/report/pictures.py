@@ -42,6 +42,11 @@ def color_of(i: int) -> Any:
     return colormaps["tab10"](i % 10)
 
 
+def plain(text: str) -> str:
+    """``text`` as matplotlib shows it: dollars are no formulas, and a leading underscore does not hide it."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def _tidy(axes: Any, label: str) -> None:
     axes.set_xlabel(label)
     axes.grid(alpha=0.25)
@@ -62,7 +67,7 @@ def _heldout(figure: Any, runs: Sequence[Run]) -> bool:
         for i, run in enumerate(runs):
             x, y = run.points(key, "heldout_loss", scale)
             drawn = drawn or bool(x)
-            axes.plot(x, y, color=color_of(i), linewidth=1.6, marker="o", markersize=3.5, label=run.label)
+            axes.plot(x, y, color=color_of(i), linewidth=1.6, marker="o", markersize=3.5, label=plain(run.label))
         _tidy(axes, label)
     for axes in panels[::2]:
         axes.set_ylabel("held-out loss, nats per token")
@@ -76,7 +81,7 @@ def _training(figure: Any, runs: Sequence[Run]) -> bool:
     for i, run in enumerate(runs):
         x, y = run.points("step", "loss")
         drawn = drawn or bool(x)
-        axes.plot(x, y, color=color_of(i), linewidth=1.0, alpha=0.8, label=run.label)
+        axes.plot(x, y, color=color_of(i), linewidth=1.0, alpha=0.8, label=plain(run.label))
     _tidy(axes, "steps")
     axes.set_ylabel("loss of single batches, nats per token")
     _legend(figure, axes)
@@ -96,7 +101,7 @@ def _bytes(figure: Any, runs: Sequence[Run]) -> bool:
         axes.barh(place, megabytes, color=color_of(i), height=0.7)
         text = f" {megabytes:.3g} MB" if sent else " nothing"
         axes.annotate(text, (megabytes if sent else smallest / 3, place), va="center")
-    axes.set_yticks(range(len(rows)), [f"{run.label}, {phase}" for _, run, phase, _ in rows])
+    axes.set_yticks(range(len(rows)), [plain(f"{run.label}, {phase}") for _, run, phase, _ in rows])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(smallest / 3, largest * 4)
@@ -112,7 +117,7 @@ def _residuals(figure: Any, runs: Sequence[Run]) -> bool:
         x, y = run.points("step", "residual_ratio")
         if x:
             drawn = True
-            axes.plot(x, y, color=color_of(i), linewidth=1.6, label=run.label)
+            axes.plot(x, y, color=color_of(i), linewidth=1.6, label=plain(run.label))
     if not drawn:
         return False
     _tidy(axes, "steps")

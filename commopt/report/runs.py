@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from commopt.train.errors import UserError
 from commopt.train.metrics import CONFIG, METRICS, Record, read_metrics
 from commopt.train.plot import points
+from commopt.train.yamlfile import read_yaml
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,13 @@ class Run:
     @property
     def optimizer(self) -> str:
         """What trained it; "?" where the folder does not say."""
-        return str(self.config.get("optim", {}).get("name", "?"))
+        section = self.config.get("optim")
+        return one_line(str(section.get("name", "?"))) if isinstance(section, dict) else "?"
 
 
 def _phase(record: Record) -> str:
     """Its phase; local steps and the synchronisations between them are one."""
-    phase = str(record["phase"])
+    phase = one_line(record["phase"])
     return "local steps" if phase in ("local", "synchronizing") else phase
 
 
@@ -83,12 +83,21 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
 def _read(folder: Path, label: str) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give those that train.run_dir named")
-    records = read_metrics(folder)
+    try:
+        records = read_metrics(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: {METRICS} cannot be read: {error.strerror}") from None
     if not records:
         raise UserError(f"{folder} has no run: {METRICS} is missing or empty")
     path = folder / CONFIG
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return Run(label, folder, config if isinstance(config, dict) else {}, records)
+    config = read_yaml(path, "config of a run") if path.exists() else {}
+    return Run(one_line(label), folder, config if isinstance(config, dict) else {}, records)
+
+
+def one_line(text: str) -> str:
+    """``text`` without what is no character of a line: of names of files, anything may be in them."""
+    shown = text.encode("utf-8", "replace").decode()
+    return " ".join("".join(c if c.isprintable() else " " for c in shown).split()) or "?"
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

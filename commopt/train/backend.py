@@ -19,7 +19,7 @@ def backend_class(config: CommConfig) -> type | None:
     """
     name = config.backend
     if name == "mpi":
-        check_arguments(MPIBackend, config.args, "comm.args")
+        check_arguments(MPIBackend, config.args, "comm.args", {"timeout": "comm.timeout"})
         return MPIBackend
     if name in BACKENDS:
         if config.args:
@@ -28,24 +28,25 @@ def backend_class(config: CommConfig) -> type | None:
     path, _, attribute = name.rpartition(".")
     if not path:
         raise ConfigError(f"comm.backend={name!r} is none of {', '.join(BACKENDS)}{nearest(name, BACKENDS)}")
-    found = import_dotted(name, "comm.backend")
-    if not isinstance(found, type):
-        raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
-    if missing := lacking(found):
-        raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
     if config.ranks_per_node != 1:
         raise ConfigError(
             f"comm.ranks_per_node={config.ranks_per_node} is not allowed with comm.backend={name}, but with "
             f"{', '.join(BACKENDS)} (a class of your own can make a commopt.comm.NodesBackend itself)"
         )
+    found = import_dotted(name, "comm.backend")
+    if not isinstance(found, type):
+        raise ConfigError(f"comm.backend={name!r}: {path} has no class {attribute}")
+    if missing := lacking(found):
+        raise ConfigError(f"comm.backend={name!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
     check_arguments(found, config.args, "comm.args")
     return found
 
 
 def make_backend(cls: type, config: CommConfig, rank: int, size: int) -> Backend:
     """An object of ``cls`` on this rank. Raises ConfigError unless it knows the same ranks as the run does."""
+    args = config.args | ({"timeout": config.timeout} if cls is MPIBackend else {})
     try:
-        backend = resolve_backend(backend=build(cls, "comm", **config.args))
+        backend = resolve_backend(backend=build(cls, "comm", **args))
     except ConfigError:
         raise
     except ValueError as error:

@@ -2,7 +2,7 @@
 
     step-00000500/  shared.pt        rank 0: model, replicated optimizer state, counters, what they belong to
                     rank-00000.pt …  every rank: its compression residuals and random generators
-                    manifest.json    format, version, world size, and size and SHA-256 of each file
+                    manifest.json    format, step, world size, size and SHA-256 of each file, and of all that
 
 All ranks write into a folder with another name; only when all have succeeded does rank 0 rename it. Files are read with
 ``weights_only=True``: loading runs no code from them. Every public function that takes a ``World`` is a collective, and
@@ -11,39 +11,36 @@ what fails on one rank is raised on all.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
-from commopt.train.errors import CheckpointError
+from commopt.comm import CollectiveError
+from commopt.train import sums
+from commopt.train.errors import CheckpointError, DamagedError, UserError, explain
+from commopt.train.files import Watched
+from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, step_in
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
-FORMAT, VERSION = "commopt-checkpoint", 1
-MANIFEST, SHARED = "manifest.json", "shared.pt"
-PREFIX, ASIDE = "step-", ".tmp-"
-
-
-def rank_file(rank: int) -> str:
-    """Name of the file of a rank."""
-    return f"rank-{rank:05d}.pt"
+ASIDE = ".tmp-"
 
 
 def list_steps(folder: Path) -> list[Path]:
     """Finished checkpoints below ``folder``, oldest first."""
     found = folder.glob(f"{PREFIX}*") if folder.is_dir() else ()
-    return sorted(path for path in found if path.name.removeprefix(PREFIX).isdigit())
+    return sorted((path for path in found if step_in(path.name) is not None), key=step_of)
 
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    return int(path.name.removeprefix(PREFIX))
+    step = step_in(path.name)
+    assert step is not None
+    return step
 
 
 # --- writing ---
@@ -58,27 +55,32 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _write(path: Path, content: Any) -> dict[str, Any]:
-    """Write one file to the disk itself; return its manifest entry."""
+    """Write one file to the disk itself; return its manifest entry. Raises OSError, also where torch hides it."""
     with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+        watched = Watched(file)
+        try:
+            torch.save(content, cast(IO[bytes], watched))
+            watched.sync()
+        except Exception as error:
+            if watched.error is not None:
+                raise watched.error from error
+            raise
+    return {"size": path.stat().st_size, "sha256": sums.of_file(path)}
 
 
 def _clear_leftovers(folder: Path) -> None:
     """Remove what a killed run left half written."""
     for path in folder.glob(f"{ASIDE}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or whatever bears the name of one; of a link, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_size: int) -> None:
@@ -88,9 +90,8 @@ def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_s
             raise CheckpointError(
                 f"{path} was written by another rank but is not here: train.run_dir must be a shared folder"
             )
-    manifest = {"format": FORMAT, "version": VERSION, "step": step, "world_size": world_size, "files": files}
     with (aside / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
+        file.write(make_manifest(step, world_size, files))
         file.flush()
         os.fsync(file.fileno())
     _sync(aside)
@@ -120,7 +121,7 @@ def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any],
         files = {name: entry for part in parts for name, entry in part.items()}
         _publish(aside, final, files, step, world.size)
         for old in list_steps(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
 
     try:
         world.once(begin)
@@ -129,8 +130,9 @@ def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any],
     except Exception as error:
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, (OSError, RuntimeError)) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"cannot write checkpoint {final}: {' '.join(str(error).split())}") from error
+        if isinstance(error, (UserError, RuntimeError)) and not isinstance(error, (CheckpointError, CollectiveError)):
+            reason = str(error) if isinstance(error, UserError) else explain(error)
+            raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
         raise
     return final
 
@@ -139,49 +141,37 @@ def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any],
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after checking it and every file. Raises CheckpointError, naming what is wrong."""
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path}: no such folder")
-    manifest_path = path / MANIFEST
-    if not manifest_path.exists():
-        raise CheckpointError(f"checkpoint {path}: no {MANIFEST} in it: this is no commopt checkpoint")
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        found = (manifest["format"], manifest["version"])
-        files, size = dict(manifest["files"]), int(manifest["world_size"])
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged or of another program") from None
-    if found != (FORMAT, VERSION):
-        raise CheckpointError(f"checkpoint {path}: its format is {found}, expected {(FORMAT, VERSION)}")
-    for name in (SHARED, *map(rank_file, range(size))):
-        if name not in files:
-            raise CheckpointError(f"checkpoint {path}: {name} is not in its {MANIFEST}")
-        _verify_file(path / name, files[name])
+    """The manifest of a checkpoint, after checking it and every file. Raises DamagedError, naming what is wrong."""
+    manifest = read_manifest(path)
+    for name, entry in manifest["files"].items():
+        _verify_file(path / name, entry)
     return manifest
 
 
 def _verify_file(path: Path, entry: dict[str, Any]) -> None:
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing")
-    size = path.stat().st_size
-    if size != entry["size"]:
-        raise CheckpointError(
-            f"checkpoint {path.parent}: {path.name} has {size} bytes, expected {entry['size']}: it is truncated"
-        )
-    if _sha256(path) != entry["sha256"]:
-        raise CheckpointError(f"checkpoint {path.parent}: the content of {path.name} has changed (SHA-256 differs)")
+    where = f"checkpoint {path.parent}"
+    try:
+        size = path.stat().st_size
+        if size != entry["size"]:
+            raise DamagedError(f"{where}: {path.name} has {size} bytes, expected {entry['size']}: it is truncated")
+        if sums.of_file(path) != entry["sha256"]:
+            raise DamagedError(f"{where}: the content of {path.name} has changed (SHA-256 differs)")
+    except FileNotFoundError:
+        raise DamagedError(f"{where}: {path.name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{where}: cannot read {path.name}: {error.strerror}") from None
 
 
-def find(folder: Path, resume: str, world: World) -> Path | None:
+def find(folder: Path, resume: str, world: World, before: int | None = None) -> Path | None:
     """The verified checkpoint to start from; None for a new run. ``resume`` as in the config.
 
     With auto, a damaged checkpoint is logged as an error and the one before it is taken; if all are damaged, that is an
-    error.
+    error. ``before``: only those of earlier steps, because the one of that step could not be loaded.
     """
-    return world.once(lambda: _find(folder, resume))
+    return world.patiently(lambda heed: _find(folder, resume, before))
 
 
-def _find(folder: Path, resume: str) -> Path | None:
+def _find(folder: Path, resume: str, before: int | None) -> Path | None:
     present = list_steps(folder)
     if resume == "none":
         if present:
@@ -199,9 +189,11 @@ def _find(folder: Path, resume: str) -> Path | None:
             )
         return path
     for path in reversed(present):
+        if before is not None and step_of(path) >= before:
+            continue
         try:
             verify(path)
-        except CheckpointError as error:
+        except DamagedError as error:
             log.error("damaged checkpoint left out: %s", error)
         else:
             return path
@@ -211,17 +203,20 @@ def _find(folder: Path, resume: str) -> Path | None:
 
 
 def load(path: Path, world: World) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The shared part, and the part of every rank that was there at the save, on the CPU.
+    """The shared part, and the part of every rank that was there at the save, on the CPU. Raises DamagedError.
 
     Other ranks' parts are memory maps: they are read only where the world size has changed and they are merged.
     """
 
-    def read() -> list[dict[str, Any]]:
-        size = int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["world_size"])
-        return [_read(path / name, mmap=name != own) for name in map(rank_file, range(size))]
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        manifest = read_manifest(path)
+        shared = load_shared(path)
+        if shared.get("step") != manifest["step"]:
+            raise DamagedError(f"checkpoint {path}: {SHARED} is of step {shared.get('step')!r}")
+        return shared, [_read(path / name, mmap=name != own) for name in map(rank_file, range(manifest["world_size"]))]
 
     own = rank_file(world.rank)
-    return world.together(lambda: load_shared(path)), world.together(read)
+    return world.together(read)
 
 
 def load_shared(path: Path) -> dict[str, Any]:
@@ -231,12 +226,15 @@ def load_shared(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # pickle, zip and torch errors alike: the file is not what was saved
         reason = " ".join(str(error).split())
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {path.parent}: cannot read {path.name}: {type(error).__name__}: {reason}"
         ) from None
+    if not isinstance(content, dict):
+        raise DamagedError(f"checkpoint {path.parent}: {path.name} holds no checkpoint but {type(content).__name__}")
+    return content
 
 
 def check_fits(saved: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
@@ -269,6 +267,7 @@ def set_aside_newer(folder: Path, step: int) -> None:
     for path in list_steps(folder):
         if step_of(path) > step:
             aside = path.with_name(f"discarded-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            if aside.exists() or aside.is_symlink():
+                _remove(aside)
             path.rename(aside)
             log.warning("checkpoint of a later step set aside: %s", aside)

@@ -6,6 +6,7 @@ an object is made, so a wrong one never reaches a rank. Reading files and comman
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,6 +100,9 @@ class OptimConfig:
     """Weight decay of parameters with two or more dimensions, >= 0; biases and norms are never decayed."""
     max_grad_norm: float | None = 1.0
     """Gradients are clipped to this global L2 norm, > 0; null for no clipping."""
+    max_skipped: int | None = 25
+    """The run ends with an error after this many steps in a row that were skipped for inf or NaN in the gradients,
+    >= 1; null: never."""
     warmup_steps: int = 0
     """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
     warmup_power: float = 1.0
@@ -128,6 +132,8 @@ class OptimConfig:
         _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
         clip = self.max_grad_norm
         _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")
+        most = self.max_skipped
+        _check("optim.max_skipped", most, most is None or most >= 1, ">= 1 or null")
         _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
         _check("optim.warmup_power", self.warmup_power, self.warmup_power > 0, "> 0")
         _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
@@ -154,15 +160,17 @@ class CommConfig:
     commopt[mpi]. Or the dotted path of a class of your own, made on every rank after torch.distributed has joined them.
     mpi and classes of your own are for commopt optimizers."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class behind mpi (timeout in seconds, cuda_aware) or of your own, checked against its
-    signature."""
-
+    """Arguments of the class behind mpi (cuda_aware) or of your own, checked against its signature."""
+    timeout: float = 600.0
+    """Seconds for which a rank waits for the others, in (0, 604800]: to start, in a step, and in the messages between
+    the ranks, over MPI too; then it ends with an error. A class of your own has its own way in steps."""
     ranks_per_node: int = 1
     """1: all ranks are alike. More: that many ranks that follow each other are a node, and only what goes from node to
     node is compressed. 0: as many as every machine runs. For commopt optimizers, over auto, gloo, nccl or mpi."""
 
     def __post_init__(self) -> None:
         _check("comm.ranks_per_node", self.ranks_per_node, self.ranks_per_node >= 0, ">= 0")
+        _check("comm.timeout", self.timeout, 0 < self.timeout <= 604800, "in (0, 604800]")
         _check("comm.backend", self.backend, bool(self.backend), f"{', '.join(BACKENDS)} or a dotted path")
 
 
@@ -197,6 +205,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        self.run_dir = os.path.expanduser(self.run_dir)
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_samples", "checkpoint_every")
         for name in (*counts, "keep"):
             value = getattr(self, name)
@@ -225,6 +234,8 @@ class Config:
     def __post_init__(self) -> None:
         _check("init", self.init, self.init is None or bool(self.init), "null or the folder of a checkpoint")
         _check("resume", self.resume, bool(self.resume), "none, auto or the folder of a checkpoint")
+        self.resume = os.path.expanduser(self.resume)
+        self.init = None if self.init is None else os.path.expanduser(self.init)
         positions, length = self.model.positions, self.data.seq_len
         enough = positions is None or positions >= length
         _check("model.positions", positions, enough, f"null or >= data.seq_len={length}")

@@ -76,7 +76,7 @@ def _hugging_face(name: str, config: DataConfig) -> Iterator[Document]:
     from datasets import load_dataset
 
     try:
-        rows: Any = load_dataset(name, config.hf_config, split=config.hf_split)
+        rows: Any = load_dataset(os.path.expanduser(name), config.hf_config, split=config.hf_split)
     except Exception as error:  # the library raises a dozen types for a wrong name, a wrong split and a missing network
         reason = " ".join(str(error).split())
         raise DataError(f"corpus hf:{name} (split {config.hf_split!r}): {type(error).__name__}: {reason}") from None

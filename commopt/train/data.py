@@ -6,13 +6,16 @@ The whole position in the data is one integer, the number of samples consumed: s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
@@ -22,16 +25,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from commopt.train import prepared
 from commopt.train.config import DataConfig
 from commopt.train.corpus import Document, documents
-from commopt.train.errors import DataError
+from commopt.train.errors import BusyError, DataError
+from commopt.train.lock import Lock
+from commopt.train.prepared import DamagedCorpusError
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
-FORMAT = 1  # raise it when the meaning of the cached files changes
 SPECIALS = ("<|endoftext|>", "<|pad|>", "<|mask|>", "<|cls|>", "<|sep|>")
 EOT, PAD, MASK, CLS, SEP = range(len(SPECIALS))
 BATCH = 256  # documents tokenised at once
+ASIDE = ".tmp-"
+OLD = 86400.0
+"""Seconds after which what a preparation on another machine has left counts as left."""
+LOOK = 0.2
+"""Seconds between two looks whether another preparation of the same corpus is done."""
+Heed = Callable[[], None]
+"""To be called now and then by what takes long: raises when the run is told to stop."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,13 @@ def is_heldout(name: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def _key(config: DataConfig) -> str:
+def _key(config: DataConfig, heed: Heed) -> str:
     import tokenizers
 
-    settings = [FORMAT, config.vocab_size, config.heldout, tokenizers.__version__]
+    settings = [prepared.FORMAT, config.vocab_size, config.heldout, tokenizers.__version__]
     digest = hashlib.sha256(json.dumps(settings).encode())
     for name, text in documents(config):
+        heed()
         for part in (name, text):
             data = part.encode("utf-8", "surrogateescape")
             digest.update(len(data).to_bytes(8, "big") + data)
@@ -97,72 +110,123 @@ def _write_tokens(path: Path, docs: Iterator[Document], tokenizer: Any) -> int:
                 ids = np.asarray([*encoded.ids, EOT], dtype=dtype)
                 out.write(ids.tobytes())
                 count += len(ids)
-    if count:
-        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count,))
-        array[:] = np.memmap(raw, dtype=dtype, mode="r")
-        array.flush()
+    if count:  # by writing, not through a memory map: on a full disk that is an error, and not the process' end
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+        with path.open("wb") as out, raw.open("rb") as ids_only:
+            np.lib.format.write_array_header_1_0(out, header)
+            shutil.copyfileobj(ids_only, out, 1 << 22)
     raw.unlink()
     return count
 
 
-def _split(config: DataConfig, heldout: bool) -> Iterator[Document]:
+def _split(config: DataConfig, heldout: bool, heed: Heed) -> Iterator[Document]:
     """Documents with text in them, of one side of the split."""
-    return (doc for doc in documents(config) if doc[1].strip() and is_heldout(doc[0], config.heldout) == heldout)
+    for doc in documents(config):
+        heed()
+        if doc[1].strip() and is_heldout(doc[0], config.heldout) == heldout:
+            yield doc
 
 
-def _prepare(config: DataConfig) -> Path:
-    """The cache folder of this corpus, made if it is not there: written aside and renamed, so it is whole or absent."""
+def _prepare(config: DataConfig, heed: Heed) -> Path:
+    """The cache folder of this corpus, verified; made if it is not there, made again if it is damaged."""
     log.info("reading corpus %s", config.corpus)
-    folder = cache_root(config) / _key(config)
-    if (folder / "meta.json").exists():
-        log.info("prepared corpus found in %s", folder)
+    folder = cache_root(config) / _key(config, heed)
+    if _is_good(folder):
         return folder
-    aside = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
-    aside.mkdir(parents=True)
+    lock = _wait_for_lock(folder, heed)
     try:
-        _fill(aside, config)
-        try:
-            aside.rename(folder)
-        except OSError:  # another run was faster: its folder has the same content
-            if not (folder / "meta.json").exists():
-                raise
+        if not _is_good(folder):  # nobody has made it while we waited
+            _make(folder, config, heed, alone=lock.handle >= 0)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    log.info("prepared corpus written to %s", folder)
+        lock.release()
     return folder
 
 
-def _fill(folder: Path, config: DataConfig) -> None:
+def _is_good(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    try:
+        prepared.verify(folder)
+    except DamagedCorpusError as error:
+        log.warning("%s; it is made again", error)
+        return False
+    log.info("prepared corpus found in %s", folder)
+    return True
+
+
+def _wait_for_lock(folder: Path, heed: Heed) -> Lock:
+    said = False
+    while True:
+        try:
+            return Lock(folder.parent, f".lock-{folder.name}")
+        except BusyError:
+            if not said:
+                log.info("another run prepares this corpus: waiting for it")
+            said = True
+            heed()
+            time.sleep(LOOK)
+
+
+def _make(folder: Path, config: DataConfig, heed: Heed, alone: bool) -> None:
+    """Write it aside and rename, so that it is whole or absent. ``alone``: a lock says that nobody else is at it."""
+    if alone:
+        _clear_leftovers(folder)
+    aside = folder.with_name(f"{ASIDE}{folder.name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    aside.mkdir(parents=True)
+    try:
+        _fill(aside, folder.name, config, heed)
+        if folder.exists():  # damaged
+            folder.rename(aside / "damaged")
+        try:
+            aside.rename(folder)
+        except OSError:  # without locks another run may have been faster: its folder has the same content
+            prepared.verify(folder)
+        shutil.rmtree(folder / "damaged", ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    log.info("prepared corpus written to %s", folder)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what preparations of this corpus have left that were killed: on this machine, which the lock excludes
+    from being at work, or long ago on another, whose lock may not reach here."""
+    here = f"{ASIDE}{folder.name}-{socket.gethostname()}-"
+    for path in folder.parent.glob(f"{ASIDE}{folder.name}-*"):
+        with contextlib.suppress(OSError):
+            newest = max(p.stat().st_mtime for p in (path, *path.iterdir()))
+            if path.name.startswith(here) or time.time() - newest > OLD:
+                shutil.rmtree(path, ignore_errors=True)
+                log.info("removed what a killed preparation has left: %s", path)
+
+
+def _fill(folder: Path, key: str, config: DataConfig, heed: Heed) -> None:
     log.info("training a tokenizer of %d tokens", config.vocab_size)
-    tokenizer = _train_tokenizer((text for _, text in _split(config, False)), config.vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer = _train_tokenizer((text for _, text in _split(config, False, heed)), config.vocab_size)
+    tokenizer.save(str(folder / prepared.TOKENIZER))
     counts = {}
-    for side, heldout in (("train", False), ("heldout", True)):
-        counts[side] = _write_tokens(folder / f"{side}.npy", _split(config, heldout), tokenizer)
+    for side in prepared.SIDES:
+        heldout = side == "heldout"
+        counts[side] = _write_tokens(folder / prepared.token_file(side), _split(config, heldout, heed), tokenizer)
         if counts[side] == 0:
             part = "held-out split" if heldout else "training split"
             raise DataError(f"corpus {config.corpus}: no text for the {part}: it needs more documents")
     log.info("%d training tokens, %d held-out tokens", counts["train"], counts["heldout"])
-    meta = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "tokens": counts, "settings": asdict(config)}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+    prepared.write_meta(folder, key, tokenizer.get_vocab_size(), counts, asdict(config))
 
 
 def _open(folder: Path) -> Corpus:
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        train, heldout = (np.load(folder / f"{side}.npy", mmap_mode="r") for side in ("train", "heldout"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"prepared corpus {folder}: {reason}; delete that folder to make it again "
-            "(on several machines data.cache_dir must be a shared folder)"
-        ) from None
+        meta = prepared.read_meta(folder)
+        train, heldout = prepared.open_tokens(folder, meta)
+    except DamagedCorpusError as error:  # rank 0 has just found it good
+        raise DataError(f"{error} (on several machines data.cache_dir must be a shared folder)") from None
     return Corpus(folder.name, meta["vocab_size"], train, heldout)
 
 
 def load_corpus(config: DataConfig, world: World) -> Corpus:
-    """Prepare on rank 0, open on every rank. A failure anywhere raises the same DataError on all."""
-    folder = world.once(lambda: _prepare(config))
+    """Prepare on rank 0, however long that takes, and open on every rank. A failure anywhere raises the same DataError
+    on all."""
+    folder = world.patiently(lambda heed: _prepare(config, heed))
     return world.together(lambda: _open(folder))
 
 

@@ -20,6 +20,8 @@ from commopt.comm import all_reduce_bytes
 from commopt.optim import CommOptimizer
 from commopt.outer import OuterOptimizer
 from commopt.train.config import OptimConfig
+from commopt.train.errors import DivergedError
+from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer
 from commopt.train.world import World
@@ -120,11 +122,10 @@ class SelfCommunicating:
 class DataParallel:
     """A torch optimizer under DDP, the uncompressed baseline. A step with a gradient that is not finite is skipped."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, world: World
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig, world: World) -> None:
         self.optimizer, self.alone = optimizer, world.size == 1
-        self.limit = float("inf") if max_grad_norm is None else max_grad_norm
+        self.limit = float("inf") if config.max_grad_norm is None else config.max_grad_norm
+        self.max_skipped, self.row = config.max_skipped, 0  # steps in a row that were skipped
         self.skipped, self.bytes = False, all_reduce_bytes(4 * count_parameters(model), world.size)
         self.module = model if self.alone else nn.parallel.DistributedDataParallel(model, **_CONSTANT_BUFFERS)
 
@@ -141,13 +142,31 @@ class DataParallel:
 
     def step(self) -> None:
         """Clip to the norm of the averaged gradient and update; every rank has the same gradient, so all skip
-        together."""
+        together.
+
+        Raises:
+            DivergedError: on all ranks, when ``max_skipped`` steps in a row have been skipped.
+        """
+        gradients = [(name, p.grad) for name, p in self.module.named_parameters()]
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.limit)
         self.skipped = not torch.isfinite(norm)
-        if self.skipped:
-            log.warning("step skipped on all ranks: inf or NaN in the gradients")
-        else:
+        if not self.skipped:
+            self.row = 0
             self.optimizer.step()
+            return
+        self.row += 1
+        log.warning("step skipped on all ranks: inf or NaN in the gradients")
+        if self.max_skipped is not None and self.row >= self.max_skipped:
+            self._give_up(bad(gradients))
+
+    def _give_up(self, gradients: list[str]) -> None:
+        weights = bad(list(self.module.named_parameters()))
+        places = [f"the gradients of {in_short(gradients)}"] if gradients else ["the norm of the gradients"]
+        places += [f"the weights of {in_short(weights)}"] if weights else []
+        raise DivergedError(
+            f"{self.row} steps in a row were skipped (optim.max_skipped): inf or NaN in {' and in '.join(places)}; go "
+            "on from the last checkpoint with --resume=auto and a lower --optim.lr"
+        )
 
     def averaged(self) -> AbstractContextManager[Any]:
         """Replicas are never apart."""
@@ -167,4 +186,4 @@ def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:
     optimizer = make_optimizer(config, model, world.backend)
     if isinstance(optimizer, OURS):
         return SelfCommunicating(model, optimizer)
-    return DataParallel(model, optimizer, config.max_grad_norm, world)
+    return DataParallel(model, optimizer, config, world)

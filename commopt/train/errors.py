@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class UserError(Exception):
     """Base of every error that names something the user can change. One message, one line."""
@@ -19,5 +21,25 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that is missing, damaged, foreign, or of another model, optimizer or corpus."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was saved; an older one may be."""
+
+
+class BusyError(UserError, RuntimeError):
+    """A run folder that another run is using."""
+
+
+class DivergedError(UserError, RuntimeError):
+    """Weights, optimizer state or losses that are inf or NaN."""
+
+
 class RankError(UserError, RuntimeError):
     """Another rank failed with an unexpected error; its own traceback is in that rank's output."""
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong, in one line; a full disk is called that."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full: {text}"
+    return f"{type(error).__name__}: {text}"

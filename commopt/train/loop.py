@@ -8,10 +8,11 @@ stopped and resumed equals one that never was, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 
 import commopt.ops
-from commopt.train import checkpoint, resume
+from commopt.comm import CollectiveError
+from commopt.train import checkpoint, lock, resume
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
 from commopt.train.engine import make_engine
@@ -31,20 +33,35 @@ from commopt.train.optimizer import check_plan
 from commopt.train.parse import to_yaml
 from commopt.train.stop import StopSignal
 from commopt.train.tasks import IGNORE, Batch, make_samples
-from commopt.train.world import World, open_world
+from commopt.train.world import World, is_loss_of_contact, open_world
 
 log = logging.getLogger(__name__)
 
 
-def train(config: Config) -> Record:
+def train(config: Config, stop: StopSignal | None = None) -> Record:
     """Train as ``config`` says; return the end summary. All ranks call it.
 
+    Args:
+        config: the run.
+        stop: what hears signals, if something does already.
+
     Raises:
-        UserError: on every rank, for a config, corpus or checkpoint that cannot be used.
+        UserError: on every rank, for a config, corpus or checkpoint that cannot be used, a run folder that is in use, a
+            model that has diverged.
+        Stopped: on every rank, if one was told to stop before the first step.
+        commopt.comm.CollectiveError: the ranks have lost each other.
     """
     check_plan(config)
-    with open_world(config.comm) as world:
-        return Trainer(config, world).run()
+    with contextlib.nullcontext(stop) if stop is not None else StopSignal() as stop:
+        try:
+            with open_world(config.comm, stop) as world:
+                piece_size(config, world)
+                with lock.hold(Path(config.train.run_dir), world):
+                    return Trainer(config, world).run()
+        except RuntimeError as error:
+            if is_loss_of_contact(error):  # torch's own words, from DistributedDataParallel
+                raise CollectiveError(" ".join(str(error).split())) from error
+            raise
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -84,6 +101,36 @@ def providers(device: str) -> str:
     return "; ".join(f"{provider}: {', '.join(names)}" for provider, names in served.items())
 
 
+WINDOWS = 4
+"""Of 1 / (1 - beta2) steps: a variance that grows from 0 under steady gradients is within 4 % of itself a window ago
+after so many (1 - e^-3 against 1 - e^-4)."""
+
+
+def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
+    """What is odd about the end of the warm-up of an optimizer that has one, in a run of so many steps."""
+    freeze = group.get("freeze_step")
+    if freeze is None or "betas" not in group:
+        return None
+    window = round(1 / (1 - group["betas"][1])) if group["betas"][1] < 1 else steps
+    if freeze == "auto":
+        if steps > WINDOWS * window:
+            return None
+        fires = "cannot fire" if steps <= 2 * window else "is not likely to fire"
+        return (
+            f'freeze_step="auto" {fires} within train.steps={steps}, and until then nothing is compressed: it looks '
+            f"every 1 / (1 - beta2) = {window} steps, and the variance takes some {WINDOWS * window} to settle; give a "
+            "number, or a smaller beta2"
+        )
+    if freeze >= steps:
+        return f"freeze_step={freeze} is not before train.steps={steps}: this run never compresses"
+    if freeze < window:
+        return (
+            f"freeze_step={freeze} is below 1 / (1 - beta2) = {window} steps, the memory of the variance: it is frozen "
+            "before it has settled; give more steps of warm-up, or a smaller beta2"
+        )
+    return None
+
+
 class Trainer:
     """A run on this rank: model, optimizer, data position, counters."""
 
@@ -98,19 +145,21 @@ class Trainer:
         self.model = make_model(config, self.corpus.vocab_size).to(world.device)
         self.engine = make_engine(config.optim, self.model, world)
         self.step, self.consumed, self.meter = 0, 0, Meter()
+        self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record
         resume.seed_dropout(self)
         if found is None and config.init is not None:
             resume.take_weights(self, Path(config.init))
         if found is not None:
-            resume.load(self, found)
+            found = resume.take_up(self, found)
             self.lap = (self.meter.tokens, self.meter.seconds)
         self._describe(found)
 
     def run(self) -> Record:
-        """Train until the last step or a signal; return the end summary."""
+        """Train until the last step or a signal; return the end summary. Raises Stopped for a signal before that."""
         train, heldout = self.config.train, None
-        with self._recording() as recorder, StopSignal() as stop:
+        self.world.heed()
+        with self._recording() as recorder:
             while self.step < train.steps:
                 record = self.train_step()
                 recorder.advance(record["phase"])
@@ -119,9 +168,11 @@ class Trainer:
                 record = self._training_record(record) if due else {"step": self.step}
                 if last or self.step % train.eval_every == 0:
                     record["heldout_loss"] = heldout = self.evaluate()
+                    self._warn_of(heldout)
                 if len(record) > 1:
-                    recorder.write({**record, **self.meter.totals()})
-                stopping = self.world.any(stop.requested) and not last
+                    record |= self.meter.totals()
+                    self.world.together(functools.partial(recorder.write, record), name_rank=False)
+                stopping = self.world.any(self.world.wished) and not last
                 if stopping or last or self.step % train.checkpoint_every == 0:
                     resume.save(self)
                 if stopping:
@@ -147,6 +198,7 @@ class Trainer:
         self.step += 1
         self.consumed += self.config.train.batch_size
         traffic = self.engine.traffic()
+        self.skipping_since = (self.skipping_since or self.step) if traffic.skipped else None
         tokens = self.config.train.batch_size * self.config.data.seq_len
         self.meter.add(phase, traffic, tokens, time.perf_counter() - start)
         return {"loss": loss, "lr": lr, "phase": phase, "traffic": traffic}
@@ -229,13 +281,18 @@ class Trainer:
         log.info("kernels: %s", providers(world.device.type))
         epoch = len(self.samples.train) / config.train.batch_size
         log.info("%d steps of %d samples; an epoch is %.0f steps", config.train.steps, config.train.batch_size, epoch)
-        freeze = optimizer.param_groups[0].get("freeze_step")
-        if isinstance(freeze, int) and freeze >= config.train.steps and world.size > 1:
-            log.warning(
-                "freeze_step=%d is not before train.steps=%d: this run never compresses", freeze, config.train.steps
-            )
+        if (
+            world.is_main
+            and world.size > 1
+            and (warning := warn_of_freeze(optimizer.param_groups[0], config.train.steps))
+        ):
+            log.warning("%s", warning)
         if found is not None:
             log.info("resumed from %s at step %d", found, self.step)
+
+    def _warn_of(self, heldout: float) -> None:
+        if not math.isfinite(heldout) and self.world.is_main:
+            log.warning("held-out loss is %s at step %d: the model has diverged", heldout, self.step)
 
     def _summary(self, heldout: float | None) -> Record:
         """Log and return what the run came to, or how to go on with it."""

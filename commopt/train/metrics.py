@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from commopt.train.engine import Traffic
+from commopt.train.errors import explain
+from commopt.train.files import replace_text
 
 log = logging.getLogger(__name__)
 METRICS, CONFIG, CURVES = "metrics.jsonl", "config.yaml", "curves.png"
@@ -66,6 +68,13 @@ class Meter:
         }
 
 
+COUNTED = ("tokens_total", "bytes_total", "fp32_bytes_total", "compressed_steps", "skipped_steps")
+TOTALS = (*COUNTED, "seconds")
+"""What every record has, besides its step."""
+TOLD = ("loss", "lr", "tokens_per_s", "ratio", "residual_ratio", "heldout_loss")
+"""What a record may have; null where it was not finite, or is not defined."""
+
+
 def ratio(fp32_bytes: int, sent: int) -> float | None:
     """How many times fewer bytes than fp32; None where nothing was sent."""
     return fp32_bytes / sent if sent else None
@@ -77,15 +86,41 @@ def show_ratio(value: float | None) -> str:
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """Lines of metrics.jsonl; a last line cut off by a kill is left out."""
+    """Records in metrics.jsonl, by step; lines that are damaged, and a last one cut off by a kill, are left out.
+
+    Raises OSError.
+    """
     path = run_dir / METRICS
+    lines = path.read_bytes().splitlines() if path.exists() else []
     records: list[Record] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            log.warning("%s: left out a line that is not JSON", path)
+    for line in lines:
+        record = _parse(line)
+        while record is not None and records and records[-1]["step"] >= record["step"]:
+            records.pop()  # steps only grow
+        records += [] if record is None else [record]
+    if len(records) < len(lines):
+        log.warning("%s: %d of %d lines are damaged and left out", path, len(lines) - len(records), len(lines))
     return records
+
+
+def _parse(line: bytes) -> Record | None:
+    """A record, if the line is one: all that others count on is there and of its type."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not all(_is_number(record.get(name)) for name in ("step", *TOTALS)):
+        return None
+    if not isinstance(record["step"], int) or not all(isinstance(record[name], int) for name in COUNTED):
+        return None
+    if "phase" in record and not (isinstance(record["phase"], str) and _is_number(record.get("bytes"))):
+        return None
+    told = (record[name] for name in TOLD if record.get(name) is not None)
+    return record if all(isinstance(v, (int, float)) and math.isfinite(v) for v in told) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def describe(record: Record) -> str:
@@ -130,11 +165,9 @@ class RunRecorder(Recorder):
 
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG).write_text(config_yaml, encoding="utf-8")
+        replace_text(run_dir / CONFIG, config_yaml)
         kept = [json.dumps(record) + "\n" for record in read_metrics(run_dir) if record["step"] <= step]
-        aside = run_dir / f".{METRICS}"
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.rename(run_dir / METRICS)
+        replace_text(run_dir / METRICS, "".join(kept))
         self.file = (run_dir / METRICS).open("a", encoding="utf-8")
         self.events = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
         self.bar = make_bar(step, steps)
@@ -158,16 +191,19 @@ class RunRecorder(Recorder):
             log.info("%s", describe(record))
 
     def close(self) -> None:
-        """Flush, and draw the curves of the whole run."""
+        """Flush, and draw the curves of the whole run; what cannot be written is said, for the run is over."""
         from commopt.train.plot import draw_curves
 
         if self.bar is not None:
             self.bar.close()
-        self.file.close()
-        self.events.close()
-        records = read_metrics(self.run_dir)
-        if records:
-            draw_curves(records, self.run_dir / CURVES)
+        try:
+            self.file.close()
+            self.events.close()
+            records = read_metrics(self.run_dir)
+            if records:
+                draw_curves(records, self.run_dir / CURVES)
+        except OSError as error:
+            log.warning("%s: curves and events are not complete: %s", self.run_dir, explain(error))
 
 
 class Bar:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import ModuleType, UnionType
 from typing import Any, get_args
 
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
 
+HARMLESS = ("commopt", "torch")
+"""Packages that are imported already."""
+_importing: ContextVar[bool] = ContextVar("_importing", default=True)
+
+
+class NotImported(Exception):
+    """A class is named by a dotted path, and its module is not to be imported now: that runs its code."""
+
+
+@contextlib.contextmanager
+def without_importing() -> Iterator[None]:
+    """Context in which a dotted path into any package but :data:`HARMLESS` raises NotImported."""
+    token = _importing.set(False)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
+
 
 def import_dotted(name: str, key: str) -> Any:
     """What a dotted path names; None if its module has no such attribute. Raises ConfigError without the module."""
     path, _, attribute = name.rpartition(".")
+    if not _importing.get() and path.split(".")[0] not in HARMLESS:
+        raise NotImported
     try:
         return getattr(importlib.import_module(path), attribute, None)
     except ImportError as error:

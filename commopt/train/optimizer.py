@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType, UnionType
@@ -19,12 +20,12 @@ from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import parameter_groups
-from commopt.train.named import build, check_arguments, find_class
+from commopt.train.named import NotImported, build, check_arguments, find_class, without_importing
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
 OWN_KEYS = {
-    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
+    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "max_skipped", "compressor")},
     "backend": "comm.backend",
     "process_group": "comm.backend",
 }
@@ -55,6 +56,8 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
         extra["max_grad_norm"] = config.max_grad_norm
+        if "max_skipped" in inspect.signature(cls).parameters:
+            extra["max_skipped"] = config.max_skipped
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(
@@ -109,6 +112,13 @@ def check_plan(config: Config) -> None:
                 f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
                 f"DistributedDataParallel, which has {allowed}"
             )
+
+
+def check_without_importing(config: Config) -> None:
+    """As :func:`check_plan`, as far as it can be known without importing what dotted paths name."""
+    for check in (lambda: check_plan(config), lambda: backend_class(config.comm)):
+        with contextlib.suppress(NotImported), without_importing():
+            check()
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 
 from commopt.train.config import Config
 from commopt.train.errors import ConfigError
+from commopt.train.yamlfile import read_yaml
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -73,12 +75,7 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
 
 def _has_content(path: Path) -> bool:
     """Whether the file says anything. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path)
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")
     _check_tree(data or {}, f"in {path}")
@@ -142,7 +139,8 @@ def parse(argv: Sequence[str]) -> Config:
     files, overrides = _split(argv)
     named = [word.split("=", 1)[1] for word in overrides if word.startswith("--config=")]
     overrides = [word for word in overrides if not word.startswith("--config=")]
-    files = [path for path in (*files, *named) if _has_content(Path(path))]
+    files = [os.path.expanduser(path) for path in (*files, *named)]
+    files = [path for path in files if _has_content(Path(path))]
     for word in overrides:
         _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
     parser = make_parser()

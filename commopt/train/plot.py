@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commopt.train.files import replace
+
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#8a8a8a"
 
 
@@ -21,9 +23,7 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a PNG, whole or not at all."""
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.rename(path)
+    replace(path, lambda file: figure.savefig(file, format="png"))
 
 
 def points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[Any, float]]:

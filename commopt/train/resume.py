@@ -13,7 +13,8 @@ import torch
 
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.train import checkpoint
-from commopt.train.errors import CheckpointError
+from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
+from commopt.train.finite import in_short, not_finite
 from commopt.train.metrics import Meter
 from commopt.train.models import fingerprint
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from commopt.train.loop import Trainer
 
 log = logging.getLogger(__name__)
+
+WRONG_CONTENT = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What content that is not a checkpoint's makes of those who take it for one."""
 
 FIXED = (
     "model.kind",
@@ -36,6 +40,8 @@ FIXED = (
 FREE = (
     *(f"train.{name}" for name in ("run_dir", "log_every", "eval_every", "eval_samples", "checkpoint_every", "keep")),
     *(f"data.{name}" for name in ("cache_dir", "corpus", "hf_config", "hf_split", "hf_text_field")),
+    "optim.max_skipped",
+    "comm.timeout",
 )
 """Settings that do not change what is computed; the corpus is compared by content."""
 
@@ -47,7 +53,11 @@ def seed_dropout(trainer: Trainer) -> None:
 
 
 def save(trainer: Trainer) -> Path:
-    """Write the checkpoint of the current step."""
+    """Write the checkpoint of the current step.
+
+    Raises:
+        DivergedError: on all ranks, if weights or optimizer state of any are not finite; all checkpoints stay.
+    """
     replicated, local = split_state_dict(trainer.engine.optimizer.state_dict())
     shared = {
         **_identity(trainer),
@@ -60,42 +70,104 @@ def save(trainer: Trainer) -> Path:
     }
     own = {"optimizer_state": local, "rng": _get_rng(trainer.world.device)}
     keep = trainer.config.train.keep
+    trainer.world.together(lambda: _check_finite(trainer, [replicated, local]))
     with trainer.engine.averaged():  # the weights of all ranks; where each of them is follows from its optimizer state
         return checkpoint.save(trainer.folder, trainer.step, shared, own, trainer.world, keep)
 
 
+def _check_finite(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    names = not_finite(trainer.model, states)
+    if not names:
+        return
+    since = trainer.skipping_since
+    skipped = "" if since is None else f", and steps are skipped since step {since}"
+    good = checkpoint.list_steps(trainer.folder)
+    advice = (
+        f"the newest before it stays, {good[-1].name}: go on from that with --resume=auto and a lower --optim.lr"
+        if good
+        else "there is none before it: start anew with a lower --optim.lr"
+    )
+    raise DivergedError(
+        f"step {trainer.step}: inf or NaN in {in_short(names)}{skipped}; no checkpoint is written of it; {advice}"
+    )
+
+
+def take_up(trainer: Trainer, path: Path) -> Path:
+    """Load the checkpoint, or with resume=auto, where that fails, the newest before it that can be loaded; say which.
+
+    Raises:
+        DamagedError: it cannot be loaded, and no other may be.
+        CheckpointError: it is of another run; or none can be loaded.
+    """
+    while True:
+        try:
+            load(trainer, path)
+            return path
+        except DamagedError as error:
+            if trainer.config.resume != "auto":
+                raise
+            if trainer.world.is_main:
+                log.error("damaged checkpoint left out: %s", error)
+            before = checkpoint.find(trainer.folder, "auto", trainer.world, checkpoint.step_of(path))
+            if before is None:
+                raise
+            path = before
+
+
 def load(trainer: Trainer, path: Path) -> None:
-    """Take up the run where the checkpoint left it, at this world size or another."""
+    """Take up the run where the checkpoint left it, at this world size or another.
+
+    Raises:
+        DamagedError: on all ranks, if it cannot be loaded on any. Model and optimizer are then to be loaded anew.
+        CheckpointError: it is of another model, optimizer, corpus or setting.
+    """
     world = trainer.world
     shared, parts = checkpoint.load(path, world)
-    checkpoint.check_fits(shared, _identity(trainer), path)
-    _check_settings(shared["config"], asdict(trainer.config), path)
-    try:
-        trainer.model.load_state_dict(shared["weights"])
-        states = [part["optimizer_state"] for part in parts]
-        backend = getattr(trainer.engine.optimizer, "backend", None)
-        nodes = backend.between.world_size if backend is not None else None
-        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
-        trainer.engine.optimizer.load_state_dict(joined)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path} does not fit: {' '.join(str(error).split())}") from error
-    trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
-    if len(parts) == world.size:
-        _set_rng(parts[world.rank]["rng"], world.device)
-    else:
+    world.together(lambda: _apply(trainer, shared, parts, path))
+    if len(parts) != world.size:
         seed_dropout(trainer)
         log.warning("the checkpoint is of %d ranks, now there are %d: residuals are merged", len(parts), world.size)
     world.once(lambda: checkpoint.set_aside_newer(trainer.folder, trainer.step))
 
 
+def _apply(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]], path: Path) -> None:
+    """Put into this rank's trainer what a checkpoint holds."""
+    world, optimizer = trainer.world, trainer.engine.optimizer
+    try:
+        checkpoint.check_fits(shared, _identity(trainer), path)
+        _check_settings(shared["config"], asdict(trainer.config), path)
+        trainer.model.load_state_dict(shared["weights"])
+        states = [part["optimizer_state"] for part in parts]
+        backend = getattr(optimizer, "backend", None)
+        nodes = backend.between.world_size if backend is not None else None
+        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
+        optimizer.load_state_dict(joined)
+        trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
+        if len(parts) == world.size:
+            _set_rng(parts[world.rank]["rng"], world.device)
+    except CheckpointError:
+        raise
+    except WRONG_CONTENT as error:
+        raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+
+
 def take_weights(trainer: Trainer, path: Path) -> None:
     """Start a new run from the weights in another run's checkpoint."""
     world = trainer.world
-    world.once(lambda: checkpoint.verify(path))
-    shared = world.together(lambda: checkpoint.load_shared(path))
-    checkpoint.check_fits({**shared, "optimizer": None}, {**_identity(trainer), "optimizer": None}, path)
-    trainer.model.load_state_dict(shared["weights"])
-    log.info("weights from %s, step %d", path, shared["step"])
+    world.patiently(lambda heed: checkpoint.verify(path))
+
+    def read() -> int:
+        shared = checkpoint.load_shared(path)
+        try:
+            checkpoint.check_fits({**shared, "optimizer": None}, {**_identity(trainer), "optimizer": None}, path)
+            trainer.model.load_state_dict(shared["weights"])
+            return int(shared["step"])
+        except CheckpointError:
+            raise
+        except WRONG_CONTENT as error:
+            raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+
+    log.info("weights from %s, step %d", path, world.together(read))
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:

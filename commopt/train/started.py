@@ -12,6 +12,11 @@ def _read(*names: str, default: int) -> int:
     return int(next((os.environ[name] for name in names if name in os.environ), default))
 
 
+def launched() -> bool:
+    """Whether a launcher has started this process, so that there may be others."""
+    return any(name in os.environ for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+
+
 def rank() -> int:
     """This process among all; 0 without a launcher."""
     return _read("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default=0)

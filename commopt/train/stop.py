@@ -14,12 +14,17 @@ ECHO = 1.0
 """Seconds in which further signals count as the first: launchers and terminals often deliver one wish several times."""
 
 
+class Stopped(Exception):
+    """All ranks end because a signal came before there was anything to save."""
+
+
 class StopSignal:
     """Context in which the first signal sets ``requested``. Outside the main thread it changes nothing."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._since = 0.0
+        self.since = 0.0
+        """When it came, by ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -36,7 +41,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
-            self.requested, self._since = True, now
-        elif now - self._since > ECHO:
+            self.requested, self.since = True, now
+        elif now - self.since > ECHO:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

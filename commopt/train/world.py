@@ -19,18 +19,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from commopt.comm import Backend, MPIBackend, NodesBackend, TorchBackend
+from commopt.comm import Backend, CollectiveError, MPIBackend, NodesBackend, TorchBackend, wait
 from commopt.comm.mpi import load_mpi
 from commopt.train import started
 from commopt.train.backend import backend_class, make_backend, ranks_per_node
+from commopt.train.background import Background
 from commopt.train.config import CommConfig
-from commopt.train.errors import ConfigError, RankError, UserError
+from commopt.train.errors import ConfigError, RankError, UserError, explain
+from commopt.train.join import join
+from commopt.train.stop import Stopped, StopSignal
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PATIENCE = timedelta(hours=2)  # rank 0 may tokenise a large corpus while the others wait
+BEATS = (0.01, 1.0)
+"""Seconds between two signs of life while rank 0 does what takes long: at first, and at most."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ class World:
     device: torch.device
     control: Backend | None = None
     backend: Backend | None = None
+    stop: StopSignal | None = None
+    """Whether this rank was told to stop."""
+
+    @property
+    def wished(self) -> bool:
+        """Whether this rank was told to stop."""
+        return self.stop is not None and self.stop.requested
 
     @property
     def is_main(self) -> bool:
@@ -71,7 +81,12 @@ class World:
         rows = x.new_empty(self.size, *x.shape)
         if self.control is None:
             return rows.copy_(x)
-        self.control.all_gather(rows, x).wait()
+        where = "a message between the ranks"
+        try:
+            work = self.control.all_gather(rows, x)
+        except RuntimeError as error:
+            raise CollectiveError(f"{where}: {error}") from error
+        wait(work, where)
         return rows
 
     def together(self, work: Callable[[], T], name_rank: bool = True) -> T:
@@ -82,11 +97,13 @@ class World:
         result, error = None, None
         try:
             result = work()
+        except (CollectiveError, Stopped):
+            raise  # there is nobody to tell, or all know
         except Exception as caught:
             error = caught
         reports = self.gather(_portable(error))
         if error is not None and not isinstance(error, (UserError, OSError)):
-            raise error  # a bug: this rank shows its traceback
+            raise error  # a bug: this rank shows its traceback (or the ranks have lost each other)
         failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if failed:
             rank, (kind, text) = failed[0]
@@ -98,6 +115,36 @@ class World:
         mine = self.together(lambda: work() if self.is_main else None, name_rank=False)
         return self.gather(mine)[0]  # type: ignore[return-value]
 
+    def patiently(self, work: Callable[[Callable[[], None]], T]) -> T:
+        """As :meth:`once`, for what may take longer than the timeout of a message: the ranks go on telling each other
+        that they are there.
+
+        ``work`` gets a function to call now and then, which raises when a rank was told to stop; that is then raised,
+        as Stopped, on all ranks.
+        """
+        if self.control is None:
+            return self.together(lambda: work(self._heed_here))
+        task, pause = (Background(work) if self.is_main else None), BEATS[0]
+        while True:
+            ready = task is None or task.wait(pause)
+            rows = self._rows(torch.tensor([ready, self.wished]))
+            if bool(rows[:, 1].any()):
+                if task is not None:
+                    task.cancel()
+                raise Stopped("stopped by a signal, before the first step")
+            if bool(rows[0, 0]):
+                return self.once(lambda: task.result())  # type: ignore[union-attr]
+            pause = min(2 * pause, BEATS[1])
+
+    def heed(self) -> None:
+        """Raise Stopped on all ranks if any was told to stop."""
+        if self.any(self.wished):
+            raise Stopped("stopped by a signal, before the first step")
+
+    def _heed_here(self) -> None:
+        if self.wished:
+            raise Stopped("stopped by a signal, before the first step")
+
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     """What other ranks raise for an error here: the same for a user's mistake, RankError for anything else."""
@@ -105,7 +152,15 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
         return None
     if isinstance(error, UserError):
         return type(error), str(error)
-    return RankError, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return RankError, explain(error)
+
+
+def is_loss_of_contact(error: Exception) -> bool:
+    """Whether an error of torch says that another rank has gone or does not answer."""
+    words = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    return not isinstance(error, (UserError, CollectiveError)) and (
+        isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    )
 
 
 def _device(local_rank: int) -> torch.device:
@@ -119,14 +174,20 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def open_world(config: CommConfig | None = None) -> contextlib.AbstractContextManager[World]:
+@contextlib.contextmanager
+def open_world(config: CommConfig | None = None, stop: StopSignal | None = None) -> Iterator[World]:
     """Join the other ranks: those of MPI where the config says so, else those of torchrun's environment.
 
     Raises:
         ConfigError: for a backend that cannot be had here, or that knows other ranks than the launcher.
+        Stopped: on all ranks, if any of them was told to stop meanwhile.
+        commopt.comm.CollectiveError: not all ranks have come within ``comm.timeout``.
     """
-    config = config or CommConfig()
-    return _mpi_world(config) if config.backend == "mpi" else _torch_world(config)
+    config, stop = config or CommConfig(), stop or StopSignal()
+    with _mpi_world(config) if config.backend == "mpi" else _torch_world(config, stop) as world:
+        world = replace(world, stop=stop)
+        world.heed()
+        yield world
 
 
 def _places(config: CommConfig, world: World) -> int:
@@ -142,7 +203,7 @@ def _places(config: CommConfig, world: World) -> int:
 
 
 @contextlib.contextmanager
-def _torch_world(config: CommConfig) -> Iterator[World]:
+def _torch_world(config: CommConfig, stop: StopSignal) -> Iterator[World]:
     """Without torchrun's environment, or with a world size of 1, be alone. A default process group that exists already
     is used and left open."""
     cls, others = backend_class(config), started.by_mpirun() or 1
@@ -157,26 +218,33 @@ def _torch_world(config: CommConfig) -> Iterator[World]:
         raise ConfigError("comm.backend=nccl is not allowed: there is no GPU; without one there are gloo and mpi")
     owned = not dist.is_initialized() and (started.by_torchrun() or 1) > 1
     if owned:
-        dist.init_process_group(kind)
+        join(kind, config.timeout, stop)
     elif dist.is_initialized() and kind == config.backend != dist.get_backend():
         raise ConfigError(f"comm.backend={kind} is not allowed: the process group there is has {dist.get_backend()}")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield World(0, 1, device)
         return
     try:
-        control = TorchBackend(dist.new_group(backend="gloo", timeout=PATIENCE))
+        control = TorchBackend(dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout)))
         world = World(control.rank, control.world_size, device, control)
         places = _places(config, world)
         if cls is not None:
             own: Backend = world.together(lambda: make_backend(cls, config, world.rank, world.size))
             world = replace(world, backend=own)
         elif places > 1:
-            mesh = init_device_mesh(device.type, (world.size // places, places))
-            world = replace(world, backend=NodesBackend.from_mesh(mesh))
+            world = replace(world, backend=_nodes(world.size, places, config.timeout))
         yield world
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+def _nodes(size: int, places: int, timeout: float) -> NodesBackend:
+    """Nodes of ``places`` ranks that follow each other, of the default process group."""
+    rows = [list(range(first, first + places)) for first in range(0, size, places)]
+    levels = (rows, [list(column) for column in zip(*rows)])
+    groups = [dist.new_subgroups_by_enumeration(ranks, timedelta(seconds=timeout))[0] for ranks in levels]
+    return NodesBackend(TorchBackend(), *map(TorchBackend, groups))
 
 
 @contextlib.contextmanager
@@ -190,7 +258,7 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
         raise ConfigError(f"comm.backend=mpi: {error}") from error
     from mpi4py.run import set_abort_status
 
-    everyone = MPIBackend(mpi.COMM_WORLD.Dup(), PATIENCE.total_seconds())
+    everyone = MPIBackend(mpi.COMM_WORLD.Dup(), config.timeout)
     rank, size = everyone.rank, everyone.world_size
     world = World(rank, size, torch.device("cpu"), everyone if size > 1 else None)
 
@@ -212,12 +280,12 @@ def _mpi_world(config: CommConfig) -> Iterator[World]:
             return world
         inside, between = (mpi.COMM_WORLD.Split(color) for color in (rank // places, rank % places))
         assert world.backend is not None
-        levels = (MPIBackend(comm, **config.args) for comm in (inside, between))
+        levels = (MPIBackend(comm, timeout=config.timeout, **config.args) for comm in (inside, between))
         return replace(world, backend=NodesBackend(world.backend, *levels))
 
     try:
         yield group(world.together(join))
-    except UserError:
+    except (UserError, Stopped):
         raise  # all ranks do
     except BaseException as error:
         set_abort_status(error)

@@ -1,0 +1,85 @@
+"""What a checkpoint says of itself: its step, its ranks, and size and SHA-256 of each file.
+
+The manifest carries a checksum of its own, so that a changed digit in it is damage and not another checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from commopt.train import sums
+from commopt.train.errors import DamagedError
+
+FORMAT, VERSION = "commopt-checkpoint", 2
+MANIFEST, SHARED, PREFIX = "manifest.json", "shared.pt", "step-"
+LARGEST = 1 << 24
+"""Bytes of a manifest that are read at most; one entry takes about 150."""
+KEYS = {"format", "version", "step", "world_size", "files", sums.KEY}
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank-{rank:05d}.pt"
+
+
+def step_in(name: str) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    found = re.fullmatch(rf"{PREFIX}([0-9]{{1,18}})", name)
+    return int(found[1]) if found else None
+
+
+def make_manifest(step: int, world_size: int, files: dict[str, Any]) -> str:
+    """The text of a manifest. ``files``: name -> size and sha256."""
+    content = {"format": FORMAT, "version": VERSION, "step": step, "world_size": world_size, "files": files}
+    return sums.sealed(content)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint ``path``, checked: checksum, types, ranges, and that it is of this folder.
+
+    Raises DamagedError, naming what is wrong.
+    """
+    if not path.is_dir():
+        raise DamagedError(f"checkpoint {path}: no such folder")
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            manifest = json.loads(file.read(LARGEST).decode("utf-8"))
+    except FileNotFoundError:
+        raise DamagedError(f"checkpoint {path}: no {MANIFEST} in it: this is no commopt checkpoint") from None
+    except OSError as error:
+        raise DamagedError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged or of another program") from None
+    if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
+        raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged or of another program")
+    found = (manifest["format"], manifest["version"])
+    if found != (FORMAT, VERSION):
+        raise DamagedError(f"checkpoint {path}: its format is {found}, expected {(FORMAT, VERSION)}")
+    if reason := _fault(manifest, step_in(path.name)):
+        raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged: {reason}")
+    return manifest
+
+
+def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
+    """What is wrong with a manifest in a folder of this step, if anything."""
+    if manifest.keys() != KEYS:
+        return f"its keys are {sorted(map(str, manifest))}, expected {sorted(KEYS)}"
+    if manifest[sums.KEY] != sums.of_content(manifest):
+        return "its checksum differs"
+    size, files = manifest["world_size"], manifest["files"]
+    if not (sums.is_count(size) and size >= 1):
+        return f"world_size={size!r}, expected >= 1"
+    if not sums.is_count(manifest["step"]) or step not in (None, manifest["step"]):
+        return f"step={manifest['step']!r} in the folder of step {step}"
+    if not isinstance(files, dict):
+        return f"files={files!r}, expected names and entries"
+    for name in (SHARED, *map(rank_file, range(size))):
+        if name not in files:
+            return f"{name} is not in it"
+        entry = files[name]
+        if not (isinstance(entry, dict) and sums.is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)):
+            return f"its entry of {name} is {entry!r}"
+    return None if len(files) == size + 1 else f"it has {len(files)} files, expected {size + 1}"

@@ -1,0 +1,146 @@
+"""A model that has diverged: never saved over one that has not, and never passed over in silence."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from trainer_pair import Pair, run
+
+from commopt.cli import main
+from commopt.train.config import Config
+from commopt.train.errors import DivergedError
+from commopt.train.finite import bad, in_short
+from commopt.train.loop import Trainer
+from commopt.train.parse import to_yaml
+
+Make = Callable[..., Config]
+BASELINE = {"name": "AdamW", "args": {}}
+
+
+def poison_weights(trainer: Trainer) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[3] = math.inf
+
+
+def poison_state(trainer: Trainer) -> None:
+    """What this rank's compression owes, which no other rank sees."""
+    trainer.engine.optimizer.buckets[0].feedback.worker.view(-1)[0] = math.nan  # type: ignore[attr-defined]
+
+
+def run_and_poison(config: Config, how: Callable[[Trainer], None], step: int, rank: int) -> Any:
+    """Train; after ``step`` one rank's state is spoilt."""
+    whole = Trainer.train_step
+
+    def step_and_spoil(trainer: Trainer) -> Any:
+        happened = whole(trainer)
+        if trainer.step == step and trainer.world.rank == rank:
+            how(trainer)
+        return happened
+
+    with mock.patch.object(Trainer, "train_step", step_and_spoil):
+        return run(config)
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [(poison_weights, "weights net.transformer.wte.weight"), (poison_state, r"optimizer state \S*worker_error")],
+    ids=["weights", "residuals"],
+)
+def test_what_is_not_finite_is_not_saved(
+    pair: Pair, tiny: Make, tmp_path: Path, how: Callable[[Trainer], None], name: str
+) -> None:
+    errors = pair.errors(run_and_poison, tiny(tmp_path, train={"keep": 1}), how, 8, 1)
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "DivergedError"
+    assert re.match(rf"step 8: inf or NaN in {name}", message), message
+    assert "the newest before it stays, step-00000004: go on from that with --resume=auto" in message
+    assert message.endswith("(rank 1)")
+    assert checkpoints(tmp_path) == ["step-00000004"]
+    assert pair.run(run, tiny(tmp_path, resume="auto"))[0]["finished"]
+
+
+def test_the_first_checkpoint_is_not_written_either(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"step 4: inf or NaN in weights .*; there is none before it: start anew"):
+        run_and_poison(tiny(tmp_path), poison_weights, 4, 0)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def run_with_nan_from(config: Config, step: int) -> Any:
+    """Train; from ``step`` on every loss is NaN."""
+    whole = Trainer.train_step
+
+    def step_with_nan(trainer: Trainer) -> Any:
+        forward = trainer.model.forward
+        bad = math.nan if trainer.step >= step else 1.0
+        with mock.patch.object(trainer.model, "forward", lambda *batch: forward(*batch) * bad):
+            return whole(trainer)
+
+    with mock.patch.object(Trainer, "train_step", step_with_nan):
+        return run(config)
+
+
+def test_ddp_gives_up_after_so_many_skipped_steps(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim=BASELINE | {"max_skipped": 3}, train={"checkpoint_every": 5})
+    errors = pair.errors(run_with_nan_from, config, 5)
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "DivergedError"
+    assert re.match(
+        r"3 steps in a row were skipped \(optim.max_skipped\): inf or NaN in the gradients of \S+ and \d+ more; go on",
+        message,
+    )
+    assert checkpoints(tmp_path) == ["step-00000005"]
+
+
+def test_skipped_steps_that_are_not_in_a_row_or_never_count(tiny: Make, tmp_path: Path) -> None:
+    whole = Trainer.train_step
+
+    def every_other(trainer: Trainer) -> Any:
+        forward = trainer.model.forward
+        with mock.patch.object(
+            trainer.model, "forward", lambda *b: forward(*b) * (math.nan if trainer.step % 2 else 1)
+        ):
+            return whole(trainer)
+
+    with mock.patch.object(Trainer, "train_step", every_other):
+        summary = run(tiny(tmp_path / "a", optim=BASELINE | {"max_skipped": 2}))
+    assert (summary["finished"], summary["skipped_steps"]) == (True, 6)
+    summary = run_with_nan_from(tiny(tmp_path / "b", optim=BASELINE | {"max_skipped": None}), 2)
+    assert (summary["finished"], summary["skipped_steps"]) == (True, 10)
+
+
+def test_a_held_out_loss_that_is_nan_is_said_at_once_and_ends_badly(
+    tiny: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    config = tmp_path / "c.yaml"
+    config.write_text(to_yaml(tiny(tmp_path / "run")))
+    with mock.patch.object(Trainer, "evaluate", return_value=math.nan), caplog.at_level(logging.WARNING):
+        assert main(["train", str(config)]) == 2
+    assert "held-out loss is nan at step 6: the model has diverged" in caplog.text
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "commopt: error: the run ends with a held-out loss of nan: the model has diverged"
+
+
+def test_names_of_what_is_not_finite() -> None:
+    good, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert bad([("a", good), ("n", torch.tensor([1, 2])), ("x", 3)]) == []
+    assert bad([]) == []
+    assert bad([("a", nan), ("b", good), ("c", -torch.tensor(math.inf))]) == ["a", "c"]
+    assert in_short(["a"]) == "a"
+    assert in_short(["a", "b", "c"]) == "a and 2 more"
