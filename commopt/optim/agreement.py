@@ -66,7 +66,7 @@ def _encode(facts: dict[str, str], error: Exception | None, counts: str) -> byte
 def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[bool, list[bytes], str]]:
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     table = torch.empty(backend.world_size, _ROW, dtype=torch.uint8, device=device)
-    backend.all_gather(table, mine).wait()
+    wait(backend.all_gather(table, mine), "construction of the optimizer, comparing what the ranks were given")
     out = []
     for line in table.cpu():
         raw = bytes(line.tolist())
@@ -184,6 +184,10 @@ class Agreement:
             raise StepSkipped
         return self.verdict
 
+    def forget(self) -> None:
+        """Lets go of this rank's view: its error holds the frames that it has passed, and some of these the step."""
+        self._view = LocalView(0.0, [], False)
+
     def _alone(self) -> Verdict:
         view = self._view
         if view.error is not None:
@@ -247,17 +251,18 @@ def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -
     """
     if backend.world_size == 1 or not params:
         return False
+    where = "comparing the parameters of the ranks"
     with torch.no_grad():
         sums = torch.stack([_checksum(p).to(device) for p in params])
         rank_0 = sums.clone()
-        backend.broadcast(rank_0).wait()
+        wait(backend.broadcast(rank_0), where)
         differ = torch.tensor([float(not torch.equal(sums.nan_to_num(), rank_0.nan_to_num()))], device=device)
-        backend.all_reduce(differ).wait()
+        wait(backend.all_reduce(differ), where)
         if differ.item() == 0:
             return False
         for p in params:
             flat = p.detach().contiguous()
-            backend.broadcast(flat).wait()
+            wait(backend.broadcast(flat), where)
             p.copy_(flat)
     return True
 

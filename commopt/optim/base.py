@@ -45,6 +45,7 @@ from commopt.compress import Compressor, Sign
 from commopt.optim import checks
 from commopt.optim.agreement import LocalView, StepSkipped, Verdict
 from commopt.optim.flight import Flight, Overlap, Step
+from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
@@ -97,6 +98,7 @@ class CommOptimizer(PackedOptimizer):
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
+        import_what_torch_imports_late()
         self.backend = CountingBackend(resolve_backend(process_group, backend))
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
@@ -114,7 +116,13 @@ class CommOptimizer(PackedOptimizer):
         except (ValueError, TypeError) as caught:
             error = caught
         self._ready = True
-        self._welcome(getattr(self, "param_groups", []), error)
+        try:
+            self._welcome(getattr(self, "param_groups", []), error)
+        except Exception as raised:
+            forget_frames(raised)
+            raise
+        finally:
+            error = None
 
     def _restart(self) -> None:
         self._attachment: Any = None
@@ -179,9 +187,12 @@ class CommOptimizer(PackedOptimizer):
             return
         try:
             self._welcome(self.param_groups[known:], error)
-        except Exception:
+        except Exception as raised:
             del self.param_groups[known:]
+            forget_frames(raised)
             raise
+        finally:
+            error = None
 
     def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
@@ -213,13 +224,15 @@ class CommOptimizer(PackedOptimizer):
             what the closure returned, or None.
 
         Raises:
-            RuntimeError: within :meth:`averaged`.
+            RuntimeError: within :meth:`averaged`, and within ``join()`` of an attached DDP model.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
         self.refuse_if_lent("step()")
+        if self._attachment is not None:
+            self._attachment.refuse_join()
         loss, refused = None, None
         if closure is not None and self.overlap:
             refused = ValueError(
@@ -234,15 +247,19 @@ class CommOptimizer(PackedOptimizer):
         try:
             self._fly(flight, refused, local)
         except CollectiveError:
+            flight.pipeline.abandon()
             raise
         except StepSkipped:
             flight.call_off()
             self._skip(flight.agreement.verdict)
-        except Exception:
+        except Exception as error:
             flight.call_off()
+            flight.agreement.forget()
+            forget_frames(error)
             raise
         finally:
             self._flight = None
+            del flight, refused
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
@@ -313,7 +330,9 @@ class CommOptimizer(PackedOptimizer):
         first step of a copy, which has no lines yet."""
         if not self.overlap or self._lines is None or self.backend.world_size == 1 or self.steps_locally():
             return False
-        return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
+        if self._attachment is None:
+            return True
+        return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
 
     def why_not_meet(self) -> Exception | None:
         """A step that has begun in backward has sent what belongs to the parameters as they are."""
