@@ -3,9 +3,12 @@ for."""
 
 # No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
@@ -17,26 +20,58 @@ from commopt.outer import OuterOptimizer
 class Attachment:
     """What DDP has done to the gradients since the last step.
 
+    Holds model and optimizer weakly: both hold the attachment.
+
     Attributes:
         averaged: id of each parameter whose gradient DDP has averaged -> the sum of squares of what this rank brought,
             0-d.
     """
 
     def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        self._model = weakref.ref(model)
+        self._group = model.process_group
+        self.serve(optimizer)
+
+    def serve(self, optimizer: CommOptimizer | OuterOptimizer) -> None:
+        """Belongs to ``optimizer`` from now on."""
+        self._optimizer = weakref.ref(optimizer)
         self.averaged: dict[int, Tensor] = {}
+
+    def is_free(self) -> bool:
+        """Whether the optimizer has gone."""
+        return self._optimizer() is None
 
     def accumulating(self) -> bool:
         """Whether the model is in its ``no_sync()``."""
-        return not self.model.require_backward_grad_sync
+        model = self._model()
+        return model is not None and not model.require_backward_grad_sync
+
+    def joining(self) -> bool:
+        """Whether the model is in its ``join()``: then DDP answers for ranks that have ended, but the optimizer
+        cannot."""
+        config = getattr(self._model(), "_join_config", None)
+        return config is not None and config.enable and not config.throw_on_early_termination
+
+    def refuse_join(self) -> None:
+        """Raises RuntimeError in the model's ``join()``, on every rank that comes here."""
+        if self.joining():
+            self.clear()
+            raise RuntimeError(
+                "step() within model.join() or Join([model]): a rank that has no batches left would answer what "
+                "DistributedDataParallel sends, but not what the optimizer does. Give every rank the same number of "
+                "batches (drop_last=True, or a sampler that pads), or end all together with "
+                "model.join(throw_on_early_termination=True)"
+            )
 
     def clear(self) -> None:
         self.averaged = {}
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Averages DDP's bucket if the next step wants that for any parameter in it; else leaves it local."""
-        optimizer = self.optimizer
+        """Averages DDP's bucket if the next step wants that for any parameter in it, and if the optimizer has gone;
+        else leaves it local."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return allreduce_hook(self._group, bucket)
         groups = optimizer.group_of()
         owned = [(p, g) for p, g in zip(bucket.parameters(), bucket.gradients()) if id(p) in groups]
         foreign = len(owned) < len(bucket.parameters())  # parameters of another optimizer need their average always
@@ -55,7 +90,10 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
 
     While the optimizer wants exact averages (warm-up), DDP averages gradients and overlaps that with backward, as
     always. In the compressed phase, and in local steps, it leaves them local and sends nothing. ``no_sync()`` and
-    gradient accumulation work as always. Evaluating the model while replicas differ is reported once.
+    gradient accumulation work as always. Evaluating the model while replicas differ is reported once. When the
+    optimizer is deleted, DDP averages all gradients again, and another one may be attached.
+
+    Within ``model.join()`` step() raises RuntimeError, unless it is ``join(throw_on_early_termination=True)``.
 
     Args:
         model: a DDP model without a communication hook of its own.
@@ -78,7 +116,12 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         raise ValueError(f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}")
     if not {id(p) for p in model.parameters()} & set(optimizer.group_of()):
         raise ValueError("the optimizer holds none of the model's parameters")
-    attachment = Attachment(model, optimizer)
-    model.register_comm_hook(attachment, Attachment.hook)
+    # DDP keeps its hook for good
+    free = [state for _, state in model._comm_hooks if isinstance(state, Attachment) and state.is_free()]
+    attachment = free[0] if free else Attachment(model, optimizer)
+    if free:
+        attachment.serve(optimizer)
+    else:
+        model.register_comm_hook(attachment, Attachment.hook)
     optimizer._attachment = attachment
     optimizer.warn_in_evaluation(model.module)

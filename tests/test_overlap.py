@@ -157,18 +157,27 @@ def test_a_gradient_that_one_rank_lacks():
 
 
 class OneLine(ThreadBackend):
-    """As NCCL: no lines, so that all ranks must start everything in one order."""
+    """As NCCL: no lines, so that all ranks must start their buckets in one order; they agree on another."""
 
     def lines(self, n: int) -> list[ThreadBackend]:
         return []
 
 
+class AllOnOneLine(OneLine):
+    """Everything must start in one order."""
+
+    def control(self) -> ThreadBackend:
+        return self
+
+
+@pytest.mark.parametrize("kind", [OneLine, AllOnOneLine])
 @pytest.mark.parametrize("places", [None, 2])
-def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places):
-    """Its buckets have not started in backward as those of the others have; the agreement must not go first."""
+def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places, kind):
+    """Its buckets have not started in backward as those of the others have; where the agreement has no channel of its
+    own, it must not go first."""
 
     def run(backend, overlap):
-        model, backend = Used(), OneLine(backend.world, backend.rank)
+        model, backend = Used(), kind(backend.world, backend.rank)
         grouped = backend if places is None else backend.nodes(places)
         optimizer = optimizer_of(model, grouped, overlap)
         for t in range(STEPS):

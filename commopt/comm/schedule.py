@@ -110,6 +110,12 @@ class Pipeline:
             else:
                 self._resume(running, self._later)
 
+    def abandon(self) -> None:
+        """Closes every task where it is: a collective has failed, and the ranks are no longer in step."""
+        self._early.clear()
+        self._later.clear()
+        self._held.clear()
+
     def _step(self) -> None:
         """Resumes one task: an early one if its time has come, else the oldest of the others whose has."""
         if not self._early:

@@ -202,9 +202,8 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         mine.config = options.config
         mine._timeout = options._timeout
     ranks = dist.get_process_group_ranks(group)
-    order: dict[str, Any] = (
-        {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    )  # a torch that cannot say this always sorts
+    # a torch that does not know this argument always sorts
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     return dist.new_group(
         ranks,
         timeout=options._timeout,

@@ -24,7 +24,7 @@ from commopt.comm.backend import Work
 
 logger = logging.getLogger("commopt")
 
-LOOK = 2.0
+LOOK = 1.0
 """Seconds within which the others' words must be had, or they cannot be had."""
 GRACE = 3.0
 """Seconds that a rank whose collective has failed gives the others to say that theirs has as well."""
@@ -87,8 +87,8 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._told:
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._told and error is None:  # after an error the others still want to know
             self._work.leave()
 
     def wait(self) -> None:
@@ -107,7 +107,8 @@ class Watch:
         self._told += 1
         if now - self._begin >= self._due():
             self._say(self._work.absent(("waits", "late", "failed")), now - self._begin)
-            self._said += 1
+            while self._due() <= time.monotonic() - self._begin:
+                self._said += 1
         self._next = min(time.monotonic() + 0.4 * _first, self._begin + self._due())
 
     def _due(self) -> float:
@@ -138,6 +139,8 @@ def blame(work: Any) -> str:
         time.sleep(0.05)
     if roll.unknown:
         return f"who is missing is not known ({roll.unknown}): "
+    if not roll.absent and (late or roll.late):
+        return f"all ranks have joined, but not within {work.timeout:g} s, or the network between them is cut: "
     if not roll.absent:
         return "all ranks have joined, but not all have reached each other: "
     if late or roll.late:

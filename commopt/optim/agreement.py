@@ -151,6 +151,10 @@ class Agreement:
             raise StepSkipped
         return self.verdict
 
+    def forget(self) -> None:
+        """Lets go of this rank's view: its error holds the frames that it has passed, and some of these the step."""
+        self._view = LocalView(0.0, [], False)
+
     def _alone(self) -> Verdict:
         view = self._view
         if view.error is not None:

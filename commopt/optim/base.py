@@ -55,6 +55,7 @@ from commopt.optim.guard import (
     describe_difference,
     tell_not_finite,
 )
+from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.packed import PackedOptimizer, StateBucket
 
 logger = logging.getLogger("commopt")
@@ -105,6 +106,7 @@ class CommOptimizer(PackedOptimizer):
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
+        import_what_torch_imports_late()
         self.backend = CountingBackend(resolve_backend(process_group, backend))
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
@@ -124,7 +126,13 @@ class CommOptimizer(PackedOptimizer):
         except (ValueError, TypeError) as caught:
             error = caught
         self._ready = True
-        self._welcome(getattr(self, "param_groups", []), error)
+        try:
+            self._welcome(getattr(self, "param_groups", []), error)
+        except Exception as raised:
+            forget_frames(raised)
+            raise
+        finally:
+            error = None
 
     def _restart(self) -> None:
         self._attachment: Any = None
@@ -196,9 +204,12 @@ class CommOptimizer(PackedOptimizer):
             return
         try:
             self._welcome(self.param_groups[known:], error)
-        except Exception:
+        except Exception as raised:
             del self.param_groups[known:]
+            forget_frames(raised)
             raise
+        finally:
+            error = None
 
     def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
@@ -231,8 +242,8 @@ class CommOptimizer(PackedOptimizer):
             what the closure returned, or None.
 
         Raises:
-            RuntimeError: within :meth:`averaged`; and on one rank that is alone because the optimizer was made before
-                ``init_process_group()``.
+            RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
+                alone because the optimizer was made before ``init_process_group()``.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
                 or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
@@ -246,6 +257,8 @@ class CommOptimizer(PackedOptimizer):
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.backend.inner, type(self).__name__)
+        if self._attachment is not None:
+            self._attachment.refuse_join()
         loss, refused = None, None
         if closure is not None and self.overlap and self.backend.world_size > 1:
             refused = ValueError(
@@ -260,19 +273,24 @@ class CommOptimizer(PackedOptimizer):
         try:
             self._fly(flight, refused, local)
         except (CollectiveError, OutOfStep):  # what the ranks have started does not fit together any more
+            flight.pipeline.abandon()
             raise
         except MessageDamaged as error:
             self._damaged = str(error)
+            flight.pipeline.abandon()
             raise
         except StepSkipped:
             flight.call_off()
             self._skip(flight.agreement.verdict)
-        except Exception:
+        except Exception as error:
             flight.call_off()
+            flight.agreement.forget()
+            forget_frames(error)
             raise
         finally:
             self._flight = None
             self.backend.receipt.clear()
+            del flight, refused
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
@@ -357,9 +375,11 @@ class CommOptimizer(PackedOptimizer):
     def starts_in_backward(self) -> bool:
         """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
         first step of a copy, which has no lines yet."""
-        if not self.overlap or not self._lines or self.backend.world_size == 1 or self.steps_locally():
+        if not self.overlap or self._lines is None or self.backend.world_size == 1 or self.steps_locally():
             return False
-        return self._attachment is None or not any(self.wants_average(group) for group in self.param_groups)
+        if self._attachment is None:
+            return True
+        return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
 
     def why_not_meet(self) -> Exception | None:
         """A step that has begun in backward has sent what belongs to the parameters as they are."""

@@ -273,12 +273,13 @@ class Flight:
 class Overlap:
     """Sees gradients arrive, by hooks on the parameters, and gives them to the optimizer's flight.
 
-    Holds the optimizer weakly: parameters outlive it.
+    Holds the optimizer weakly: parameters outlive it. The hooks go when this does.
     """
 
     def __init__(self, optimizer: CommOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._handles: dict[int, Any] = {}
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._bucket_of: dict[int, int] = {}
         self._held = 0
         self._reported = False
@@ -336,6 +337,11 @@ def _after_backward(call: Callable[[], None]) -> None:
     """Calls ``call()`` when the backward under way ends, after what DDP does then."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _remove_all(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
 
 
 def _hook(overlap: weakref.ref[Overlap]) -> Callable[[Tensor], None]:

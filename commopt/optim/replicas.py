@@ -181,7 +181,8 @@ class Replicas:
         steps.
         """
         if type(self).apart is not Replicas.apart:
-            model.register_forward_pre_hook(_EvaluationWatch(self))
+            handle = model.register_forward_pre_hook(_EvaluationWatch(self))
+            weakref.finalize(self, handle.remove).atexit = False
 
     def report_apart(self) -> None:
         """Warns once, on rank 0, that a model is evaluated while replicas differ."""

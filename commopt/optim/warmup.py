@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.comm import wait
 from commopt.optim.base import CommOptimizer
 from commopt.optim.flight import Step
 from commopt.optim.packed import StateBucket
@@ -73,7 +74,10 @@ class WarmupOptimizer(CommOptimizer):
         if not cohorts or not self.buckets:
             return
         norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
-        self.backend.all_reduce(norms).wait()  # equal already, but for the order of summation; the decision must be
+        where = f"step {max(step for step, _ in cohorts)}, whether the variance has settled"
+        wait(
+            self.backend.all_reduce(norms), where
+        )  # equal already, but for the order of summation; the decision must be
         for groups, norm in zip(cohorts.values(), norms.tolist()):
             self._decide(groups, norm)
 

@@ -29,6 +29,7 @@ from commopt.optim import checks
 from commopt.optim.agreement import is_usable
 from commopt.optim.base import square_norm, worth_a_line
 from commopt.optim.guard import Guard, NotFinite, check_guard
+from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.outer.saving import POSITION
 from commopt.outer.synchronize import SynchronizedOuter
 from commopt.outer.wrap import check_base, make_base, step_base
@@ -80,6 +81,7 @@ class OuterOptimizer(SynchronizedOuter):
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
+        import_what_torch_imports_late()
         self.backend = CountingBackend(resolve_backend(process_group, backend))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
@@ -105,7 +107,13 @@ class OuterOptimizer(SynchronizedOuter):
         except (ValueError, TypeError) as caught:
             error = caught
         self._ready = True
-        self._welcome(getattr(self, "param_groups", []), error)
+        try:
+            self._welcome(getattr(self, "param_groups", []), error)
+        except Exception as raised:
+            forget_frames(raised)
+            raise
+        finally:
+            error = None
 
     def _restart(self) -> None:
         self.buckets = []
@@ -149,9 +157,12 @@ class OuterOptimizer(SynchronizedOuter):
             error = caught
         try:
             self._welcome(self.param_groups[known:], error)
-        except Exception:
+        except Exception as raised:
             del self.param_groups[known:]
+            forget_frames(raised)
             raise
+        finally:
+            error = None
 
     def _check_new(self, group: dict[str, Any]) -> None:
         checks.check_params(group["params"], self.devices())
@@ -199,14 +210,16 @@ class OuterOptimizer(SynchronizedOuter):
             what the closure returned, or None.
 
         Raises:
-            RuntimeError: within :meth:`averaged`; and on one rank that is alone because the optimizer was made before
-                ``init_process_group()``.
+            RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
+                alone because the optimizer was made before ``init_process_group()``.
             commopt.optim.agreement.StepRefused: the ranks stand at different places, or one has failed.
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """
         self.refuse_if_lent("step()")
         refuse_if_left_out(self.backend.inner, type(self).__name__)
+        if self._attachment is not None:
+            self._attachment.refuse_join()
         loss, error = None, None
         if closure is not None:
             with torch.enable_grad():
@@ -226,7 +239,12 @@ class OuterOptimizer(SynchronizedOuter):
         try:
             if error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
                 self.end_round(error or self._too_many_skipped())
+                self.end_round(error)
+        except Exception as raised:
+            forget_frames(raised)
+            raise
         finally:
+            error = None
             if self._attachment is not None:
                 self._attachment.clear()
             self.backend.receipt.clear()
