@@ -164,20 +164,28 @@ class OneLine(ThreadBackend):
 
 
 class AllOnOneLine(OneLine):
-    """Everything must start in one order."""
+    """Everything must start in one order, the agreement too."""
 
     def control(self) -> ThreadBackend:
         return self
 
 
-@pytest.mark.parametrize("kind", [OneLine, AllOnOneLine])
+def test_where_the_agreement_has_no_channel_of_its_own_overlap_is_refused():
+    """A bucket that lacks a gradient waits for the agreement, which the others would start in another order."""
+
+    def run(backend):
+        with pytest.raises(ValueError, match="needs a backend that has several lines, or a control channel of its own"):
+            optimizer_of(Used(), AllOnOneLine(backend.world, backend.rank), True)
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize("places", [None, 2])
-def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places, kind):
-    """Its buckets have not started in backward as those of the others have; where the agreement has no channel of its
-    own, it must not go first."""
+def test_without_lines_a_gradient_that_one_rank_lacks_changes_no_order(places):
+    """Its buckets have not started in backward as those of the others have."""
 
     def run(backend, overlap):
-        model, backend = Used(), kind(backend.world, backend.rank)
+        model, backend = Used(), OneLine(backend.world, backend.rank)
         grouped = backend if places is None else backend.nodes(places)
         optimizer = optimizer_of(model, grouped, overlap)
         for t in range(STEPS):

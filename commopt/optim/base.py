@@ -374,8 +374,9 @@ class CommOptimizer(PackedOptimizer):
 
     def starts_in_backward(self) -> bool:
         """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
-        first step of a copy, which has no lines yet."""
-        if not self.overlap or self._lines is None or self.backend.world_size == 1 or self.steps_locally():
+        first step of a copy, which has no lines yet, nor where the agreement would share their order."""
+        alone = self.backend.world_size == 1
+        if not self.overlap or alone or self._lines is None or self._all_on_one_line() or self.steps_locally():
             return False
         if self._attachment is None:
             return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,12 +156,9 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None)
 def _is_partition() -> bool:
     """Whether a ZeroRedundancyOptimizer is making this optimizer of its rank's part of the parameters: nothing in the
     parameters tells that they are another's."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(frame.f_locals.get("self")).__mro__):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py") for frame, _ in traceback.walk_stack(None)
+    )
 
 
 def _is_dtensor(p: Tensor) -> bool:

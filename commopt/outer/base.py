@@ -239,7 +239,6 @@ class OuterOptimizer(SynchronizedOuter):
         try:
             if error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
                 self.end_round(error or self._too_many_skipped())
-                self.end_round(error)
         except Exception as raised:
             forget_frames(raised)
             raise
