@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
+from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
 from commopt import OneBitAdam, attach, comm
 from commopt.comm import TorchBackend
@@ -174,6 +174,24 @@ def run_uneven(rank: int, world: int) -> dict[str, Any]:
     return {"params": out, "buckets": len(optimizer.buckets)}
 
 
+def run_crossed(rank: int, world: int) -> dict[str, Any]:
+    """A user's own all-reduce on the same group, which one rank starts before a step and the other after it."""
+    out: dict[str, Any] = {"sums": []}
+    for overlap in (False, True):
+        model = Used()
+        optimizer = OneBitAdam(model.parameters(), overlap=overlap, **SETTINGS)
+        for t in range(STEPS):
+            own, work = torch.full((7,), 1.0 + rank, dtype=torch.float64), None
+            if rank == 0:
+                work = dist.all_reduce(own, async_op=True)
+            backward(model, t, rank, world)
+            optimizer.step()
+            (work or dist.all_reduce(own, async_op=True)).wait()
+            out["sums"] += own.tolist()
+        out[str(overlap)] = params_of(model)
+    return out
+
+
 def run_unattached(rank: int, world: int) -> dict[str, Any]:
     model = ddp(Toy())
     optimizer = OneBitAdam(model.parameters(), **SETTINGS)
@@ -290,6 +308,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "attached": run_attached(rank, world),
         "attached, accumulated": run_attached(rank, world, parts=2),
         "attached, clipped": run_attached(rank, world, max_grad_norm=0.1),
+        "crossed": run_crossed(rank, world),
         "unattached": run_unattached(rank, world),
         "baseline": run_baseline(rank, world),
         "baseline, ours": run_bare(rank, world),
@@ -436,6 +455,14 @@ def test_overlap_where_the_ranks_start_their_first_bucket_at_different_times(ran
     a, b = (r["uneven"] for r in ranks)
     assert a["buckets"] == 2
     assert same_bits(a["params"], b["params"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_user_sends_on_the_same_group_may_come_in_any_order(ranks, overlap):
+    for r in ranks:
+        assert set(r["crossed"]["sums"]) == {3.0}
+        assert same_bits(r["crossed"][str(overlap)], ranks[0]["crossed"][str(overlap)])
+        assert all(p.isfinite().all() for p in r["crossed"][str(overlap)])
 
 
 @pytest.mark.parametrize("name", ["bare", "attached", "attached to views"])
