@@ -15,10 +15,14 @@ from commopt.comm import TorchBackend
 rank, port, alone = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "alone"
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 backend = TorchBackend()
-lines = backend.lines(3)
+how = sys.argv[3]
+lines = backend.lines(300 if how == "many" else 3)
+if how == "many":
+    from commopt.comm import gloo
+    gloo.AT_EXIT = 0.5  # for one of them
 cycle = [lines]
 cycle.append(cycle)  # so that nothing is freed before Python ends
-for _ in range(20):
+for _ in range(1 if how == "many" else 20):
     for one in lines if alone else [*lines, backend]:
         one.all_reduce(torch.ones(20000))
 if alone:
@@ -40,6 +44,12 @@ def start(how: str) -> list[subprocess.Popen[str]]:
 def test_processes_end_in_order_while_collectives_are_in_flight():
     processes = start("together")
     said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+
+
+def test_processes_end_in_order_with_more_groups_than_can_end_in_the_time_for_one():
+    processes = start("many")
+    said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo
-from commopt.comm import CountingBackend, LocalBackend, all_reduce_bytes
+from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Sign
 from commopt.outer import RandomSign, RandomSignOrZero
 from commopt.outer.agreement import ROUND_BYTES
@@ -706,7 +706,8 @@ def test_the_mean_model_is_shown_and_taken_back(cls):
                 if optimizer.apart:
                     sent = sum(all_reduce_bytes(4 * bucket.padded, 3) for bucket in optimizer.buckets)
                     agreement = all_reduce_bytes(4, 3)
-                    assert optimizer.comm_stats()["total"]["bytes"] - total == sent + agreement
+                    confirmed = len(optimizer.buckets) * 2 * CONFIRMATION_BYTES
+                    assert optimizer.comm_stats()["total"]["bytes"] - total == sent + agreement + confirmed
                 torch.testing.assert_close([p.double() for p in params_of(model)], mean, rtol=1e-6, atol=1e-7)
                 inside = params_of(model)
                 saved = optimizer.state_dict()

@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
+from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import OneBitAdam, attach, comm
-from commopt.comm import TorchBackend
+from commopt import CSER, OneBitAdam, attach, comm
+from commopt.comm import TorchBackend, open_control
+from commopt.comm.torch import timeout_of
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9
@@ -174,6 +175,52 @@ def run_uneven(rank: int, world: int) -> dict[str, Any]:
     return {"params": out, "buckets": len(optimizer.buckets)}
 
 
+def run_crossed(rank: int, world: int) -> dict[str, Any]:
+    """A user's own all-reduce on the same group, which one rank starts before a step and the other after it."""
+    out: dict[str, Any] = {"sums": []}
+    for overlap in (False, True):
+        model = Used()
+        optimizer = OneBitAdam(model.parameters(), overlap=overlap, **SETTINGS)
+        for t in range(STEPS):
+            own, work = torch.full((7,), 1.0 + rank, dtype=torch.float64), None
+            if rank == 0:
+                work = dist.all_reduce(own, async_op=True)
+            backward(model, t, rank, world)
+            optimizer.step()
+            (work or dist.all_reduce(own, async_op=True)).wait()
+            out["sums"] += own.tolist()
+        out[str(overlap)] = params_of(model)
+    return out
+
+
+def run_mixed(rank: int, world: int) -> dict[str, Any]:
+    """A group that is not Gloo alone: what NCCL takes, but for the GPU. Rank 1 has made a group more than rank 0."""
+    out: dict[str, Any] = {}
+    ranks = list(range(world))
+    group = dist.new_group(ranks, timedelta(seconds=77), backend="cpu:gloo")
+    own = TorchBackend(group).own().group
+    out["other"] = own is not group and dist.get_process_group_ranks(own) == ranks
+    out["timeout"] = timeout_of(own).total_seconds()
+    out["control"] = type(open_control(TorchBackend(group))).__name__
+    for name, kind in (("adam", OneBitAdam), ("cser", CSER)):
+        model, settings = Used(), {"period": 1, "lr": 0.1} if kind is CSER else SETTINGS
+        optimizer = kind(model.parameters(), overlap=True, process_group=group, **{**settings, "bucket_mb": 3e-4})
+        mine = torch.full((7,), 1.0 + rank)
+        work = dist.all_reduce(mine, group=group, async_op=True) if rank == 0 else None
+        train(model, optimizer, range(STEPS), rank, world)
+        (work or dist.all_reduce(mine, group=group, async_op=True)).wait()
+        with optimizer.averaged():  # replicas of CSER are apart
+            params = params_of(model)
+        out[name] = {"params": params, "sum": mine.tolist(), "lines": len(optimizer._lines or [])}
+    if rank == 1:
+        dist.new_group([1], backend="cpu:gloo", use_local_synchronization=True)
+    group = dist.new_group(ranks, backend="cpu:gloo")
+    with listening() as lines:
+        out["shares"] = TorchBackend(group).own().group is group
+    out["log"] = list(lines)
+    return out
+
+
 def run_unattached(rank: int, world: int) -> dict[str, Any]:
     model = ddp(Toy())
     optimizer = OneBitAdam(model.parameters(), **SETTINGS)
@@ -290,6 +337,8 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "attached": run_attached(rank, world),
         "attached, accumulated": run_attached(rank, world, parts=2),
         "attached, clipped": run_attached(rank, world, max_grad_norm=0.1),
+        "crossed": run_crossed(rank, world),
+        "mixed": run_mixed(rank, world),
         "unattached": run_unattached(rank, world),
         "baseline": run_baseline(rank, world),
         "baseline, ours": run_bare(rank, world),
@@ -436,6 +485,30 @@ def test_overlap_where_the_ranks_start_their_first_bucket_at_different_times(ran
     a, b = (r["uneven"] for r in ranks)
     assert a["buckets"] == 2
     assert same_bits(a["params"], b["params"])
+
+
+def test_a_group_that_is_not_gloo_has_a_twin_and_a_control_channel(ranks):
+    for r in ranks:
+        mixed = r["mixed"]
+        assert (mixed["other"], mixed["timeout"], mixed["control"]) == (True, 77.0, "GlooLine")
+        for name in ("adam", "cser"):
+            assert mixed[name]["lines"] == 0
+            assert mixed[name]["sum"] == [3.0] * 7
+            assert same_bits(mixed[name]["params"], ranks[0]["mixed"][name]["params"])
+
+
+def test_where_the_ranks_have_different_numbers_of_groups_no_twin_is_made_and_rank_0_says_so(ranks):
+    assert all(r["mixed"]["shares"] for r in ranks)
+    assert sum("different numbers of process groups" in line for line in ranks[0]["mixed"]["log"]) == 1
+    assert not ranks[1]["mixed"]["log"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_user_sends_on_the_same_group_may_come_in_any_order(ranks, overlap):
+    for r in ranks:
+        assert set(r["crossed"]["sums"]) == {3.0}
+        assert same_bits(r["crossed"][str(overlap)], ranks[0]["crossed"][str(overlap)])
+        assert all(p.isfinite().all() for p in r["crossed"][str(overlap)])
 
 
 @pytest.mark.parametrize("name", ["bare", "attached", "attached to views"])

@@ -21,7 +21,7 @@ from commopt.comm.schedule import CollectiveError, wait
 from commopt.comm.watch import Roll
 
 AT_EXIT = 2.0
-"""Seconds that a process waits at its end for collectives which other ranks have not joined."""
+"""Seconds that a process waits at its end for a group with collectives which other ranks have not joined."""
 AT_END = 0.2
 """Seconds that the end of one group is waited for, so that its threads have gone."""
 
@@ -37,14 +37,19 @@ def _let_go() -> None:
     that ends the process with SIGABRT, after all its work.
     """
 
+    left = list(holders)
+
     def release() -> None:
-        for holder in list(holders):
-            holder.group = None
+        while left:
+            left.pop().group = None
 
     thread = threading.Thread(target=release, daemon=True)
     with suppress(RuntimeError):  # some versions of Python start no more threads here
         thread.start()
-        thread.join(AT_EXIT)
+        before = len(left) + 1
+        while thread.is_alive() and len(left) < before:  # however many there are: each has its time
+            before = len(left)
+            thread.join(AT_EXIT)
 
 
 class GlooWork:
