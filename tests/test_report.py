@@ -171,7 +171,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
 )
 BAD_YAML = {
-    "bomb": (BOMB, "line 2 has an alias"),
+    "bomb": (BOMB, "comes to more than 100000 values, aliases written out"),
+    "endless": ("optim: &a [*a]", "line 1 has an alias for what it is in (*a)"),
     "tag": ("optim: !!python/object/apply:os.getcwd []", "line 1 has a tag"),
     "own tag": ("optim: !mine {name: A}", "line 1 has a tag"),
     "deep": ("[" * 100_000, "levels deep"),

@@ -10,15 +10,15 @@ import yaml
 from commopt.train.errors import ConfigError
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-LARGEST, DEEPEST = 1 << 20, 64
-"""Bytes of a file, and levels in it, that are read at most."""
+LARGEST, DEEPEST, MOST = 1 << 20, 64, 100_000
+"""Bytes of a file, levels in it, and values, aliases written out, that are read at most."""
 
 
 def read_yaml(path: Path, what: str = "config file") -> Any:
     """What the file says; None if it is empty.
 
     Raises ConfigError, in one line, for a file that cannot be read, is too large or too deep, or is no YAML, or has
-    tags or aliases: a few lines of those can stand for objects, or for more memory than there is.
+    tags, or aliases that stand for very much: a few lines can mean objects, or more memory than there is.
     """
     where = f"{what} {path}"
     try:
@@ -38,14 +38,29 @@ def read_yaml(path: Path, what: str = "config file") -> Any:
 
 
 def _refuse_what_is_not_plain(text: str, where: str) -> None:
-    depth = 0
+    """Raise ConfigError for tags, for too many levels, and for aliases that stand for too much or for themselves."""
+    counts, sizes = [0], {}  # values so far in each open collection; of what has an anchor
+    anchors: list[str | None] = []
     event: Any
     for event in yaml.parse(text, Loader):
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent):
-            raise ConfigError(f"{where}: not valid YAML for a config: line {line} has an alias (*{event.anchor})")
+        line = f"{where}: not valid YAML for a config: line {event.start_mark.line + 1}"
         if getattr(event, "tag", None) not in (None, "!"):
-            raise ConfigError(f"{where}: not valid YAML for a config: line {line} has a tag ({event.tag})")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ConfigError(f"{where}: not valid YAML for a config: line {line} is more than {DEEPEST} levels deep")
+            raise ConfigError(f"{line} has a tag ({event.tag})")
+        if isinstance(event, yaml.CollectionStartEvent):
+            counts.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size = counts.pop()
+            sizes[anchors.pop()] = size
+            counts[-1] += size
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in anchors:
+                raise ConfigError(f"{line} has an alias for what it is in (*{event.anchor})")
+            counts[-1] += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            counts[-1] += 1
+            sizes[event.anchor] = 1
+        if len(counts) > DEEPEST:
+            raise ConfigError(f"{line} is more than {DEEPEST} levels deep")
+        if counts[-1] > MOST:
+            raise ConfigError(f"{line} comes to more than {MOST} values, aliases written out")
