@@ -602,8 +602,7 @@ def test_a_parameter_without_gradient_on_all_ranks_does_not_move_and_on_one_rank
             optimizer.step()
         assert torch.equal(model.weight, before)
         assert optimizer.state[model.weight]["step"] == 3
-        kept = torch.equal(optimizer.state[model.weight]["exp_avg"], momentum)
-        assert kept == (freeze_step == 100), "what was sent of it in the compressed phase is its momentum"
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], momentum)
         assert optimizer.state[model.bias]["step"] == 8
         return params_of(model), tensors_in(optimizer.state_dict())
 

@@ -16,8 +16,7 @@ Where this differs from the paper and its usual implementation:
   masks: coordinates with v = 0 at the switch never had a gradient. Signs would move them by lr * scale / eps; here they
   are found, and their momentum, residual and update stay 0.
 * A parameter without a gradient on any rank is left alone, as in torch: its momentum and residuals stay, to the bit,
-  and it is in no scale, as if it were not there. The paper's m_i = b1 m + (1-b1) 0 would lose momentum without moving
-  it.
+  and it is in no scale, as if it were not there. The paper's b1 m + (1-b1) 0 would lose momentum without moving it.
 * A variance that is 0 everywhere at the switch means that a parameter, or the model, never moves again: that is
   reported. ``"auto"`` does not freeze a variance of 0.
 * ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
