@@ -103,6 +103,12 @@ class OptimConfig:
     max_skipped: int | None = 25
     """The run ends with an error after this many steps in a row that were skipped for inf or NaN in the gradients,
     >= 1; null: never."""
+    check_every: int | None = 100
+    """Steps between two comparisons of the replicas of a commopt optimizer, by digests of parameters and common state,
+    >= 1; null: never."""
+    on_difference: Literal["raise", "repair"] = "raise"
+    """What follows if replicas differ. raise: an error that names the rank. repair: a rank that differs gets what the
+    majority has, if there is one."""
     warmup_steps: int = 0
     """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
     warmup_power: float = 1.0
@@ -134,6 +140,8 @@ class OptimConfig:
         _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")
         most = self.max_skipped
         _check("optim.max_skipped", most, most is None or most >= 1, ">= 1 or null")
+        every = self.check_every
+        _check("optim.check_every", every, every is None or every >= 1, ">= 1 or null")
         _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
         _check("optim.warmup_power", self.warmup_power, self.warmup_power > 0, "> 0")
         _check("optim.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "in [0, 1]")

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from commopt.comm import all_reduce_bytes
-from commopt.optim import CommOptimizer
+from commopt.comm import MessageDamaged, all_reduce_bytes
+from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
 from commopt.train.config import OptimConfig
-from commopt.train.errors import DivergedError
+from commopt.train.errors import DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer
@@ -101,8 +101,17 @@ class SelfCommunicating:
         return contextlib.nullcontext() if last else self.optimizer.no_sync()
 
     def step(self) -> None:
-        """One step of the optimizer."""
-        self.optimizer.step()
+        """One step of the optimizer.
+
+        Raises:
+            DivergedError, ReplicaError: on all ranks; see :class:`commopt.Guard`.
+        """
+        try:
+            self.optimizer.step()
+        except NotFinite as error:
+            raise DivergedError(str(error)) from error
+        except (ReplicasDiffer, MessageDamaged) as error:
+            raise ReplicaError(f"{error}: --resume=auto") from error
         self._skipped = (self._skipped[1], self.optimizer.skipped_steps)
 
     def averaged(self) -> AbstractContextManager[Any]:

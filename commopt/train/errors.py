@@ -33,6 +33,10 @@ class DivergedError(UserError, RuntimeError):
     """Weights, optimizer state or losses that are inf or NaN."""
 
 
+class ReplicaError(UserError, RuntimeError):
+    """Replicas that differ, or a message that was damaged: a rank cannot be relied upon."""
+
+
 class RankError(UserError, RuntimeError):
     """Another rank failed with an unexpected error; its own traceback is in that rank's output."""
 

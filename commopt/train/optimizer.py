@@ -25,7 +25,8 @@ from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
 OWN_KEYS = {
-    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "max_skipped", "compressor")},
+    **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
+    "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
     "backend": "comm.backend",
     "process_group": "comm.backend",
 }
@@ -56,8 +57,9 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
         extra["max_grad_norm"] = config.max_grad_norm
-        if "max_skipped" in inspect.signature(cls).parameters:
-            extra["max_skipped"] = config.max_skipped
+        known = inspect.signature(cls).parameters.values()
+        if any(p.name == "guard" or p.kind is p.VAR_KEYWORD for p in known):  # a class of one's own may have none
+            extra["guard"] = commopt.optim.Guard(config.max_skipped, config.check_every, config.on_difference)
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(

@@ -40,7 +40,7 @@ FIXED = (
 FREE = (
     *(f"train.{name}" for name in ("run_dir", "log_every", "eval_every", "eval_samples", "checkpoint_every", "keep")),
     *(f"data.{name}" for name in ("cache_dir", "corpus", "hf_config", "hf_split", "hf_text_field")),
-    "optim.max_skipped",
+    *(f"optim.{name}" for name in ("max_skipped", "check_every", "on_difference")),
     "comm.timeout",
 )
 """Settings that do not change what is computed; the corpus is compared by content."""
