@@ -442,3 +442,21 @@ def test_a_guard_is_checked_copied_and_the_same_on_all_ranks(make):
             make(Toy().parameters(), backend=backend, guard=Guard(max_skipped=3 + backend.rank))
 
     on_threads(2, run)
+
+
+def test_a_parameter_that_was_reshaped_on_one_rank_is_an_error_on_all():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), backend=backend)
+        train(model, optimizer, range(2), backend.rank, 2)
+        backward(model, 2, backend.rank, 2)
+        if backend.rank == 1:
+            model.bias.grad = None
+            model.bias.data = model.bias.data[:3].clone()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    first, second = on_threads(2, run)
+    assert "rank 1 cannot take this step" in first
+    assert "make the optimizer last" in second

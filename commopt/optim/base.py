@@ -304,7 +304,7 @@ class CommOptimizer(PackedOptimizer):
             self._watching.report(flight)
         if not local:
             self._open_lines()
-        self._follow(flight)
+        refused = refused or self._follow(flight)
         flight.params = params = [p for bucket in self.buckets for p in bucket.params]
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
@@ -344,17 +344,22 @@ class CommOptimizer(PackedOptimizer):
         if self._right is not None:
             self._repair(self._right)
 
-    def _follow(self, flight: Flight) -> None:
-        """Follows parameters that were moved, cast or unfrozen."""
+    def _follow(self, flight: Flight) -> Exception | None:
+        """Follows parameters that were moved, cast or unfrozen; what forbids this step if something else was done to
+        them. The other ranks hear of it when they agree."""
         if flight.launched and any(bucket.stale() for bucket in self.buckets):
-            raise ValueError(
+            return ValueError(
                 "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
                 "them already; do it after step()"
             )
-        for bucket in self.buckets:
-            bucket.check_shapes()
+        try:
+            for bucket in self.buckets:
+                bucket.check_shapes()
+        except ValueError as error:
+            return error
         if self.follow_parameters():
             flight.buckets = list(self.buckets)
+        return None
 
     def _refusal(self, flight: Flight, early: bool, unscale: float) -> Exception | None:
         """What forbids this step on this rank because buckets have started in backward, or would have."""
