@@ -31,7 +31,7 @@ FROZEN = {
     "SignMomentum(AdamW)": (0.291, 0.252),
     "DiLoCo(AdamW)": (0.116, 0.252),
     "CSER(R=8)": (0.078, 0.126),
-    "QSparseLocalSGD": (0.063, 0.033),
+    "QSparseLocalSGD": (0.063, 0.034),  # a step of 4 ranks agrees and confirms in 240 bytes
 }
 """Mean of the held-out loss over the seeds, and what was sent of what float32 sends."""
 

@@ -578,7 +578,7 @@ class CommOptimizer(PackedOptimizer):
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns if parameters of ``groups``, whose variance stands from now on, had gradients, but all of them 0: they
         will not move. Or if none of ``groups`` will. ``later`` says what lets a variance stand later."""
-        params = [p for group in groups for p in group["params"] if p in self.state and p.numel()]
+        params = [p for group in groups for p in group["params"] if "exp_avg_sq" in self.state.get(p, ()) and p.numel()]
         still = [p for p in params if not self.state[p]["exp_avg_sq"].any()]
         zeros = [p for p in still if self.state[p]["variance_step"] > 0]
         named = zeros if len(still) < len(params) else still
