@@ -14,6 +14,7 @@ from commopt.comm import (
     TorchBackend,
     all_reduce_bytes,
     compressed_all_reduce,
+    open_control,
     open_lines,
     run,
     run_interleaved,
@@ -48,9 +49,24 @@ def conformance(backend: Backend) -> None:
     assert isinstance(backend, Backend)
 
 
+def apart(backend: Backend) -> None:
+    """What a backend's control channel must do: it conforms, and its order is its own."""
+    counting = CountingBackend(backend)
+    control = counting.control()
+    conformance(control)
+    assert counting.total.calls["all_gather"] == 1
+    x, y = torch.full((5,), float(backend.rank)), torch.full((3,), 2.0 * backend.rank)
+    starts = [lambda: backend.all_reduce(x), lambda: control.all_reduce(y)]
+    for work in [start() for start in (starts if backend.rank % 2 else reversed(starts))]:
+        work.wait()
+    assert torch.allclose(x, torch.full((5,), (backend.world_size - 1) / 2))
+    assert torch.allclose(y, torch.full((3,), backend.world_size - 1.0))
+
+
 def in_process(rank: int, world_size: int) -> None:
     conformance(TorchBackend())
     conformance(CountingBackend(TorchBackend()))
+    apart(TorchBackend())
 
 
 def test_one_rank():
@@ -61,6 +77,15 @@ def test_one_rank():
 def test_threads(world_size):
     on_threads(world_size, conformance)
     on_threads(world_size, lambda backend: conformance(CountingBackend(backend)))
+    on_threads(world_size, apart)
+
+
+def test_the_control_channel_of_nodes_is_of_everyone_and_one_rank_is_its_own():
+    on_threads(4, lambda backend: apart(backend.nodes(2)))
+    alone = LocalBackend()
+    assert open_control(alone) is alone
+    counting = CountingBackend(alone)
+    assert counting.control() is counting
 
 
 def test_gloo_with_three_processes():
@@ -73,6 +98,7 @@ def on_communicators() -> None:
 
     conformance(MPIBackend())
     conformance(CountingBackend(MPIBackend()))
+    apart(MPIBackend())
     for line in open_lines(MPIBackend(), 2):
         conformance(line)
     world = MPI.COMM_WORLD
