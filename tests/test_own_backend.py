@@ -119,7 +119,7 @@ class Nowhere(TorchBackend):
         ({"backend": "gloo", "args": {"timeout": 1}}, "comm.backend=gloo takes none"),
         (
             {"backend": "mpi", "args": {"timout": 1}},
-            "comm.args.timout: MPIBackend has no such argument; did you mean t",
+            "comm.args.timout: MPIBackend has no such argument; did you mean comm.timeout",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
@@ -71,7 +72,9 @@ def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping
             raise ConfigError(f"{key}.{name}: set {taken[name]} instead")
         if name not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             valid = [n for n in parameters if n not in (*taken, "params")]
-            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such argument{nearest(name, valid)}")
+            close = difflib.get_close_matches(name, [*valid, *taken], n=1)
+            hint = f"; did you mean {taken[close[0]]}?" if close and close[0] in taken else nearest(name, valid)
+            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such argument{hint}")
 
 
 def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
