@@ -46,7 +46,7 @@ def costs(link: Line = NOTHING, loss: Line = NOTHING, world_size: int = 2, copie
         loss=dict.fromkeys(VERBS, loss),
         adamw=1e-9,
         copies={"all_reduce": copies, "all_reduce_bf16": 2 * copies},
-        onebit={"all_reduce": 1e-10, "all_to_all": 3e-10, "all_gather": 2e-10, "end": 4e-10},
+        onebit={"agreement": 1e-10, "all_to_all": 3e-10, "all_gather": 2e-10, "end": 4e-10},
     )
 
 
@@ -344,7 +344,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["samples"].keys() == {*VERBS, "compressed_all_reduce"}
     assert all(s["seconds"] > 0 for samples in found["samples"].values() for s in samples)
     assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(VERBS)
-    assert found["costs"]["onebit"].keys() == {"all_reduce", "all_to_all", "all_gather", "end"}
+    assert found["costs"]["onebit"].keys() == {"agreement", "all_to_all", "all_gather", "end"}
     assert all(seconds > 0 for seconds in found["costs"]["onebit"].values())
     assert found["steps"].keys() == set(METHODS)
     assert found["steps"]["none"]["seconds"] == 0.01

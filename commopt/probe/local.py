@@ -31,7 +31,8 @@ class Local:
         params: how many were timed.
         adamw: torch.optim.AdamW.
         copies: into DDP's bucket and back, by verb.
-        onebit: a compressed step of OneBitAdam, by the verb that follows; "end" is what comes after the last one.
+        onebit: a compressed step of OneBitAdam, by the verb that follows, or "agreement"; "end" is what comes after the
+            last one.
         rehearsal: seconds of such a step, of all ``params``, over the real network.
         kernels: compressing with error feedback, decompressing, and the mean of what the ranks send.
     """
@@ -80,6 +81,10 @@ class Mirrors:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.note("broadcast")
 
+    def control(self) -> Backend:
+        """What the ranks agree over: the first word of a step is "agreement", what comes after belongs to its end."""
+        return _Agreeing(self)
+
     def time(self, stand: Stand, step: Callable[[], object]) -> dict[str, float]:
         """Seconds that ``step()`` spends before each verb, and at the end: the median, on the slowest rank."""
         steps: list[dict[str, float]] = []
@@ -93,6 +98,30 @@ class Mirrors:
         stand.time(noted)
         verbs = list(steps[0])
         return dict(zip(verbs, stand.largest([statistics.median(s[verb] for s in steps[1:]) for verb in verbs])))
+
+
+class _Agreeing:
+    """The control channel of :class:`Mirrors`."""
+
+    def __init__(self, mirrors: Mirrors) -> None:
+        self._mirrors, self.rank, self.world_size = mirrors, mirrors.rank, mirrors.world_size
+
+    def _note(self) -> Work:
+        return self._mirrors.note("end" if "agreement" in self._mirrors.seconds else "agreement")
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self._note()
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp)
+        return self._note()
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp.expand_as(out))
+        return self._note()
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self._note()
 
 
 def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Compressor) -> Local:

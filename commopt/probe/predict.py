@@ -200,7 +200,7 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
         if i < early:
             messages.launch(n)
             messages.turn(clock.now)
-    clock.compute(costs.onebit["all_reduce"] * model.params)
+    clock.compute(costs.onebit["agreement"] * model.params)
     agreed = clock.send("all_gather", (costs.world_size - 1) * AGREEMENT_BYTES)
     if not overlap:
         clock.wait(agreed)
