@@ -79,13 +79,16 @@ class Pipeline:
             moved = True
         return moved
 
-    def reach(self, work: Work) -> None:
-        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which."""
+    def reach(self, work: Work, under_way: Work, where: str) -> None:
+        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which. Says who is missing
+        in ``under_way``, the collective that it waits for, and ``where``."""
         done = False
-        while not done:
-            done = work.is_completed()  # looked at first: of two that time out, the earlier one is reported
-            if not self.progress() and not done:
-                time.sleep(NAP)
+        with Watch(under_way, where) as watch:
+            while not done:
+                done = work.is_completed()  # looked at first: of two that time out, the earlier one is reported
+                if not self.progress() and not done:
+                    watch.look()
+                    time.sleep(NAP)
 
     def finish(self) -> None:
         """Runs every task to its end."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import CONFIRMATION_BYTES, Backend, Work, wait
+from commopt.comm.backend import Done
 from commopt.optim.setup import gather_texts
 
 LARGEST_NORM = 1e14
@@ -121,6 +122,12 @@ class Agreement:
         ]
         self._table = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
         self._first = backend.all_gather(self._table, torch.tensor(row, dtype=torch.float64, device=device))
+
+    @property
+    def under_way(self) -> Work:
+        """The collective that is waited for."""
+        first = self._second or self._first
+        return Done() if first is None else first
 
     def is_completed(self) -> bool:
         """Whether wait() would not block, but for comparing digests. Starts the second collective when its time has
@@ -233,7 +240,10 @@ class Agreement:
         assert backend is not None
         mine = torch.tensor(view.digests(), dtype=torch.int64, device=self._device)
         table = mine.new_empty(backend.world_size, mine.numel())
-        wait(backend.all_gather(table, mine), self._where)
+        uncounted = getattr(
+            backend, "inner", backend
+        )  # a resumed run compares once more, and counts as one never stopped
+        wait(uncounted.all_gather(table, mine), self._where)
         if view.judge is not None:
             view.judge(table.tolist())
 

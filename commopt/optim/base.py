@@ -317,11 +317,12 @@ class CommOptimizer(PackedOptimizer):
         those_who_agree = _ALONE if local else self._control or self.backend
         flight.confirmation.over(those_who_agree)
         device = message_device(those_who_agree)
-        flight.agreement.start(those_who_agree, device, view, flight.where("agreement of the ranks on it"))
+        where = flight.where("agreement of the ranks on it")
+        flight.agreement.start(those_who_agree, device, view, where)
         flight.early = early
         if early:  # a bucket that lacks a gradient here must know at its start whether others have it
             flight.launch_complete()
-            flight.pipeline.reach(flight.agreement)
+            flight.pipeline.reach(flight.agreement, flight.agreement.under_way, where)
             flight.agreement.wait()
             flight.launch_known()
         if flight.launched < len(self.buckets) or not early:

@@ -111,7 +111,7 @@ def _encode(facts: dict[str, str], error: Exception | None, counts: str) -> byte
 def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[bool, list[bytes], str]]:
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     table = torch.empty(backend.world_size, SETUP_BYTES, dtype=torch.uint8, device=device)
-    wait(backend.all_gather(table, mine), "agreement of the ranks on what the optimizer is made of")
+    wait(backend.all_gather(table, mine), "construction of the optimizer, comparing what the ranks were given")
     out = []
     for line in table.cpu():
         raw = bytes(line.tolist())
@@ -132,9 +132,9 @@ def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -
     with torch.no_grad():
         mine = torch.stack([digest(p).to(device) for p in params])
         rank_0 = mine.clone()
-        wait(backend.broadcast(rank_0), "comparison of the parameters")
+        wait(backend.broadcast(rank_0), "comparing the parameters of the ranks")
         differ = torch.tensor([float(not torch.equal(mine, rank_0))], device=device)
-        wait(backend.all_reduce(differ), "comparison of the parameters")
+        wait(backend.all_reduce(differ), "comparing the parameters of the ranks")
         if differ.item() == 0:
             return False
         for p in params:
