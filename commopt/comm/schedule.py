@@ -80,8 +80,8 @@ class Pipeline:
         return moved
 
     def reach(self, work: Work, under_way: Work, where: str) -> None:
-        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which. Says who is missing
-        in ``under_way``, the collective that it waits for, and ``where``."""
+        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which. Says who is
+        missing in ``under_way``, the collective that it waits for, and ``where``."""
         done = False
         with Watch(under_way, where) as watch:
             while not done:
