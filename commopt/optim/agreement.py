@@ -240,9 +240,8 @@ class Agreement:
         assert backend is not None
         mine = torch.tensor(view.digests(), dtype=torch.int64, device=self._device)
         table = mine.new_empty(backend.world_size, mine.numel())
-        uncounted = getattr(
-            backend, "inner", backend
-        )  # a resumed run compares once more, and counts as one never stopped
+        # not counted: a resumed run compares once more, and must count as one that was never stopped
+        uncounted = getattr(backend, "inner", backend)
         wait(uncounted.all_gather(table, mine), self._where)
         if view.judge is not None:
             view.judge(table.tolist())
