@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from ports import free_port
 
 SCRIPT = """
@@ -51,6 +52,48 @@ def test_processes_end_in_order_with_more_groups_than_can_end_in_the_time_for_on
     processes = start("many")
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
+
+
+LATE = """
+import os, sys, time, torch, torch.distributed as dist
+from commopt.comm import TorchBackend, gloo
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+gloo.AT_EXIT = 0.1
+lines = TorchBackend().lines(2)
+
+class Last:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"x")  # Python shuts down, and now the other rank goes
+        sleep(2)
+
+if rank == 1:
+    time.sleep(600)
+last = Last()
+for line in lines:
+    line.all_reduce(torch.ones(1 << 20))  # nobody holds these but Gloo
+if sys.argv[3] == "lines end first":
+    del line, lines
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("which", ["lines end last", "lines end first"])
+def test_a_rank_that_goes_while_another_shuts_down_does_not_end_that_with_a_signal(which):
+    port = str(free_port())
+    waiting, absent = (
+        subprocess.Popen([sys.executable, "-c", LATE, str(r), port, which], stdout=subprocess.PIPE) for r in range(2)
+    )
+    try:
+        assert waiting.stdout is not None
+        assert waiting.stdout.read(1) == b"x"
+        absent.kill()
+        assert waiting.wait(timeout=60) == 3
+    finally:
+        for process in (waiting, absent):
+            process.kill()
+            process.communicate()
 
 
 def test_a_process_does_not_wait_at_its_end_for_ranks_that_never_join():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -21,27 +22,52 @@ from commopt.comm.schedule import CollectiveError, wait
 from commopt.comm.watch import Roll
 
 AT_EXIT = 2.0
-"""Seconds that a process waits at its end for a group with collectives which other ranks have not joined."""
+"""Seconds that a process waits at its end for collectives in flight, which other ranks may never join."""
 AT_END = 0.2
 """Seconds that the end of one group is waited for, so that its threads have gone."""
 
 holders: weakref.WeakSet[Any] = weakref.WeakSet()
 """What holds groups: a group ends, and its threads with it, when nothing holds it any more."""
 
+_unfinished: list[tuple[Any, list[Any]]] = []
+"""Groups that nothing else holds, with their collectives in flight. A group's end waits for these, and would block."""
+
+
+def _ended() -> list[Any]:
+    """Takes the groups whose collectives have all completed out of the unfinished ones."""
+    done = [entry for entry in _unfinished if all(work.is_completed() for work in entry[1])]
+    for entry in done:
+        _unfinished.remove(entry)
+    return [group for group, _ in done]
+
 
 @atexit.register
 def _let_go() -> None:
     """Ends the groups while Python still runs.
 
-    A thread of Gloo frees the tensors of a collective after that is done. If Python has begun to shut down by then,
-    that ends the process with SIGABRT, after all its work.
+    If Python has begun to shut down, a thread that asks for it is ended, and inside C++ that ends the process with
+    SIGABRT, after all its work. Two kinds of threads would ask: Gloo's, which frees the tensors of a collective after
+    that is done, and one of ours in the end of a group, which waits for collectives in flight. So a group whose
+    collectives are still in flight after ``AT_EXIT`` is never freed, nor are its tensors.
     """
-
-    left = list(holders)
+    left = []
+    for holder in list(holders):
+        if isinstance(holder, GlooLine):
+            holder.end()
+        else:
+            left.append(holder.group)
+            holder.group = None
+    deadline = time.monotonic() + AT_EXIT
+    left += _ended()
+    while _unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left += _ended()
+    for entry in _unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry))
 
     def release() -> None:
         while left:
-            left.pop().group = None
+            left.pop()
 
     thread = threading.Thread(target=release, daemon=True)
     with suppress(RuntimeError):  # some versions of Python start no more threads here
@@ -112,21 +138,29 @@ class GlooLine:
         self.rank, self.world_size = meeting.rank, len(meeting.ranks)
         self.group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         self.meeting, self.name, self.timeout = meeting, name, timeout.total_seconds()
+        self._in_flight: list[Any] = []
         holders.add(self)
 
-    def __del__(self) -> None:
-        """Ends the group, in a thread: it waits for collectives in flight, which others may never join."""
+    def end(self) -> None:
+        """Gives the group away; it ends when its collectives in flight have completed."""
         group, self.group = getattr(self, "group", None), None
-        if group is None:
+        if group is not None:
+            _unfinished.append((group, self._in_flight))
+
+    def __del__(self) -> None:
+        """Ends the group, and those before it whose collectives have completed meanwhile."""
+        self.end()
+        last = _ended()
+        if not last:
             return
-        last = [group]
-        del group
         thread = threading.Thread(target=last.clear, daemon=True)
         with suppress(RuntimeError):
             thread.start()
             thread.join(AT_END)
 
     def _start(self, inner: Any) -> GlooWork:
+        self._in_flight = [work for work in self._in_flight if not work.is_completed()]
+        self._in_flight.append(inner)
         return GlooWork(inner, self.meeting, self.name, self.meeting.start(self.name), self.timeout)
 
     def all_reduce(self, x: Tensor) -> GlooWork:
