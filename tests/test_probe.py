@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ports import free_port
 
+import commopt
 from commopt.cli import main
+from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
 from commopt.probe.advice import recommend
 from commopt.probe.fit import Line, fit_line, line_through, misfit
@@ -148,6 +151,24 @@ def test_on_a_slow_link_only_bytes_count() -> None:
     assert fp32.seconds / ours.seconds == pytest.approx(fp32.nbytes / ours.nbytes, rel=0.02)
     assert fp32.seconds / steps["ddp_bf16"].seconds == pytest.approx(2, rel=0.01)
     assert recommend(steps, True).startswith("use OneBitAdam: a compressed step takes")
+
+
+def test_a_compressed_step_is_four_messages_one_after_another_and_has_the_bytes_of_the_optimizer() -> None:
+    """Agreement, chunks to their ranks, means back, confirmation."""
+    n = 4096
+    model = replace(MODEL, params=n, step_time=0.0)
+    step = predict(costs(Line(0.25, 0.0)), model)["onebit_adam"]
+    assert step.communication == pytest.approx(4 * 0.25)
+
+    def sent(backend: ThreadBackend) -> int:
+        p = torch.nn.Parameter(torch.ones(n))
+        optimizer = commopt.OneBitAdam([p], freeze_step=1, guard=commopt.Guard(check_every=None), backend=backend)
+        for _ in range(3):
+            p.grad = torch.ones(n)
+            optimizer.step()
+        return int(optimizer.comm_stats()["step"]["bytes"])
+
+    assert ThreadWorld(2).run(sent) == [step.nbytes] * 2
 
 
 @pytest.mark.parametrize("gbit", [0.1, 1, 10, 100])

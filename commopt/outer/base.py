@@ -26,7 +26,7 @@ import torch
 from commopt.comm import Backend, CountingBackend, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.agreement import is_usable
+from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.base import square_norm, worth_a_line
 from commopt.optim.guard import Guard, NotFinite, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
@@ -257,8 +257,8 @@ class OuterOptimizer(SynchronizedOuter):
             return None
         return NotFinite(
             f"{type(self).__name__}: rank {self.backend.rank} has skipped its last {self._local_skips} local steps: "
-            "inf, NaN or a norm above 1e14 in its gradients, while its parameters are finite; look at its data and the "
-            "learning rate"
+            f"inf, NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its "
+            "data and the learning rate"
         )
 
     def _local_step(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from commopt.bucket import ROW_MULTIPLE
-from commopt.comm import all_reduce_bytes
+from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor
 from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.fit import Line
@@ -180,8 +180,11 @@ class Messages:
             self.back.append((self._send("all_gather", n), n))
 
     def end(self) -> None:
-        for arrival, n in self.back:
+        """Applies what has arrived, when all ranks have confirmed what they received."""
+        for arrival, _ in self.back:
             self.clock.wait(arrival)
+        self.clock.wait(self.clock.send("all_gather", (self.clock.costs.world_size - 1) * CONFIRMATION_BYTES))
+        for _, n in self.back:
             self.clock.compute(self.per["end"] * n)
 
     def _send(self, verb: str, n: int) -> float:
@@ -201,7 +204,7 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
             messages.launch(n)
             messages.turn(clock.now)
     clock.compute(costs.onebit["agreement"] * model.params)
-    agreed = clock.send("all_gather", (costs.world_size - 1) * AGREEMENT_BYTES)
+    agreed = clock.send("all_gather", (costs.world_size - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES))
     if not overlap:
         clock.wait(agreed)
     for n in buckets[early:]:
