@@ -73,6 +73,10 @@ class Bucket:
         width = -(-width // grain) * grain
         return [(start, min(start + width, share)) for start in range(0, share, width)]
 
+    def __getitem__(self, name: str) -> Tensor:
+        """The flat buffer ``name``."""
+        return self.buffers[name]
+
     def zeros(self) -> Tensor:
         """A new flat buffer, shape (padded,), filled with zeros."""
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)

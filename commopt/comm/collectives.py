@@ -78,8 +78,11 @@ def compressed_mean(
     backend: Backend,
     back: Backend | None = None,
     columns: Sequence[Columns] | None = None,
+    live: Tensor | None = None,
 ) -> Generator[Work, None, list[Arrival]]:
     """The mean over all ranks of what each compresses, still as bytes: the same on every rank.
+
+    All is compressed, and started to be sent, by the call; the task that it returns does not hold ``compress``.
 
     Two phases, each with error feedback (1-bit Adam, arXiv 2102.02888, section 4; rank r is the server of chunk r):
 
@@ -98,6 +101,8 @@ def compressed_mean(
         backend: the ranks, W of them.
         back: the line for the way back, if it is another one.
         columns: what to send at a time, multiples of ``compressor.grain``; None for all of it.
+        live: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Dead elements (bit 0) become 0 in
+            the server's residual and in the result.
 
     Yields:
         Each collective of the way out; the caller waits for it before it resumes the generator.
@@ -106,7 +111,8 @@ def compressed_mean(
         What is on the way back, all of it started.
     """
     world, rank = backend.world_size, backend.rank
-    server, after, live = feedback.server, feedback.next_server, feedback.live_rows(world)
+    server, after = feedback.server, feedback.next_server
+    rows = None if live is None else live.view(world, -1)
 
     def send(start: int, stop: int) -> tuple[Columns, Tensor, Tensor, Work]:
         shape = world, compressor.nbytes(stop - start, server.dtype)
@@ -115,16 +121,18 @@ def compressed_mean(
         return (start, stop), out, received, backend.all_to_all(received, out)
 
     def send_back(start: int, stop: int, own: Tensor, received: Tensor) -> Arrival:
-        mask = None if live is None else live[rank, start // 8 : (stop + 7) // 8]
+        mask = None if rows is None else rows[rank, start // 8 : (stop + 7) // 8]
         compressor.reduce(received, server[start:stop], own, mask, after[start:stop])
         return Arrival((start, stop), received, (back or backend).all_gather(received, own))
 
-    sent = [send(*cut) for cut in columns or [(0, server.shape[0])]]
-    arrivals = []
-    for cut, out, received, work in sent:
-        yield work
-        arrivals.append(send_back(*cut, out[rank], received))  # the bytes of out have been sent: the place is free
-    return arrivals
+    def turn(sent: list[tuple[Columns, Tensor, Tensor, Work]]) -> Generator[Work, None, list[Arrival]]:
+        arrivals = []
+        for cut, out, received, work in sent:
+            yield work
+            arrivals.append(send_back(*cut, out[rank], received))  # the bytes of out have been sent: the place is free
+        return arrivals
+
+    return turn([send(*cut) for cut in columns or [(0, server.shape[0])]])
 
 
 def to_node(arrivals: Sequence[Arrival], inside: Backend) -> Generator[Work, None, list[Arrival]]:
@@ -151,29 +159,31 @@ def to_node(arrivals: Sequence[Arrival], inside: Backend) -> Generator[Work, Non
     return out
 
 
-def compressed_all_reduce(x: Tensor, feedback: Feedback, compressor: Compressor, backend: Backend) -> Iterator[Work]:
+def compressed_all_reduce(
+    x: Tensor, feedback: Feedback, compressor: Compressor, backend: Backend, live: Tensor | None = None
+) -> Iterator[Work]:
     """x <- the mean of x over all ranks, compressed both ways, in place and with the same bits on every rank.
 
     See :func:`compressed_mean`.
 
     Args:
-        x: (D,) float32 or float64, contiguous; D a multiple of the world size (of 8 W where ``feedback.live`` is
-            given).
-        feedback: this rank's residuals of x. Elements dead in ``feedback.live`` come out as 0.
+        x: (D,) float32 or float64, contiguous; D a multiple of the world size (of 8 W where ``live`` is given).
+        feedback: this rank's residuals of x.
         compressor: the same on every rank.
         backend: the ranks.
+        live: as for :func:`compressed_mean`: dead elements have no residual, and come out as 0.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
     """
     rows = x.view(backend.world_size, -1)
-    live = feedback.live_rows(backend.world_size)
+    mask = None if live is None else live.view(backend.world_size, -1)
 
     def compress(wire: Tensor, _: Columns) -> None:
         worker, after = feedback.worker_rows(backend.world_size)
-        compressor.compress_with_feedback(rows, worker, wire, live, after)
+        compressor.compress_with_feedback(rows, worker, wire, mask, after)
 
-    (arrival,) = yield from compressed_mean(compress, feedback, compressor, backend)
+    (arrival,) = yield from compressed_mean(compress, feedback, compressor, backend, live=live)
     yield arrival.work
     feedback.commit()
-    compressor.decompress_live(arrival.wires, rows, live)
+    compressor.decompress_live(arrival.wires, rows, mask)

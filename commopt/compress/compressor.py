@@ -113,8 +113,16 @@ class Compressor(ABC):
         """
         return torch.ones((), dtype=torch.bool, device=wire.device)
 
-    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None) -> None:
-        """As :meth:`decompress`, with 0 at the dead elements of ``live`` (as below)."""
+    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None, columns: Columns | None = None) -> None:
+        """As :meth:`decompress`, with 0 at the dead elements of ``live`` (as below).
+
+        Args:
+            wire: rows of the columns only.
+            out: (r, n), written in the columns.
+            live: of whole rows.
+            columns: as for :meth:`compress_momentum`.
+        """
+        assert columns in (None, (0, out.shape[1])), "a compressor with a grain decompresses columns itself"
         self.decompress(wire, out)
         if live is not None:
             ops.zero_dead_(out.view(-1), live.view(-1))
@@ -144,7 +152,7 @@ class Compressor(ABC):
 
     def compress_momentum(
         self,
-        momentum: Momentum,
+        momentum: Momentum | None,
         error: Tensor,
         wire: Tensor,
         live: Tensor | None,
@@ -154,7 +162,7 @@ class Compressor(ABC):
         """As :meth:`compress_with_feedback`, of a momentum that need not be formed in memory.
 
         Args:
-            momentum: of r * n elements; unchanged.
+            momentum: of r * n elements; unchanged. None is 0: the residual alone is sent.
             error, live: as above.
             wire: as above, but rows of the columns only.
             new_error: as above; may be ``error``.
@@ -162,14 +170,17 @@ class Compressor(ABC):
                 end with the row).
         """
         assert columns in (None, (0, error.shape[1])), "a compressor with a grain compresses columns itself"
-        x = torch.empty_like(momentum.m)
-        ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x)
+        if momentum is None:
+            x = torch.zeros_like(error)
+        else:
+            x = torch.empty_like(error)
+            ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x.view(-1))
         self.compress_with_feedback(x.view_as(error), error, wire, live, new_error)
 
     def decompress_adam(
         self, wire: Tensor, m: Tensor, then: FrozenAdam, live: Tensor | None, columns: Columns | None = None
     ) -> None:
-        """:meth:`decompress_live` to ``m``, and then moves the parameters along it.
+        """As :meth:`decompress_live` to ``m``, and then moves the parameters along it.
 
         Args:
             wire: (r, nbytes(n)) uint8; rows of the columns only.

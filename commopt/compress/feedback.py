@@ -29,16 +29,12 @@ class Feedback:
     Attributes:
         worker: (D,), of what this rank sends; D is a multiple of world_size.
         server: (D / world_size,), of the chunk that this rank averages.
-        live: (D / 8,) uint8 bit mask, least significant bit first, or None for all; of the compression under way.
-            Dead elements (bit 0) become 0 in every residual and in every result, but for what is spared. Derived, not
-            state: it is not saved.
         undoable: whether the residuals stay what they were until commit(). Costs the memory of both once more, from
             the first compression on.
     """
 
     worker: Tensor
     server: Tensor
-    live: Tensor | None = None
     undoable: bool = False
     _next: tuple[Tensor, Tensor] | None = field(init=False, default=None, repr=False)
 
@@ -66,10 +62,6 @@ class Feedback:
         worker = self.worker.view(rows, -1)
         return worker, self.next_worker.view(rows, -1) if self.undoable else worker
 
-    def live_rows(self, rows: int) -> Tensor | None:
-        """``live`` as (rows, D / rows / 8), or None."""
-        return None if self.live is None else self.live.view(rows, -1)
-
     def _after(self) -> tuple[Tensor, Tensor]:
         if not self.undoable:
             return self.worker, self.server
@@ -79,7 +71,7 @@ class Feedback:
 
     def spare(self, worker: Sequence[slice], server: Sequence[slice]) -> Spared:
         """What the compression to come shall leave as it is, for :meth:`commit`: elements of ``worker`` and of
-        ``server``, dead in ``live``. Costs their memory once more, or nothing if ``undoable``."""
+        ``server``, which take no part in it. Costs their memory once more, or nothing if ``undoable``."""
 
         def now(owed: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
             return [(at, owed[at] if self.undoable else owed[at].clone()) for at in places]

@@ -66,8 +66,12 @@ class Sign(Compressor):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         ops.sign_decompress(wire, out, self.block or 0)
 
-    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None) -> None:
-        ops.sign_decompress(wire, out, self.block or 0, live)
+    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None, columns: Columns | None = None) -> None:
+        if columns is None:
+            ops.sign_decompress(wire, out, self.block or 0, live)
+        else:  # no parameter moves along it
+            flat = out.view(-1)
+            ops.sign_decompress_adam_(wire, flat, flat, [], [], [], [], 0.0, 1.0, self.block or 0, live, *columns)
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
@@ -76,14 +80,14 @@ class Sign(Compressor):
 
     def compress_momentum(
         self,
-        momentum: Momentum,
+        momentum: Momentum | None,
         error: Tensor,
         wire: Tensor,
         live: Tensor | None,
         new_error: Tensor,
         columns: Columns | None = None,
     ) -> None:
-        of = momentum
+        of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
         ops.sign_compress_momentum(
             of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), wire,
             self.block or 0, _NORMS[self.norm], live, *(columns or ()),

@@ -41,10 +41,10 @@ from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks
-from commopt.optim.attendance import absent_runs, without
 from commopt.optim.base import CommOptimizer, square_norm
 from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
+from commopt.optim.masks import absent_runs, without
 from commopt.optim.own import Origin
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import scaled_gradient, sgd_

@@ -34,15 +34,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from commopt.comm import Backend, Work, compressed_mean, to_node
-from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
+from commopt.comm import Backend, Work
+from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.attendance import Attendance
+from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
 from commopt.optim.flight import Step
-from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
-from commopt.optim.rules import adam_, frozen_adam_factors
+from commopt.optim.rules import adam_
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
 
 
@@ -141,43 +140,20 @@ class OneBitAdam(WarmupOptimizer):
         bucket.buffers["exp_avg"] = bucket.zeros()
         bucket.buffers["exp_avg_sq"] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        if self.phase_of(group) == "compressed":
-            yield from self._compressed_step(bucket, group, now)
-            return
-        grads = yield from averaged_gradients(bucket, now)
-        params, exp_avgs, exp_avg_sqs, clocks = self._operands(bucket, now, variance_moves=True)
-        adam_(params, grads, exp_avgs, exp_avg_sqs, clocks, group)
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
+        return step(bucket, group, ctx)
 
-    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """m_i = b1 m + (1-b1) g_i;  m = their mean, compressed;  x moves along m, as v stands."""
-        beta1 = group["betas"][0]
-        momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
-        assert feedback is not None
-        nodes = now.line.between.world_size
-        attendance = Attendance(bucket, now.absent(bucket), self.share)
-        grads, offsets, scale = yield from gradients_to_compress(bucket, now)
-        mine = Momentum(bucket.part(momentum), grads, offsets, beta1, (1 - beta1) * scale)
+    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """Adam on the mean gradient."""
+        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        x, m, v, counts = self.tick(bucket, ctx, variance_moves=True)
+        adam_(x, g, m, v, counts, group)
 
-        def compress(wire: Tensor, columns: Columns) -> None:
-            worker, after = feedback.worker_rows(nodes)
-            self.compressor.compress_momentum(mine, worker, wire, feedback.live_rows(nodes), after, columns)
-
-        arrivals = yield from compressed_mean(
-            compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
-        )
-        arrivals = yield from to_node(arrivals, now.back.inside)
-        yield from all_arrived(arrivals, bucket, self.compressor, now)
-        attendance.commit()
-        params, _, _, clocks = self._operands(bucket, now, variance_moves=False)
-        offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in now.present]
-        then = FrozenAdam(bucket.buffers["exp_avg_sq"], params, offsets, *frozen_adam_factors(clocks, group))
-        attendance.move(arrivals, self.compressor, momentum, then)
-
-    def _operands(
-        self, bucket: StateBucket, now: Step, variance_moves: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
-        """x, m, v and the clocks of the parameters that move, after the clocks have ticked."""
-        params, states = self.tick(bucket, now, variance_moves)
-        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
-        return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
+    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """Momentum SGD with a fixed scale per coordinate."""
+        m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
+        m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
+        mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
+        x, _, _, counts = self.tick(bucket, ctx, variance_moves=False)
+        mean.into(m, frozen_adam(bucket, v, x, counts, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

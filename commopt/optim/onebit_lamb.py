@@ -41,16 +41,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from commopt import ops
-from commopt.comm import Backend, Work, compressed_mean, to_node
-from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.comm import Backend, Work
+from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.attendance import Attendance
+from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
 from commopt.optim.flight import Step
-from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
 from commopt.optim.packed import StateBucket
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
@@ -161,56 +158,36 @@ class OneBitLamb(WarmupOptimizer):
         for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"):
             bucket.buffers[name] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        if self.phase_of(group) == "compressed":
-            yield from self._compressed_step(bucket, group, now)
-            return
-        grads = yield from averaged_gradients(bucket, now)
-        params, states = self.tick(bucket, now, variance_moves=True)
-        ratios = lamb_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], group)
-        for state, ratio in zip(states, ratios):
-            _average(state, ratio, group["coeff_beta"])
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
+        return step(bucket, group, ctx)
+
+    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """LAMB on the mean gradient."""
+        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        x, m, v, _ = self.tick(bucket, ctx, variance_moves=True)
+        ratios = lamb_(x, g, m, v, group)
+        for p, c in zip(x, ratios):
+            _average(self.state[p], c, group["coeff_beta"])  # c_avg = b3 c_avg + (1-b3) c
         for p in bucket.params:
             self.state[p]["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
 
-    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """m_i = k (b1 m + (1-b1) g_i);  m = their mean, compressed, over k;  x moves along m, as v stands."""
-        beta1, nodes = group["betas"][0], now.line.between.world_size
-        momentum, feedback = bucket.buffers["exp_avg"], bucket.feedback
-        assert feedback is not None
-        attendance = Attendance(bucket, now.absent(bucket), self.share)
-        grads, offsets, scale = yield from gradients_to_compress(bucket, now)
-        ks = self._scaling(bucket)
-        # k (b1 m + (1-b1) g + e) is formed where the next residual will be, so that nothing remains to be added to it
-        mine = bucket.part(momentum)
-        torch.add(feedback.worker, mine, alpha=beta1, out=feedback.next_worker)
-        ops.momentum(feedback.next_worker, grads, offsets, 1.0, (1 - beta1) * scale, feedback.next_worker)
-        torch._foreach_mul_(bucket.part_views(feedback.next_worker), ks)
-        if feedback.undoable:
-            feedback.next_server.copy_(feedback.server)
-        torch._foreach_mul_(bucket.shares(feedback.next_server, self.share), ks)
-        scaled = Feedback(feedback.next_worker, feedback.next_server, feedback.live)
-        nothing = Momentum(mine, [], [], 0.0, 0.0)
-
-        def compress(wire: Tensor, columns: Columns) -> None:
-            worker, after = scaled.worker_rows(nodes)
-            self.compressor.compress_momentum(nothing, worker, wire, scaled.live_rows(nodes), after, columns)
-
-        arrivals = yield from compressed_mean(
-            compress, scaled, self.compressor, now.line.between, now.back.between, bucket.columns
-        )
-        arrivals = yield from to_node(arrivals, now.back.inside)
-        yield from all_arrived(arrivals, bucket, self.compressor, now)
-        torch._foreach_div_(bucket.part_views(scaled.worker), ks)
-        torch._foreach_div_(bucket.shares(scaled.server, self.share), ks)
-        attendance.commit()
-        received = torch.empty_like(momentum)
-        nobody = FrozenAdam(bucket.buffers["exp_avg_sq"], [], [], [], [], 0.0, 1.0)  # moves along it yet
-        for arrival in arrivals:
-            self.compressor.decompress_adam(arrival.wires, received, nobody, attendance.live_rows(), arrival.columns)
-        torch._foreach_div_(bucket.views(received), ks)
-        self._switch(bucket, ks)
-        self._move(bucket, group, now, received)
+    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """LAMB with a variance rebuilt from what the momentum has done."""
+        m, k = bucket["exp_avg"], self._scaling(bucket)
+        m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
+        mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
+        self._switch(bucket, k)
+        x, before, v, _ = self.tick(bucket, ctx, variance_moves=False)
+        f = [self.state[p]["fresh_exp_avg_sq"] for p in x]
+        new = dict(zip(map(id, bucket.params), bucket.views(mean.values())))
+        c = [_averaged(self.state[p]) for p in x]
+        r = [self.state[p]["factor"].item() for p in x]
+        used, factors = frozen_lamb_(x, [new[id(p)] for p in x], before, v, f, c, r, group)  # x = x - lr c_avg r u
+        for p, average, ratio, factor in zip(x, c, used, factors):
+            self.state[p]["factor"].fill_(factor)
+            if average is None:
+                _average(self.state[p], ratio, group["coeff_beta"])
 
     def _scaling(self, bucket: StateBucket) -> list[float]:
         """k of each parameter; not stored yet where it is new."""
@@ -228,19 +205,6 @@ class OneBitLamb(WarmupOptimizer):
                 state["scaling_coeff"].fill_(k)
                 state["fresh_exp_avg_sq"].copy_(state["exp_avg_sq"])
                 state["factor"].fill_(1.0)
-
-    def _move(self, bucket: StateBucket, group: dict[str, Any], now: Step, received: Tensor) -> None:
-        """The step of the parameters, along the momentum received."""
-        params, states = self.tick(bucket, now, variance_moves=False)
-        news = {id(p): view for p, view in zip(bucket.params, bucket.views(received))}
-        m, v, f = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"))
-        averages = [_averaged(s) for s in states]
-        lasts = [s["factor"].item() for s in states]
-        ratios, factors = frozen_lamb_(params, [news[id(p)] for p in params], m, v, f, averages, lasts, group)
-        for state, average, ratio, factor in zip(states, averages, ratios, factors):
-            state["factor"].fill_(factor)
-            if average is None:
-                _average(state, ratio, group["coeff_beta"])
 
 
 def _average(state: dict[str, Tensor], ratio: float | None, beta: float) -> None:

@@ -62,14 +62,18 @@ class StateBucket(Bucket):
 
     Attributes:
         place, places: of this rank in its node, and how many there are.
-        live: bit mask of the elements that take part, (padded / 8,) uint8; None before it is known, and for all.
+        share: which of ``world_size`` equal shares this rank averages; they are in the order of places, and of nodes
+            within.
+        active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
+            known, and for all. Derived, not state: it is not saved.
     """
 
     place: int = 0
     places: int = 1
+    share: int = 0
     feedback: Feedback | None = field(init=False, default=None)
     columns: list[Columns] = field(init=False, default_factory=list)
-    live: Tensor | None = field(init=False, default=None)
+    active: Tensor | None = field(init=False, default=None)
 
     def part(self, flat: Tensor) -> Tensor:
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
@@ -79,21 +83,11 @@ class StateBucket(Bucket):
         """What of each parameter lies in the part of this rank, (padded / places,), as views; some are empty."""
         return self.views(part) if self.places == 1 else self.shares(part, self.place)
 
-    def set_live(self, live: Tensor | None) -> None:
-        """Sets the mask."""
-        self.live = live
-        if self.feedback is not None:
-            self.feedback.live = None if live is None else self.part(live)
-
-    def live_rows(self) -> Tensor | None:
-        """The mask as a row of each rank's share, or None."""
-        return None if self.live is None else self.live.view(self.world_size, -1)
-
-    def owed(self, share: int) -> list[dict[str, Tensor]]:
-        """The residuals of each parameter on the rank that averages the given share, as views; empty on one node."""
+    def owed(self) -> list[dict[str, Tensor]]:
+        """The residuals of each parameter on this rank, as views; empty on one node."""
         if self.feedback is None:
             return []
-        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, share)
+        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.share)
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
 
@@ -138,8 +132,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     @property
     def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
         """What this rank's compression owes of each parameter, as views of its bucket's; empty with one node."""
-        share = self.share
-        return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed(share))}
+        return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed())}
 
     @property
     def share(self) -> int:
@@ -173,7 +166,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
                 values = torch.stack([n.double() for n in numbers]).to(bucket.device)
                 self._copy_from(source, values)
                 torch._foreach_copy_(numbers, list(values.cpu().to(numbers[0].dtype).unbind()))
-            bucket.set_live(None)
+            bucket.active = None
 
     def _copy_from(self, source: int, x: Tensor) -> None:
         wait(self.backend.broadcast(x, source), f"the replica of rank {source} for all")
@@ -267,7 +260,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
         capacity = bucket_bytes(self.bucket_mb, new)
         for run in partition(new, capacity):
-            bucket = StateBucket(run, world, inside.rank, inside.world_size)
+            bucket = StateBucket(run, world, inside.rank, inside.world_size, self.share)
             self.init_messages(bucket, capacity)
             self.init_bucket(bucket)
             self.buckets.append(bucket)
@@ -482,7 +475,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """Copies ``state`` into the buffers; what it lacks starts anew, what is not trainable here is left out."""
         for bucket in self.buckets:
-            bucket.set_live(None)
+            bucket.active = None
             for p in bucket.params:
                 self._fill_one(self.state[p], state.get(p, {}))
         packed = self.packed()
@@ -508,7 +501,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         here = self._origin()
         dropped: Any = False
         for bucket in self.buckets:
-            mine: Sequence[Any] = bucket.owed(self.share) or [None] * len(bucket.params)
+            mine: Sequence[Any] = bucket.owed() or [None] * len(bucket.params)
             for i, (p, owed) in enumerate(zip(bucket.params, mine)):
                 worker, server = (state.get(p, {}).get(name) for name in RANK_LOCAL)
                 if worker is None or server is None:

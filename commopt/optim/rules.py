@@ -83,14 +83,6 @@ def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group
             x.copy_(result)
 
 
-def frozen_adam_factors(
-    clocks: list[tuple[float, float]], group: dict[str, Any]
-) -> tuple[list[float], list[float], float, float]:
-    """What :class:`commopt.compress.FrozenAdam` needs for the second half of :func:`adam_`, in which x moves along m,
-    while m and v stay: step sizes, corrections, eps, decay."""
-    return (*bias_corrections(clocks, group), group["eps"], weight_decay_factor(group))
-
-
 def lamb_(
     params: list[Tensor],
     grads: list[Tensor],

@@ -45,8 +45,8 @@ class WarmupOptimizer(CommOptimizer):
 
     def tick(
         self, bucket: StateBucket, now: Step, variance_moves: bool
-    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-        """The parameters that move and their states, after their clocks have ticked."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
+        """x, m, v and (t, t') of the parameters that move, after their clocks have ticked."""
         params = [p for p in bucket.params if id(p) in now.present]
         states = [self.state[p] for p in params]
         for s in states:
@@ -55,7 +55,8 @@ class WarmupOptimizer(CommOptimizer):
                 s["variance_step"] += 1
             elif s["variance_step"] == 0:
                 self.report_too_late("the variance was frozen", "warms up")
-        return params, states
+        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
+        return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":

@@ -41,24 +41,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import Backend, Work, compressed_mean, reduce_scatter, to_node
-from commopt.compress import Columns, Compressor, FrozenAdam, Momentum
+from commopt.comm import Backend, Work, reduce_scatter
+from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
-from commopt.optim.attendance import Attendance, find_live
 from commopt.optim.base import CommOptimizer
+from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
 from commopt.optim.flight import Step
-from commopt.optim.gradients import all_arrived, averaged_gradients, gradients_to_compress
 from commopt.optim.guard import Guard
+from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
 from commopt.optim.packed import CLOCKS, StateBucket
-from commopt.optim.rules import adam_, frozen_adam_factors, weight_decay_factor
+from commopt.optim.rules import adam_, weight_decay_factor
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
 
 logger = logging.getLogger("commopt")
@@ -245,82 +245,67 @@ class ZeroOneAdam(CommOptimizer):
 
     # the step ---------------------------------------------------------------------------------------------------------
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        steps = {"exact": self._exact_step, "compressed": self._compressed_step, "local": self._local_step}
-        yield from steps[self.kind_of(group)](bucket, group, now)
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        steps = {"exact": self.exact, "compressed": self.round, "local": self.local}
+        return steps[self.kind_of(group)](bucket, group, ctx)
 
-    def _exact_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """Adam on the mean gradient."""
-        grads = yield from averaged_gradients(bucket, now)
-        params = [p for p in bucket.params if id(p) in now.present]
-        states = [self.state[p] for p in params]
+    def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """t in T_v: Adam on the mean gradient."""
+        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        x = [p for p in bucket.params if id(p) in ctx.present]
+        states = [self.state[p] for p in x]
         for s in states:
             s["step"] += 1
             s["variance_step"] += 1
-        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
-        adam_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks, group)
+        counts = [(s["step"].item(), s["variance_step"].item()) for s in states]
+        adam_(x, g, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], counts, group)
 
-    def _compressed_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """m = the mean over ranks and steps of the momenta, compressed;  x = x_a - G m / D."""
-        momentum, feedback, interval = bucket.buffers["exp_avg"], bucket.feedback, _next(group)
-        assert feedback is not None
-        # between rounds a missing gradient is zeros: nobody is absent
-        attendance = Attendance(bucket, now.absent(bucket) if interval.steps == 1 else [], self.share)
-        nodes = now.line.between.world_size
-        sending = [(yield from self._to_send(bucket, group, now, interval))]
-
-        def compress(wire: Tensor, columns: Columns) -> None:
-            worker, after = feedback.worker_rows(nodes)
-            self.compressor.compress_momentum(sending[0], worker, wire, feedback.live_rows(nodes), after, columns)
-            if columns == bucket.columns[-1]:
-                sending.clear()  # what was formed for this is not needed while the bytes are on their way
-
-        arrivals = yield from compressed_mean(
-            compress, feedback, self.compressor, now.line.between, now.back.between, bucket.columns
+    def round(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """t in T_u: the mean over ranks and steps of the momenta."""
+        m, since = bucket["exp_avg"], _next(group)
+        absent: list[int] | None = (
+            None if since.steps == 1 else []
+        )  # between rounds a missing gradient is zeros: nobody is absent
+        mean = yield from compressed_mean_of(
+            (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
-        arrivals = yield from to_node(arrivals, now.back.inside)
-        yield from all_arrived(arrivals, bucket, self.compressor, now)
-        attendance.commit()
-        then = self._moves(bucket, group, interval, self._tick(bucket, group, interval, now.present))
-        if interval.steps > 1:
-            _to_anchor(bucket, then)
-        attendance.move(arrivals, self.compressor, momentum, then)
-        if interval.steps > 1:
-            bucket.buffers["mean_momentum"].zero_()  # so that all state is the same on all ranks
+        update = self._moves(bucket, group, since, self._tick(bucket, group, since, ctx.present))
+        if since.steps > 1:
+            _to_anchor(bucket, update)
+        mean.into(m, update)  # m = mean_i u_i / G;  x = x_a - G m / D
+        if since.steps > 1:
+            bucket["mean_momentum"].zero_()  # u_i = 0, so that all state is the same on all ranks
 
-    def _to_send(
-        self, bucket: StateBucket, group: dict[str, Any], now: Step, interval: Interval
+    def local(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+        """All other steps: this rank's own, from the anchor."""
+        yield ctx.agreed
+        m, u, since = bucket["exp_avg"], bucket["mean_momentum"], _next(group)
+        grads = [] if ctx.dropped else bucket.gradients()
+        beta1 = group["betas"][0]
+        ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
+        if since.steps == 1:
+            bucket.pack_params_(bucket["anchor"])  # x_a = x
+            u.copy_(m)
+        else:
+            u.lerp_(m, since.share)  # u_i / G
+        self._place(bucket, self._moves(bucket, group, since, self._tick(bucket, group, since, None)), u)
+
+    def _gathered(
+        self, bucket: StateBucket, group: dict[str, Any], ctx: Step, since: Interval
     ) -> Generator[Work, None, Momentum]:
         """u_i / G with this step, of the part of the bucket that this rank compresses for its node."""
-        beta1, momentum = group["betas"][0], bucket.buffers["exp_avg"]
-        if interval.steps == 1:  # the momentum is the same on all ranks: only gradients differ
-            fresh, offsets, scale = yield from gradients_to_compress(bucket, now)
-            return Momentum(bucket.part(momentum), fresh, offsets, beta1, (1 - beta1) * scale)
-        base = bucket.buffers["mean_momentum"] * (1 - interval.share)
-        base.add_(momentum, alpha=beta1 * interval.share)
-        grads, alpha = bucket.gradients(), (1 - beta1) * now.scale * interval.share
-        mine = Momentum(base, [g for g, _ in grads], [o for _, o in grads], 1.0, alpha)
+        beta1, m = group["betas"][0], bucket["exp_avg"]
+        if since.steps == 1:  # the momentum is the same on all ranks: only gradients differ
+            return (yield from local_momentum(bucket, m, beta1, ctx))
+        u = bucket["mean_momentum"] * (1 - since.share)
+        u.add_(m, alpha=beta1 * since.share)
+        grads = bucket.gradients()
+        local = Momentum(u, [g for g, _ in grads], [o for _, o in grads], 1.0, (1 - beta1) * ctx.scale * since.share)
         if bucket.places == 1:
-            return mine
-        ops.momentum(mine.m, mine.grads, mine.offsets, mine.beta, mine.alpha, base)
-        part = yield from reduce_scatter(base, now.line.inside)
+            return local
+        ops.momentum(u, local.grads, local.offsets, 1.0, local.alpha, u)
+        part = yield from reduce_scatter(u, ctx.line.inside)
         return Momentum(part, [], [], 1.0, 0.0)
-
-    def _local_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
-        """m_i and u_i / G go on;  x_i = x_a - u_i / D."""
-        yield now.agreed
-        beta1, interval = group["betas"][0], _next(group)
-        momentum, mean = bucket.buffers["exp_avg"], bucket.buffers["mean_momentum"]
-        grads = [] if now.dropped else bucket.gradients()
-        ops.momentum(
-            momentum, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * now.scale, momentum
-        )  # fmt: skip
-        if interval.steps == 1:
-            bucket.pack_params_(bucket.buffers["anchor"])
-            mean.copy_(momentum)
-        else:
-            mean.lerp_(momentum, interval.share)
-        self._place(bucket, self._moves(bucket, group, interval, self._tick(bucket, group, interval, None)), mean)
 
     def _tick(
         self, bucket: StateBucket, group: dict[str, Any], interval: Interval, present: frozenset[int] | None
@@ -354,10 +339,8 @@ class ZeroOneAdam(CommOptimizer):
         params = [bucket.params[i] for i in moving]
         states = [self.state[p] for p in params]
         clocks = [((s["step"] - s["interval_step"] + 1).item(), s["variance_step"].item()) for s in states]
-        step_sizes, corrections, eps, _ = frozen_adam_factors(clocks, {**group, "lr": interval.lr_sum})
-        offsets = [bucket.offsets[i] for i in moving]
-        variance = bucket.buffers["exp_avg_sq"]
-        return FrozenAdam(variance, params, offsets, step_sizes, corrections, eps, interval.decay)
+        over = {**group, "lr": interval.lr_sum}
+        return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, clocks, over), decay=interval.decay)
 
     @staticmethod
     def _place(bucket: StateBucket, then: FrozenAdam, mean: Tensor) -> None:
@@ -383,7 +366,7 @@ class ZeroOneAdam(CommOptimizer):
         for bucket, _, then in self._apart():
             mean = bucket.buffers["mean_momentum"].clone()
             self.average_exactly(mean, f"synchronisation between rounds, bucket with {bucket.describe()}")
-            ops.zero_dead_(mean, find_live(bucket))
+            ops.zero_dead_(mean, active_mask(bucket))
             self._place(bucket, then, mean)
             bucket.buffers["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()

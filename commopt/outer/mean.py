@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from commopt.comm import CountingBackend, Work, compressed_mean, mean_over_all, reduce_scatter, to_node
-from commopt.compress import Columns, Compressor
+from commopt.comm import CountingBackend, Work, mean_over_all, reduce_scatter
+from commopt.compress import Compressor, Momentum
+from commopt.optim.exchange import start_mean
 from commopt.optim.packed import StateBucket
 
 
@@ -32,17 +33,12 @@ def mean_way(
     if compressor is None or feedback is None:
         yield from mean_over_all(way, backend, backend)
         return
-    nodes = backend.between.world_size
     part = way
     if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
         part = yield from reduce_scatter(way, backend.inside)
-    rows = part.view(nodes, -1)
-
-    def compress(wire: Tensor, _: Columns) -> None:
-        worker, after = feedback.worker_rows(nodes)
-        compressor.compress_with_feedback(rows, worker, wire, feedback.live_rows(nodes), after)
-
-    arrivals = yield from compressed_mean(compress, feedback, compressor, backend.between)
-    for arrival in (yield from to_node(arrivals, backend.inside)):
+    active = bucket.active
+    local = Momentum(part, [], [], 1.0, 0.0)
+    mask = None if active is None else active.view(backend.world_size, -1)
+    for arrival in (yield from start_mean(local, feedback, bucket, compressor, backend, backend, active)):
         yield arrival.work
-        compressor.decompress_live(arrival.wires, way.view(backend.world_size, -1), bucket.live_rows())
+        compressor.decompress_live(arrival.wires, way.view(backend.world_size, -1), mask, arrival.columns)

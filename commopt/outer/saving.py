@@ -53,7 +53,7 @@ class SavedOuter(PackedOptimizer):
         used, live = bucket.zeros(), torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
         used[: bucket.numel] = 1
         ops.pack_nonzero(used, live)
-        bucket.set_live(live)
+        bucket.active = live
 
     # saving -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,228 @@
+"""What a bucket's step exchanges with the other ranks: the heart of every optimizer of the Adam family.
+
+    g      mean_i g_i, in full precision              averaged_gradients
+    m_i    b1 m + (1-b1) g_i                          local_momentum
+    m      mean_i m_i, compressed both ways           compressed_mean_of(...).into(m, update)
+
+With nodes of several ranks, i is a node: its ranks average their gradients in full precision, and each of them
+compresses a part of the bucket, its own. What comes back is shared in the node, still as bytes.
+
+A parameter without a gradient on any rank takes no part in a compressed exchange: as in torch, it is as if it were not
+there. It is in no scale of a block, what is sent for it counts for nothing, and its momentum and residuals stay, to
+the bit. The same goes for elements whose variance is 0, but that their momentum and residuals are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import (
+    Arrival,
+    Backend,
+    CountingBackend,
+    Work,
+    compressed_mean,
+    mean_over_all,
+    reduce_scatter,
+    to_node,
+)
+from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.optim.flight import Step
+from commopt.optim.masks import Run, absent_runs, active_mask, within, without
+from commopt.optim.packed import StateBucket
+from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
+
+
+def averaged_gradients(bucket: StateBucket, ctx: Step) -> Generator[Work, None, list[Tensor]]:
+    """The exact means of the gradients of the parameters that move, in the dtype of the state.
+
+    All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
+    """
+    if ctx.average:
+        flat = bucket.pack_gradients(ctx.scale)
+        yield from mean_over_all(flat, ctx.line, ctx.back)
+    yield ctx.agreed
+    if ctx.average and ctx.line.world_size > 1:
+        ctx.confirmed.note(torch.isfinite(ops.square_sum([flat])))
+        yield ctx.confirmed
+    bucket.active = None
+    moving = [i for i, p in enumerate(bucket.params) if id(p) in ctx.present]
+    if ctx.average:
+        views = bucket.views(flat)
+        return [views[i] for i in moving]
+    return [scaled_gradient(bucket.params[i], bucket.dtype, ctx.scale) for i in moving]
+
+
+def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: Step) -> Generator[Work, None, Momentum]:
+    """b m + (1-b) g_i, of what this rank compresses: the whole bucket, or its part on behalf of its node.
+
+    It is not formed: the compressor does that. ``m`` is a flat buffer of ``bucket``.
+    """
+    if bucket.places > 1:
+        part = yield from reduce_scatter(bucket.pack_gradients(ctx.scale), ctx.line.inside)
+        return Momentum(bucket.part(m), [part], [0], beta, 1 - beta)
+    grads = bucket.gradients()
+    return Momentum(m, [g for g, _ in grads], [o for _, o in grads], beta, (1 - beta) * ctx.scale)
+
+
+def compressed_mean_of(
+    local: Momentum,
+    bucket: StateBucket,
+    compressor: Compressor,
+    ctx: Step,
+    *,
+    scaling: Sequence[float] | None = None,
+    absent: Sequence[int] | None = None,
+) -> Generator[Work, None, Received]:
+    """The mean over the ranks of ``local`` + residual, compressed, and the residuals of that.
+
+    When it returns, all ranks take the step, have received what was sent, and the residuals are those after it. Until
+    then nothing that outlives the step has changed, but for residuals that are not double-buffered.
+
+    Args:
+        local: what this rank compresses, (padded / places,); let go of when it is compressed.
+        bucket: has the residuals, and a variance.
+        compressor: the same on every rank.
+        ctx: the step.
+        scaling: one factor k of each parameter: k (``local`` + residual) is compressed, what comes back is divided by
+            k, and so are the residuals.
+        absent: indices of the parameters that take no part, ascending; None: those without a gradient on any rank.
+    """
+    feedback = bucket.feedback
+    assert feedback is not None
+    runs = absent_runs(bucket, ctx.absent(bucket) if absent is None else absent)
+    active = without(active_mask(bucket), runs)
+    server = feedback.server.numel()
+    kept = feedback.spare(
+        within(runs, bucket.place * feedback.worker.numel(), feedback.worker.numel()),
+        within(runs, bucket.share * server, server),
+    )
+    sending = feedback
+    if scaling is not None:
+        sending = _scaled(local, bucket, feedback, scaling)
+    on_the_way = start_mean(local if scaling is None else None, sending, bucket, compressor, ctx.line, ctx.back, active)
+    del local
+    arrivals = yield from on_the_way
+    yield ctx.agreed
+    for arrival in arrivals:
+        yield arrival.work
+        start, stop = arrival.columns
+        ctx.confirmed.note(compressor.is_sound(arrival.wires, stop - start, bucket.dtype))
+    yield ctx.confirmed
+    if scaling is not None:
+        torch._foreach_div_(bucket.part_views(sending.worker), scaling)
+        torch._foreach_div_(bucket.shares(sending.server, bucket.share), scaling)
+    feedback.commit(kept)
+    return Received(arrivals, bucket, compressor, active, runs, scaling)
+
+
+class Received:
+    """A compressed mean that has come: still bytes, the same on every rank. The residuals are committed."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        bucket: StateBucket,
+        compressor: Compressor,
+        active: Tensor,
+        absent: Sequence[Run],
+        scaling: Sequence[float] | None,
+    ) -> None:
+        self._arrivals, self._bucket, self._compressor = arrivals, bucket, compressor
+        self._active, self._absent, self._scaling = active.view(bucket.world_size, -1), absent, scaling
+
+    def into(self, m: Tensor, update: FrozenAdam) -> None:
+        """Writes the mean to ``m``, a flat buffer of the bucket, but for the absent, and moves parameters along it."""
+        kept = [(slice(*run), m[slice(*run)].clone()) for run in self._absent]
+        for arrival in self._arrivals:
+            self._compressor.decompress_adam(arrival.wires, m, update, self._active, arrival.columns)
+        for at, values in kept:
+            m[at] = values
+
+    def values(self) -> Tensor:
+        """The mean, (padded,), a new tensor; what it has for the absent means nothing."""
+        mean = torch.empty(self._bucket.padded, dtype=self._bucket.dtype, device=self._bucket.device)
+        for arrival in self._arrivals:
+            rows = mean.view(arrival.wires.shape[0], -1)
+            self._compressor.decompress_live(arrival.wires, rows, self._active, arrival.columns)
+        if self._scaling is not None:
+            torch._foreach_div_(self._bucket.views(mean), self._scaling)
+        return mean
+
+
+def start_mean(
+    local: Momentum | None,
+    feedback: Feedback,
+    bucket: StateBucket,
+    compressor: Compressor,
+    line: CountingBackend,
+    back: CountingBackend,
+    active: Tensor | None,
+) -> Generator[Work, None, list[Arrival]]:
+    """Compresses ``local`` + residual at once, starts to send it, and returns the task that takes the mean and brings
+    it to all ranks: :func:`commopt.comm.compressed_mean` between the nodes, and to all ranks of each.
+
+    Args:
+        local: what this rank compresses, (padded / places,); None for 0. The task does not hold it.
+        feedback: the residuals.
+        bucket: what this is of.
+        compressor: the same on every rank.
+        line, back: the ranks, for the way out and for the way back.
+        active: bit mask of what takes part, (padded / 8,), or None for all.
+    """
+    nodes = line.between.world_size
+    mask = None if active is None else bucket.part(active)
+    rows = None if mask is None else mask.view(nodes, -1)
+
+    def compress(wire: Tensor, columns: Columns) -> None:
+        worker, after = feedback.worker_rows(nodes)
+        compressor.compress_momentum(local, worker, wire, rows, after, columns)
+
+    between = compressed_mean(
+        compress, feedback, compressor, line.between, back.between, bucket.columns or None, mask
+    )  # fmt: skip
+    return _shared_in_node(between, back.inside)
+
+
+def _shared_in_node(
+    between: Generator[Work, None, list[Arrival]], inside: Backend
+) -> Generator[Work, None, list[Arrival]]:
+    arrivals = yield from between
+    return (yield from to_node(arrivals, inside))
+
+
+def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Sequence[float]) -> Feedback:
+    """Residuals such that compressing them, and nothing else, is compressing k (``local`` + residual). They are formed
+    where the next ones will be."""
+    worker, server = feedback.next_worker, feedback.next_server
+    torch.add(feedback.worker, local.m, alpha=local.beta, out=worker)
+    ops.momentum(worker, local.grads, local.offsets, 1.0, local.alpha, worker)
+    torch._foreach_mul_(bucket.part_views(worker), scaling)
+    if feedback.undoable:
+        server.copy_(feedback.server)
+    torch._foreach_mul_(bucket.shares(server, bucket.share), scaling)
+    return Feedback(worker, server)
+
+
+def frozen_adam(
+    bucket: StateBucket, v: Tensor, moving: Sequence[Tensor], counts: list[tuple[float, float]], group: dict[str, Any]
+) -> FrozenAdam:
+    """x <- x (1 - lr wd) - lr / (1-b1^t) m / (sqrt(v / (1-b2^t')) + eps), for when m has come.
+
+    Args:
+        bucket: of the parameters.
+        v: a flat buffer of it.
+        moving: the parameters that move, some of the bucket's, in their order.
+        counts: (t, t') of each of them.
+        group: lr, betas, eps, weight_decay.
+    """
+    chosen = {id(p) for p in moving}
+    offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in chosen]
+    return FrozenAdam(
+        v, moving, offsets, *bias_corrections(counts, group), group["eps"], weight_decay_factor(group)
+    )  # fmt: skip

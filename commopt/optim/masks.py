@@ -1,0 +1,59 @@
+"""Which elements of a bucket take part in a compressed exchange: bit masks, least significant bit first, 1 = active."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.optim.packed import StateBucket
+
+Run = tuple[int, int]
+"""Elements [start, stop) of a flat buffer."""
+
+
+def active_mask(bucket: StateBucket) -> Tensor:
+    """The mask of the elements whose variance is not 0, (padded / 8,) uint8: only they are sent and move. It stays
+    until ``bucket.active`` is unset."""
+    if bucket.active is None:
+        bucket.active = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+        ops.pack_nonzero(bucket["exp_avg_sq"], bucket.active)
+    return bucket.active
+
+
+def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
+    """Where the parameters of the indices ``absent``, ascending, are in a flat buffer; neighbours in one run."""
+    out: list[Run] = []
+    for i in absent:
+        start, stop = bucket.offsets[i], bucket.offsets[i] + bucket.params[i].numel()
+        if out and out[-1][1] == start:
+            start = out.pop()[0]
+        if start < stop:
+            out.append((start, stop))
+    return out
+
+
+def without(active: Tensor, runs: Sequence[Run]) -> Tensor:
+    """The mask ``active`` with the bits of ``runs`` cleared: itself if there are none, else a new one."""
+    if not runs:
+        return active
+    out = active.clone()
+    for start, stop in runs:
+        first, last = start // 8, stop // 8  # the bytes at the ends, of which some bits stay
+        low, high = (1 << start % 8) - 1, 0xFF & ~((1 << stop % 8) - 1)
+        if first == last:
+            out[first] &= low | high
+            continue
+        out[first] &= low
+        out[first + 1 : last] = 0
+        if stop % 8:
+            out[last] &= high
+    return out
+
+
+def within(runs: Sequence[Run], start: int, length: int) -> list[slice]:
+    """What of ``runs`` lies in the ``length`` elements from ``start`` on, counted from there."""
+    cut = ((max(a, start) - start, min(b, start + length) - start) for a, b in runs)
+    return [slice(a, b) for a, b in cut if a < b]
