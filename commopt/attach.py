@@ -81,7 +81,7 @@ class Attachment:
             return done
         for p, g in owned:
             self.averaged[id(p)] = ops.square_sum([g])
-        work = optimizer.backend.all_reduce(bucket.buffer())
+        work = optimizer.topology.world.all_reduce(bucket.buffer())
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[attr-defined]
 
 
@@ -109,7 +109,7 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         )
     if not isinstance(optimizer, (CommOptimizer, OuterOptimizer)):
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
-    inner = getattr(optimizer.backend.inner, "everyone", optimizer.backend.inner)
+    inner = getattr(optimizer.topology.backend, "everyone", optimizer.topology.backend)
     mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:

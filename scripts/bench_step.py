@@ -95,9 +95,7 @@ def two_ranks_main(rank: int, port: int, folder: str, repeats: int) -> None:
         times.append(seconds(optimizer.step))
     entries = [*optimizer.state.values(), *optimizer.residuals.values()]
     state = sum(t.nbytes for entry in entries for t in entry.values())
-    masks = sum(
-        b.feedback.live.nbytes for b in optimizer.buckets if b.feedback is not None and b.feedback.live is not None
-    )
+    masks = sum(b.active.nbytes for b in optimizer.buckets if b.active is not None)
     if rank == 0:
         result = {
             "compressed_step_ms": 1e3 * statistics.median(times),

@@ -237,10 +237,10 @@ def test_dead_elements_come_out_as_zero_and_owe_nothing():
 
     def reduce(backend):
         feedback = Feedback.zeros(n, 2, torch.float32, torch.device("cpu"))
-        feedback.live = torch.full((n // 8,), 0x0F, dtype=torch.uint8)
+        live = torch.full((n // 8,), 0x0F, dtype=torch.uint8)
         for step in range(5):
             x = inputs(2, backend.rank, step, n, torch.float32)
-            run([compressed_all_reduce(x, feedback, Sign(block=32), backend)])
+            run([compressed_all_reduce(x, feedback, Sign(block=32), backend, live)])
         return x, feedback
 
     dead = torch.arange(n) % 8 >= 4

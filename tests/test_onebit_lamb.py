@@ -717,7 +717,7 @@ def test_memory_is_what_the_docstring_says(world_size, overlap):
         held = list(bucket.buffers.values())
         if bucket.feedback is not None:
             feedback = bucket.feedback
-            held += [feedback.worker, feedback.server, *(feedback._next or ()), bucket.live]
+            held += [feedback.worker, feedback.server, *(feedback._next or ()), bucket.active]
         return sum(t.untyped_storage().nbytes() for t in held)
 
     residuals = 0 if world_size == 1 else (4 + 4 / world_size) * (2 if overlap else 1) + 1 / 8

@@ -9,7 +9,7 @@ from commopt.comm.collectives import (
     reduce_scatter,
     to_node,
 )
-from commopt.comm.counting import CountingBackend, all_reduce_bytes
+from commopt.comm.counting import CountingBackend, Traffic, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.partial import BlockMean, PartialMean, WireMean, partial_mean
@@ -17,6 +17,7 @@ from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
+from commopt.comm.topology import Channel, Topology
 from commopt.comm.torch import TorchBackend
 from commopt.comm.watch import first_notice, set_first_notice
 
@@ -25,6 +26,7 @@ __all__ = [
     "Arrival",
     "Backend",
     "BlockMean",
+    "Channel",
     "CollectiveError",
     "CountingBackend",
     "LocalBackend",
@@ -36,7 +38,9 @@ __all__ = [
     "Task",
     "ThreadBackend",
     "ThreadWorld",
+    "Topology",
     "TorchBackend",
+    "Traffic",
     "WireMean",
     "Work",
     "all_reduce_bytes",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm.backend import Backend, Work
-from commopt.comm.counting import CountingBackend
+from commopt.comm.topology import Channel
 from commopt.compress.compressor import Columns, Compressor
 from commopt.compress.feedback import Feedback
 
@@ -33,7 +33,7 @@ def reduce_scatter(x: Tensor, backend: Backend) -> Generator[Work, None, Tensor]
     return received.mean(0)
 
 
-def mean_over_all(x: Tensor, line: CountingBackend, back: CountingBackend) -> Iterator[Work]:
+def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
     """x <- its mean over all ranks, in full precision, in place and with the same bits on every rank.
 
     Where ranks are grouped by nodes: the mean over the node, of which every rank keeps a part; the mean of that between
@@ -42,18 +42,18 @@ def mean_over_all(x: Tensor, line: CountingBackend, back: CountingBackend) -> It
 
     Args:
         x: (D,), contiguous; D a multiple of the number of ranks.
-        line, back: the ranks, for the first collective and for what follows; see :class:`commopt.comm.Pipeline`.
+        send, reply: the ranks, for the first collective and for what follows; see :class:`commopt.comm.Pipeline`.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
     """
-    if line.inside.world_size == 1:
-        yield line.between.all_reduce(x)
+    if send.intra_node.world_size == 1:
+        yield send.inter_node.all_reduce(x)
         return
-    part = yield from reduce_scatter(x, line.inside)
-    if line.between.world_size > 1:
-        yield back.between.all_reduce(part)
-    yield back.inside.all_gather(x.view(line.inside.world_size, -1), part)
+    part = yield from reduce_scatter(x, send.intra_node)
+    if send.inter_node.world_size > 1:
+        yield reply.inter_node.all_reduce(part)
+    yield reply.intra_node.all_gather(x.view(send.intra_node.world_size, -1), part)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, LocalBackend, Work, open_control, open_lines, sends_from
-from commopt.comm.nodes import NodesBackend
+from commopt.comm.backend import Backend, Work, sends_from
 from commopt.comm.receipt import Receipt, row_sums
 
 
@@ -54,7 +53,7 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * -(-nbytes // world_size)
 
 
-class Meter:
+class Traffic:
     """What has been counted: ``step`` (the last one that ended) and ``total``."""
 
     def __init__(self) -> None:
@@ -76,32 +75,27 @@ class Meter:
 
 
 class CountingBackend:
-    """``inner``, with its traffic counted in ``meter``.
+    """``inner``, with what it sends counted, and a receipt kept of it.
 
-    Attributes:
-        inside: the ranks of this rank's node; without nodes, this rank alone.
-        between: the ranks with this rank's place in their nodes; without nodes, all.
+    Args:
+        inner: another backend.
+        traffic: where it is counted; None for a count of its own.
+        receipt: where it is entered; None for one of its own.
+        intra_node: whether what is sent stays inside a node.
     """
 
-    inside: Backend
-
     def __init__(
-        self, inner: Backend, meter: Meter | None = None, stays: bool = False, receipt: Receipt | None = None
+        self,
+        inner: Backend,
+        traffic: Traffic | None = None,
+        receipt: Receipt | None = None,
+        intra_node: bool = False,
     ) -> None:
         self.inner = inner
-        self.meter = meter or Meter()
+        self.traffic = traffic or Traffic()
         self.receipt = receipt or Receipt()
         self._line = self.receipt.new_line()
-        self._stays = stays
-        self._between: CountingBackend | None = None
-        self.inside = LocalBackend()
-        if isinstance(inner, NodesBackend):
-            self.inside = CountingBackend(inner.inside, self.meter, True, self.receipt)
-            self._between = CountingBackend(inner.between, self.meter, False, self.receipt)
-
-    @property
-    def between(self) -> CountingBackend:
-        return self if self._between is None else self._between  # not kept: nothing may wait for a garbage collector
+        self._intra_node = intra_node
 
     @property
     def rank(self) -> int:
@@ -116,35 +110,8 @@ class CountingBackend:
         """Those that ``inner`` can send from; None: all."""
         return sends_from(self.inner)
 
-    @property
-    def step(self) -> Tally:
-        """Traffic of the last step that ended."""
-        return self.meter.step
-
-    @property
-    def total(self) -> Tally:
-        """All traffic so far."""
-        return self.meter.total
-
-    def end_step(self) -> None:
-        """Closes the count of a step: all since the last call."""
-        self.meter.end_step()
-
-    def leave_out(self) -> None:
-        """What was counted since the last step ended belongs to no step; it stays in ``total``."""
-        self.meter.leave_out()
-
-    def lines(self, n: int) -> list[CountingBackend]:
-        """``n`` lines of ``inner``, if it has any; their traffic goes into the same counts."""
-        return [CountingBackend(line, self.meter, False, self.receipt) for line in open_lines(self.inner, n)]
-
-    def control(self) -> CountingBackend:
-        """``inner``'s channel for small messages, if it has one; its traffic goes into the same counts."""
-        control = open_control(self.inner)
-        return self if control is self.inner else CountingBackend(control, self.meter, False, self.receipt)
-
     def _count(self, verb: str, nbytes: int) -> None:
-        self.meter.add(verb, nbytes, self._stays)
+        self.traffic.add(verb, nbytes, self._intra_node)
 
     def all_reduce(self, x: Tensor) -> Work:
         self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))

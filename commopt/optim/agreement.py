@@ -31,7 +31,7 @@ AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 
 
 @dataclass(frozen=True)
-class LocalView:
+class StepReport:
     """What one rank brings to a step.
 
     Attributes:
@@ -42,7 +42,7 @@ class LocalView:
         terms: the hyper-parameters and counters of each parameter group, which must be the same on all ranks.
         checks: whether this rank wants digests compared at this step.
         digests: makes the digests of what must be the same on all ranks, if any rank ``checks``.
-        judge: is given those of every rank, by rank; raises if the step cannot be taken with them.
+        decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
     """
 
     square_norm: float
@@ -52,11 +52,11 @@ class LocalView:
     terms: Sequence[Mapping[str, Any]] = ()
     checks: bool = False
     digests: Callable[[], list[int]] = list
-    judge: Callable[[list[list[int]]], None] | None = None
+    decide: Callable[[list[list[int]]], None] | None = None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What all ranks agreed on; equal on every rank, but for ``already_equal``.
 
     Attributes:
@@ -76,7 +76,7 @@ class Verdict:
 
 
 class StepSkipped(Exception):
-    """All ranks skip the step; the verdict says why."""
+    """All ranks skip the step; the decision says why."""
 
 
 class StepRefused(RuntimeError):
@@ -94,31 +94,31 @@ class Agreement:
     gradient; and an all-gather of digests if any rank checks.
 
     Attributes:
-        verdict: what was decided; None before.
+        decision: what was decided; None before.
     """
 
     def __init__(self) -> None:
-        self.verdict: Verdict | None = None
+        self.decision: StepDecision | None = None
         self._backend: Backend | None = None
         self._first: Work | None = None
         self._second: Work | None = None
         self._answer: list[list[float]] | None = None
 
-    def start(self, backend: Backend, device: torch.device, view: LocalView, where: str) -> None:
-        """Tells the other ranks this rank's ``view``; ``where`` says in an error which step it was about."""
-        self._backend, self._device, self._view, self._where = backend, device, view, where
+    def start(self, backend: Backend, device: torch.device, report: StepReport, where: str) -> None:
+        """Tells the other ranks this ``report``; ``where`` says in an error which step it was about."""
+        self._backend, self._device, self._report, self._where = backend, device, report, where
         if backend.world_size == 1:
             return
-        usable = is_usable(view.square_norm)
+        usable = is_usable(report.square_norm)
         row = [
-            float(view.error is not None),
+            float(report.error is not None),
             float(usable),
-            view.square_norm if usable else 0.0,
-            float(not all(view.present)),
-            float(view.unaveraged),
-            float(len(view.present)),
-            float(_checksum_of(view.terms)),
-            float(view.checks),
+            report.square_norm if usable else 0.0,
+            float(not all(report.present)),
+            float(report.unaveraged),
+            float(len(report.present)),
+            float(_checksum_of(report.terms)),
+            float(report.checks),
         ]
         self._table = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
         self._first = backend.all_gather(self._table, torch.tensor(row, dtype=torch.float64, device=device))
@@ -132,7 +132,7 @@ class Agreement:
     def is_completed(self) -> bool:
         """Whether wait() would not block, but for comparing digests. Starts the second collective when its time has
         come."""
-        if self.verdict is not None or self._first is None:
+        if self.decision is not None or self._first is None:
             return True
         if self._answer is None and not self._first.is_completed():
             return False
@@ -142,33 +142,33 @@ class Agreement:
             return True
         return self._second is None or self._second.is_completed()
 
-    def wait(self) -> Verdict:
-        """Learns the verdict. May be called again.
+    def wait(self) -> StepDecision:
+        """Learns the decision. May be called again.
 
         Raises:
-            view.error: on the rank that has one; the others raise StepRefused.
+            report.error: on the rank that has one; the others raise StepRefused.
             OutOfStep: if ranks hold different numbers of trainable parameters, or differ in their terms.
             StepSkipped: if some gradient on some rank is inf or NaN.
-            Exception: what ``view.judge`` raises.
+            Exception: what ``report.decide`` raises.
         """
         assert self._backend is not None
-        if self.verdict is None:
-            self.verdict = self._alone() if self._backend.world_size == 1 else self._settle()
-        if self.verdict.non_finite:
+        if self.decision is None:
+            self.decision = self._alone() if self._backend.world_size == 1 else self._settle()
+        if self.decision.non_finite:
             raise StepSkipped
-        return self.verdict
+        return self.decision
 
     def forget(self) -> None:
-        """Lets go of this rank's view: its error holds the frames that it has passed, and some of these the step."""
-        self._view = LocalView(0.0, [], False)
+        """Lets go of this rank's report: its error holds the frames that it has passed, and some of these the step."""
+        self._report = StepReport(0.0, [], False)
 
-    def _alone(self) -> Verdict:
-        view = self._view
-        if view.error is not None:
-            raise view.error
-        usable = is_usable(view.square_norm)
-        norm = math.sqrt(view.square_norm) if usable else math.nan
-        return Verdict([] if usable else [0], norm, view.present, False, False)
+    def _alone(self) -> StepDecision:
+        report = self._report
+        if report.error is not None:
+            raise report.error
+        usable = is_usable(report.square_norm)
+        norm = math.sqrt(report.square_norm) if usable else math.nan
+        return StepDecision([] if usable else [0], norm, report.present, False, False)
 
     def _read(self) -> list[list[float]]:
         """What every rank has said, by rank; starts the second collective if it is needed.
@@ -178,13 +178,13 @@ class Agreement:
         """
         if self._answer is not None:
             return self._answer
-        view, backend = self._view, self._backend
+        report, backend = self._report, self._backend
         assert backend is not None
         assert self._first is not None
         wait(self._first, self._where)
         table: list[list[float]] = self._table.tolist()
-        if view.error is not None:
-            raise view.error
+        if report.error is not None:
+            raise report.error
         for rank, (failed, *_) in enumerate(table):
             if failed:
                 raise StepRefused(f"rank {rank} cannot take this step; its own error says why")
@@ -197,14 +197,14 @@ class Agreement:
         if any(row[6] != table[0][6] for row in table):
             self._raise_different_terms()
         if any(row[3] for row in table):
-            self._shares = torch.tensor([float(p) for p in view.present], dtype=torch.float64, device=self._device)
+            self._shares = torch.tensor([float(p) for p in report.present], dtype=torch.float64, device=self._device)
             self._second = backend.all_reduce(self._shares)
         self._answer = table
         return table
 
     def _raise_different_terms(self) -> None:
         assert self._backend is not None
-        everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._view.terms))]
+        everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._report.terms))]
         for rank, terms in enumerate(everyone):
             for i, (group, first) in enumerate(zip(terms, everyone[0])):
                 for key in group.keys() | first.keys():
@@ -215,18 +215,18 @@ class Agreement:
                         )
         raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
 
-    def _settle(self) -> Verdict:
+    def _settle(self) -> StepDecision:
         table = self._read()
-        view, backend = self._view, self._backend
+        report, backend = self._report, self._backend
         assert backend is not None
-        present: Sequence[bool] = view.present
+        present: Sequence[bool] = report.present
         if self._second is not None:
             wait(self._second, self._where)
             present = [share > 0 for share in self._shares.tolist()]
         if any(row[7] for row in table):
             self._compare()
         squares = [row[2] for row in table]
-        return Verdict(
+        return StepDecision(
             non_finite=[rank for rank, row in enumerate(table) if not row[1]],
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
@@ -236,15 +236,15 @@ class Agreement:
 
     def _compare(self) -> None:
         """Compares the digests of all ranks."""
-        backend, view = self._backend, self._view
+        backend, report = self._backend, self._report
         assert backend is not None
-        mine = torch.tensor(view.digests(), dtype=torch.int64, device=self._device)
+        mine = torch.tensor(report.digests(), dtype=torch.int64, device=self._device)
         table = mine.new_empty(backend.world_size, mine.numel())
         # not counted: a resumed run compares once more, and must count as one that was never stopped
         uncounted = getattr(backend, "inner", backend)
         wait(uncounted.all_gather(table, mine), self._where)
-        if view.judge is not None:
-            view.judge(table.tolist())
+        if report.decide is not None:
+            report.decide(table.tolist())
 
 
 def is_usable(square_norm: float) -> bool:

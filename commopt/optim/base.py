@@ -5,18 +5,19 @@ A subclass says what happens to one bucket in one step, as a generator that yiel
     def check_group(self, group)                      ranges of its hyper-parameters
     def init_bucket(self, bucket)                     its flat buffers
     def phase_of(self, group)                         a pure function of what is in the group
-    def bucket_step(self, bucket, group, now)         its algorithm; yields Work
+    def bucket_step(self, bucket, group, ctx)         its algorithm; yields Work
     def after_step(self)                              what needs all buckets
 
 Before a step touches anything that outlives it, the ranks agree on whether to take it, how to clip, and which
 parameters take part. From then on all of them do the same, so nothing can hang or drift. A bucket's task yields
-``now.agreed`` at that point: with ``overlap=True`` it has started in backward, long before.
+``ctx.barrier`` at that point: with ``overlap=True`` it has started in backward, long before.
 
 A step may be local (``is_local``): then the ranks tell each other nothing at all, not even that. Each agrees with
 itself; all of them take the step and count it, because the next round is found by counting. A gradient that is inf or
-NaN counts as missing there (``now.dropped``), a missing one as zeros, and the norm that is clipped is this rank's own.
+NaN counts as missing there (``ctx.nonfinite_dropped``), a missing one as zeros, and the norm that is clipped is this
+rank's own.
 What a rank changes in a local step may differ from the others' until the next round: such buffers are
-``local_buffers()``, which each rank saves for itself. If groups are in different phases, a step is local if it is for
+in ``rank_local()``, and each rank saves its own. If groups are in different phases, a step is local if it is for
 all of them.
 """
 
@@ -32,38 +33,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt import ops
 from commopt.comm import (
     Backend,
+    Channel,
     CollectiveError,
     CountingBackend,
     LocalBackend,
     MessageDamaged,
+    Topology,
     Work,
-    message_device,
     refuse_if_left_out,
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
 from commopt.optim import checks
-from commopt.optim.agreement import LARGEST_NORM, LocalView, OutOfStep, StepSkipped, Verdict, is_usable
-from commopt.optim.flight import Flight, Overlap, Step
-from commopt.optim.guard import (
-    Guard,
-    NotFinite,
-    check_guard,
-    describe_difference,
-    tell_not_finite,
-)
+from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
+from commopt.optim.diagnostics import Diagnostics, names_of
+from commopt.optim.guard import Guard, NotFinite, check_guard, describe_difference, tell_not_finite
+from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
-from commopt.optim.packed import PackedOptimizer, StateBucket
+from commopt.optim.overlap import Overlap
+from commopt.optim.packed import PackedOptimizer
+from commopt.optim.rules import square_norm
+from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
 _ALONE = CountingBackend(LocalBackend())
 
-LINES = 3
-"""Lines that buckets take in turn, in each direction, where the backend has several."""
+CHANNELS = 3
+"""Channels that buckets take in turn, in each direction, where the backend has several."""
 
 
 class CommOptimizer(PackedOptimizer):
@@ -87,8 +86,8 @@ class CommOptimizer(PackedOptimizer):
         settings.
     """
 
-    read_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
-    """What of a parameter group a bucket's task reads before it yields ``now.agreed``."""
+    hyperparams_used_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
+    """What of a parameter group a bucket's task reads before it yields ``ctx.barrier``."""
 
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
@@ -107,7 +106,7 @@ class CommOptimizer(PackedOptimizer):
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        self.backend = CountingBackend(resolve_backend(process_group, backend))
+        self.topology = Topology(resolve_backend(process_group, backend))
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
@@ -127,7 +126,7 @@ class CommOptimizer(PackedOptimizer):
             error = caught
         self._ready = True
         try:
-            self._welcome(getattr(self, "param_groups", []), error)
+            self._register(getattr(self, "param_groups", []), error)
         except Exception as raised:
             forget_frames(raised)
             raise
@@ -136,15 +135,15 @@ class CommOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         self._attachment: Any = None
-        self._reported_equal = self._reported_late = self._reported_idle = False
+        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
         self._ready = True
         self._skipped_in_a_row = 0
         self._check_next = True  # digests, at the next step
         self._damaged: str | None = None
         self._right: int | None = None  # whose replica the others get after the step
-        self._flight: Flight | None = None
+        self._in_flight: StepInFlight | None = None
         self._watching: Overlap | None = None
-        self._lines: list[CountingBackend] | None = None
+        self._channels: list[Channel] | None = None
         self._control: CountingBackend | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
@@ -162,9 +161,9 @@ class CommOptimizer(PackedOptimizer):
         """What besides the groups must be the same on every rank."""
         return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard]
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
-        ``now.agreed``."""
+        ``ctx.barrier``."""
         raise NotImplementedError
 
     def phase_of(self, group: dict[str, Any]) -> str:
@@ -198,12 +197,12 @@ class CommOptimizer(PackedOptimizer):
             self.check_group(self.param_groups[-1])
         except (ValueError, TypeError) as caught:
             error = caught
-        if not self._ready:  # torch's constructor adds the first groups; ours welcomes all of them at once
+        if not self._ready:  # torch's constructor adds the first groups; ours registers all of them at once
             if error is not None:
                 raise error
             return
         try:
-            self._welcome(self.param_groups[known:], error)
+            self._register(self.param_groups[known:], error)
         except Exception as raised:
             del self.param_groups[known:]
             forget_frames(raised)
@@ -211,19 +210,19 @@ class CommOptimizer(PackedOptimizer):
         finally:
             error = None
 
-    def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        self.welcome(groups, [*settings, type(self).__name__, *self.settings()], error)
+        self.register_groups(groups, [*settings, type(self).__name__, *self.settings()], error)
         if self.overlap:
-            self._open_lines()
-            if self.backend.world_size > 1 and self._all_on_one_line():
+            self._open_channels()
+            if self.topology.world_size > 1 and self._all_on_one_channel():
                 raise ValueError(
-                    f"{type(self).__name__}(overlap=True) needs a backend that has several lines, or a control channel "
-                    "of its own; this one has neither: create the optimizer with overlap=False"
+                    f"{type(self).__name__}(overlap=True) needs a backend that has several channels, or one for small "
+                    "messages; this one has neither: create the optimizer with overlap=False"
                 )
         self._watch()
-        self.backend.end_step()
+        self.topology.traffic.end_step()
 
     # the step ---------------------------------------------------------------------------------------------------------
 
@@ -253,14 +252,14 @@ class CommOptimizer(PackedOptimizer):
                 residuals may not be: every step raises it until a state is loaded.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
-        self.refuse_if_lent("step()")
+        self.refuse_inside_averaged("step()")
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
-        refuse_if_left_out(self.backend.inner, type(self).__name__)
+        refuse_if_left_out(self.topology.backend, type(self).__name__)
         if self._attachment is not None:
             self._attachment.refuse_join()
         loss, refused = None, None
-        if closure is not None and self.overlap and self.backend.world_size > 1:
+        if closure is not None and self.overlap and self.topology.world_size > 1:
             refused = ValueError(
                 "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
                 "step(), or create the optimizer with overlap=False"
@@ -268,87 +267,81 @@ class CommOptimizer(PackedOptimizer):
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        local = self.steps_locally()
-        flight = self.flight()
+        step = self.step_in_flight()
         try:
-            self._fly(flight, refused, local)
+            self._take(step, refused)
         except (CollectiveError, OutOfStep):  # what the ranks have started does not fit together any more
-            flight.pipeline.abandon()
+            step.pipeline.abandon()
             raise
         except MessageDamaged as error:
             self._damaged = str(error)
-            flight.pipeline.abandon()
+            step.pipeline.abandon()
             raise
         except StepSkipped:
-            flight.call_off()
-            self._skip(flight.agreement.verdict)
+            step.abort()
+            self._skip(step.agreement.decision)
         except Exception as error:
-            flight.call_off()
-            flight.agreement.forget()
+            step.abort()
+            step.agreement.forget()
             forget_frames(error)
             raise
         finally:
-            self._flight = None
-            self.backend.receipt.clear()
-            del flight, refused
+            self._in_flight = None
+            self.topology.receipt.clear()
+            del step, refused
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
-            self.backend.end_step()
+            self.topology.traffic.end_step()
         return loss
 
-    def _fly(self, flight: Flight, refused: Exception | None, local: bool) -> None:
-        """The step, from wherever backward has taken it."""
-        early = self.starts_in_backward()
-        if early and self._watching is not None:
-            self._watching.report(flight)
+    def _take(self, step: StepInFlight, refused: Exception | None) -> None:
+        """Takes ``step`` from wherever backward has taken it, and does what follows from it."""
+        local, overlapped = self.steps_locally(), self.starts_in_backward()
+        if overlapped:
+            blocking, names = step.blocking(), names_of(self.param_groups)
+            self._diagnostics.overlap_lost(blocking, names, step.started, len(step.buckets))
         if not local:
-            self._open_lines()
-        refused = refused or self._follow(flight)
-        flight.params = params = [p for bucket in self.buckets for p in bucket.params]
+            self._open_channels()
+        refused = refused or self._follow(step)
+        step.params = [p for bucket in self.buckets for p in bucket.params]
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
-        view = self._local_view(params, unscale, refused or self._refusal(flight, early, unscale))
+        report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
         if not local:
-            view = self._guarded(view, flight.number)
-        elif view.error is None and not is_usable(view.square_norm):
-            flight.dropped, view = True, LocalView(0.0, [False] * len(params), False)
-            self._report_dropped()
-        those_who_agree = _ALONE if local else self._control or self.backend
-        flight.confirmation.over(those_who_agree)
-        device = message_device(those_who_agree)
-        where = flight.where("agreement of the ranks on it")
-        flight.agreement.start(those_who_agree, device, view, where)
-        flight.early = early
-        if early:  # a bucket that lacks a gradient here must know at its start whether others have it
-            flight.launch_complete()
-            flight.pipeline.reach(flight.agreement, flight.agreement.under_way, where)
-            flight.agreement.wait()
-            flight.launch_known()
-        if flight.launched < len(self.buckets) or not early:
-            verdict = flight.agreement.wait()
-            self._report_equal_gradients(verdict)
-            flight.launch_all(self._clip(verdict) * unscale, verdict.average)
-        flight.finish()
+            report = self._guarded(report, step.number)
+        elif report.error is None and not is_usable(report.square_norm):
+            step.nonfinite_dropped, report = True, StepReport(0.0, [False] * len(step.params), False)
+            self.dropped_gradients += 1
+            self._diagnostics.dropped(self.dropped_gradients)
+
+        def scale(decision: StepDecision) -> float:
+            if decision.already_equal and not (self._attachment is not None and self._attachment.averaged):
+                self._diagnostics.equal_gradients()
+            return self._clip(decision) * unscale
+
+        over = _ALONE if local else self._control or self.topology.world
+        step.run(report, over, overlapped, self.buckets, scale)
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()
-        self._end_agreed(flight, local)
+        if not local:
+            self._end_agreed(step)
         self._report_new_phases(phases)
 
-    def _end_agreed(self, flight: Flight, local: bool) -> None:
+    def _end_agreed(self, step: StepInFlight) -> None:
         """What follows when all ranks have taken a step together."""
-        if local:
-            return
         self._skipped_in_a_row, self._check_next = 0, False
-        self._report_idle(flight)
+        if step.params and not step.present():
+            self._diagnostics.idle()
         if self._right is not None:
-            self._repair(self._right)
+            self.copy_replica(self._right)
+            self._right, self._check_next = None, True
 
-    def _follow(self, flight: Flight) -> Exception | None:
+    def _follow(self, step: StepInFlight) -> Exception | None:
         """Follows parameters that were moved, cast or unfrozen; what forbids this step if something else was done to
         them. The other ranks hear of it when they agree."""
-        if flight.launched and any(bucket.stale() for bucket in self.buckets):
+        if step.started and any(bucket.stale() for bucket in self.buckets):
             return ValueError(
                 "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
                 "them already; do it after step()"
@@ -359,67 +352,121 @@ class CommOptimizer(PackedOptimizer):
         except ValueError as error:
             return error
         if self.follow_parameters():
-            flight.buckets = list(self.buckets)
+            step.replace(self.buckets)
         return None
 
-    def _refusal(self, flight: Flight, early: bool, unscale: float) -> Exception | None:
+    def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:
         """What forbids this step on this rank because buckets have started in backward, or would have."""
-        if early and unscale != 1:
+        if overlapped and unscale != 1:
             return ValueError(
                 "overlap=True sends gradients before a GradScaler has unscaled them; train in bfloat16 without a "
                 "scaler, or create the optimizer with overlap=False"
             )
         try:
-            flight.check()
+            if self._watching is not None:
+                self._watching.check(self.param_groups)
         except ValueError as error:
             return error
         return None
 
-    def _clip(self, verdict: Verdict) -> float:
-        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (verdict.norm + 1e-6))
+    def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
+        """What this rank brings to a step of ``params``."""
+        present = [p.grad is not None for p in params]
+        if refused is not None:
+            return StepReport(0.0, present, False, refused)
+        try:
+            checks.check_gradients(params)
+        except ValueError as error:
+            return StepReport(0.0, present, False, error)
+        averaged = self._attachment.averaged if self._attachment is not None else {}
+        wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
+        fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
+        square = square_norm([p.grad for p in fresh if p.grad is not None])
+        square += sum(float(s) for s in averaged.values())
+        return StepReport(square * unscale**2, present, any(id(p) in wanting for p in fresh))
+
+    def _clip(self, decision: StepDecision) -> float:
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))
+
+    def _skip(self, decision: StepDecision | None) -> None:
+        assert decision is not None
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        self._diagnostics.skipped(decision.non_finite, self.skipped_steps)
+        if self.guard.ends_after(self._skipped_in_a_row):
+            told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
+            raise NotFinite(f"{type(self).__name__}: {self._skipped_in_a_row} steps in a row were skipped: {told}")
+
+    # when buckets start -----------------------------------------------------------------------------------------------
+
+    def step_in_flight(self) -> StepInFlight:
+        """The step under way; a new one if none is."""
+        if self._in_flight is None:
+            number = max((group["step"] for group in self.param_groups), default=0) + 1
+            self._in_flight = StepInFlight(type(self).__name__, number, self.buckets, self._starter())
+        return self._in_flight
+
+    def _starter(self) -> Starter:
+        groups = self.group_of()
+
+        def group_of(bucket: StateBucket) -> dict[str, Any]:
+            key = id(bucket.params[0])
+            if key not in groups:  # added since
+                groups.update(self.group_of())
+            return groups[key]
+
+        def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
+            return self.topology.intra_node.world_size > 1 or not self.wants_average(group_of(bucket))
+
+        return Starter(
+            task=lambda bucket, ctx: self.bucket_step(bucket, group_of(bucket), ctx),
+            sign=lambda bucket: -1.0 if group_of(bucket)["maximize"] else 1.0,
+            has_stages=has_stages,
+            channels=self._channels_of,
+        )
 
     def starts_in_backward(self) -> bool:
         """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
-        first step of a copy, which has no lines yet, nor where the agreement would share their order."""
-        alone = self.backend.world_size == 1
-        if not self.overlap or alone or self._lines is None or self._all_on_one_line() or self.steps_locally():
+        first step of a copy, which has no channels yet, nor where the agreement would share their order."""
+        alone = self.topology.world_size == 1
+        if not self.overlap or alone or self._channels is None or self._all_on_one_channel() or self.steps_locally():
             return False
         if self._attachment is None:
             return True
         return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
 
-    def why_not_meet(self) -> Exception | None:
+    def why_not_synchronize(self) -> Exception | None:
         """A step that has begun in backward has sent what belongs to the parameters as they are."""
-        if self._flight is None or not self._flight.launched:
+        if self._in_flight is None or not self._in_flight.started:
             return None
         return ValueError("overlap=True has begun the next step in backward(): take the mean after step(), not before")
 
     def steps_locally(self) -> bool:
         """Whether the next step communicates nothing."""
-        return self.backend.world_size > 1 and all(self.is_local(group) for group in self.param_groups)
+        return self.topology.world_size > 1 and all(self.is_local(group) for group in self.param_groups)
 
     def accumulating(self) -> bool:
         """Whether an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
 
-    def lines_of(self, index: int) -> tuple[CountingBackend, CountingBackend]:
-        """The lines of bucket ``index``: out, and back."""
-        if not self._lines:
-            return self.backend, self.backend
-        return self._lines[index % LINES], self._lines[LINES + index % LINES]
+    def _channels_of(self, index: int) -> tuple[Channel, Channel]:
+        """The channels of bucket ``index``: for what goes out, and for what comes back."""
+        if not self._channels:
+            return self.topology.channel, self.topology.channel
+        return self._channels[index % CHANNELS], self._channels[CHANNELS + index % CHANNELS]
 
-    def _open_lines(self) -> None:
-        """Opens the lines, if that has not been done. Never in backward: it communicates, and a rank whose first bucket
-        waits for a gradient would by then have started the agreement instead."""
-        if self._lines is None:
-            alone = self.backend.world_size == 1
-            self._lines = [] if alone else self.backend.lines(2 * LINES)
-            # where buckets have lines, nothing else is under way on the backend itself when the ranks agree
-            self._control = self.backend if alone or self._lines else self.backend.control()
+    def _open_channels(self) -> None:
+        """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first
+        bucket waits for a gradient would by then have started the agreement instead."""
+        if self._channels is None:
+            alone = self.topology.world_size == 1
+            self._channels = [] if alone else self.topology.channels(2 * CHANNELS)
+            # where buckets have channels, nothing else is under way on the world's when the ranks agree
+            self._control = self.topology.world if alone or self._channels else self.topology.control()
 
-    def _all_on_one_line(self) -> bool:
+    def _all_on_one_channel(self) -> bool:
         """Whether buckets and the agreement of the ranks share one order."""
-        return not self._lines and self._control is self.backend
+        return not self._channels and self._control is self.topology.world
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
@@ -437,60 +484,26 @@ class CommOptimizer(PackedOptimizer):
 
     def _watch(self) -> None:
         """Watches all parameters, if their gradients start buckets."""
-        if self.overlap and self.backend.world_size > 1:
+        if self.overlap and self.topology.world_size > 1:
             self._watching = self._watching or Overlap(self)
             self._watching.follow(self.buckets)
 
-    def name_of(self, p: Tensor) -> str:
-        """A parameter's name, where the optimizer was given (name, parameter) pairs, or its shape."""
-        for group in self.param_groups:
-            for q, name in zip(group["params"], group.get("param_names", ())):
-                if q is p:
-                    return name
-        return f"a parameter of shape {tuple(p.shape)}"
-
-    def flight(self) -> Flight:
-        """The step under way; a new one if none is."""
-        if self._flight is None:
-            self._flight = Flight(self)
-        return self._flight
-
-    def _local_view(self, params: list[Tensor], unscale: float, refused: Exception | None) -> LocalView:
-        present = [p.grad is not None for p in params]
-        if refused is not None:
-            return LocalView(0.0, present, False, refused)
-        try:
-            checks.check_gradients(params)
-        except ValueError as error:
-            return LocalView(0.0, present, False, error)
-        averaged = self._attachment.averaged if self._attachment is not None else {}
-        wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
-        fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
-        square = square_norm([p.grad for p in fresh if p.grad is not None])
-        square += sum(float(s) for s in averaged.values())
-        return LocalView(square * unscale**2, present, any(id(p) in wanting for p in fresh))
-
     # is it still right? -----------------------------------------------------------------------------------------------
 
-    def _guarded(self, view: LocalView, number: int) -> LocalView:
-        """``view`` of step ``number``, with what the ranks compare."""
+    def _guarded(self, report: StepReport, number: int) -> StepReport:
+        """``report`` of step ``number``, with what the ranks compare."""
         terms = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
         checks_now = self.guard.checks_at(number, self._check_next)
-        judge = functools.partial(self._judge, number)
-        return dataclasses.replace(view, terms=terms, checks=checks_now, digests=self.digests, judge=judge)
+        decide = functools.partial(self._compare, number)
+        return dataclasses.replace(report, terms=terms, checks=checks_now, digests=self.digests, decide=decide)
 
-    def _judge(self, number: int, table: list[list[int]]) -> None:
+    def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""
         where, names = f"{type(self).__name__}, step {number}", [name for name, _ in self.replicated()]
         self._right = self.guard.judge(table, names, where)
-        if self._right is not None and self.backend.rank == 0:
+        if self._right is not None and self.topology.rank == 0:
             what = describe_difference(table, names)
             logger.error("%s: %s; after this step all have what rank %d has", where, what, self._right)
-
-    def _repair(self, right: int) -> None:
-        """Gives all ranks what rank ``right`` has of what must be the same."""
-        self.copy_replica(right)
-        self._right, self._check_next = None, True
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
@@ -531,107 +544,20 @@ class CommOptimizer(PackedOptimizer):
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
         return residual, square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
 
-    def _skip(self, verdict: Verdict | None) -> None:
-        assert verdict is not None
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        if self.backend.rank == 0 and worth_a_line(self.skipped_steps):
-            logger.warning(
-                "%s: step skipped on all ranks: inf, NaN or a norm above %g in the gradients of rank %s (%d skipped so "
-                "far)",
-                type(self).__name__, LARGEST_NORM, ", ".join(map(str, verdict.non_finite)), self.skipped_steps,
-            )  # fmt: skip
-        if self.guard.ends_after(self._skipped_in_a_row):
-            names = {p: self.name_of(p) for bucket in self.buckets for p in bucket.params}
-            told = tell_not_finite(self.backend, self.buckets, names)
-            raise NotFinite(f"{type(self).__name__}: {self._skipped_in_a_row} steps in a row were skipped: {told}")
-
-    def _report_idle(self, flight: Flight) -> None:
-        if self._reported_idle or not flight.params or flight.present():
-            return
-        self._reported_idle = True
-        if self.backend.rank == 0:
-            logger.warning(
-                "%s: no parameter has a gradient on any rank, so nothing moves. Was backward() called, and are these "
-                "still the parameters of the model? (Some wrappers, such as FSDP, exchange them: wrap first.)",
-                type(self).__name__,
-            )
-
-    def _report_dropped(self) -> None:
-        self.dropped_gradients += 1
-        if worth_a_line(self.dropped_gradients):
-            logger.warning(
-                "%s: inf or NaN in the gradient of rank %d in a local step, which counts as zeros there (%d so far)",
-                type(self).__name__, self.backend.rank, self.dropped_gradients,
-            )  # fmt: skip
-
-    def report_too_late(self, when: str, what_it_does: str) -> None:
-        """Warns once of a parameter that has its first gradient after ``when``. In a group of its own it would not be
-        too late: that group ``what_it_does`` by itself."""
-        if not self._reported_late and self.backend.rank == 0:
-            logger.warning(
-                "%s: a parameter has its first gradient after %s; it will not move. Give it to add_param_group() when "
-                "it becomes trainable, and its group %s by itself.",
-                type(self).__name__, when, what_it_does,
-            )  # fmt: skip
-        self._reported_late = True
-
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
-        """Warns if parameters of ``groups``, whose variance stands from now on, had gradients, but all of them 0: they
-        will not move. Or if none of ``groups`` will. ``later`` says what lets a variance stand later."""
+        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
+        lets a variance stand later."""
         params = [p for group in groups for p in group["params"] if "exp_avg_sq" in self.state.get(p, ()) and p.numel()]
-        still = [p for p in params if not self.state[p]["exp_avg_sq"].any()]
-        zeros = [p for p in still if self.state[p]["variance_step"] > 0]
-        named = zeros if len(still) < len(params) else still
-        if not named:
-            return
-        names = ", ".join(self.name_of(p) for p in named[:3]) + (" ..." if len(named) > 3 else "")
-        logger.warning(
-            "%s: the variance of %d of %d parameters is 0 everywhere, and stands from now on: no gradient will move "
-            "them (%s). Their gradients so far were 0, or too small for a square. If it was too early, %s; if they are "
-            "not to be trained, freeze them (requires_grad_(False)).",
-            type(self).__name__, len(named), len(params), names, later,
-        )  # fmt: skip
-
-    def _report_equal_gradients(self, verdict: Verdict) -> None:
-        if (
-            self._reported_equal
-            or not verdict.already_equal
-            or (self._attachment is not None and self._attachment.averaged)
-        ):
-            return
-        self._reported_equal = True
-        if self.backend.rank == 0:
-            logger.warning(
-                "%s: the gradients are already equal on all ranks. Either a DistributedDataParallel that is not "
-                "attached still averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks "
-                "train on the same data.",
-                type(self).__name__,
-            )
+        self._diagnostics.zero_variance(params, self.state, names_of(self.param_groups), later)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}
         for i, (old, group) in enumerate(zip(before, self.param_groups)):
             if self.phase_of(group) != old:
                 changed.setdefault((old, self.phase_of(group)), []).append(i)
-        for (old, new), groups in changed.items() if self.backend.rank == 0 else ():
-            self.report_phase(new, [self.param_groups[i] for i in groups])
-            which = "" if len(groups) == len(self.param_groups) else f" for parameter groups {groups}"
-            # WARNING, because that is what a user sees who has set up no logging
-            logger.warning(
-                "%s: %s ended after step %d%s, %s from now on with %s",
-                type(self).__name__, old, self.param_groups[groups[0]]["step"], which, new, self.compressor,
-            )  # fmt: skip
-
-
-def square_norm(tensors: list[Tensor]) -> float:
-    """Sum of squares over ``tensors``, of any devices; finite if and only if all elements are."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for t in tensors:
-        by_device.setdefault(t.device, []).append(t)
-    return sum((float(ops.square_sum(on_one)) for on_one in by_device.values()), 0.0)
-
-
-def worth_a_line(n: int) -> bool:
-    """Whether the n-th of something is logged: the 1st, 2nd, 4th, 8th ... A run gone bad must not fill the disk."""
-    return n & (n - 1) == 0
+        for (old, new), indices in changed.items():
+            groups = [self.param_groups[i] for i in indices]
+            which = indices if len(groups) < len(self.param_groups) else None
+            if self.topology.rank == 0:
+                self.report_phase(new, groups)
+            self._diagnostics.new_phase(old, new, groups[0]["step"], which, self.compressor)

@@ -41,14 +41,14 @@ from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks
-from commopt.optim.base import CommOptimizer, square_norm
-from commopt.optim.flight import Step
+from commopt.optim.base import CommOptimizer
 from commopt.optim.guard import Guard
+from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import absent_runs, without
 from commopt.optim.own import Origin
-from commopt.optim.packed import StateBucket
-from commopt.optim.rules import scaled_gradient, sgd_
+from commopt.optim.rules import scaled_gradient, sgd_, square_norm
 from commopt.optim.state import MERGED
+from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
@@ -108,7 +108,7 @@ class CSER(CommOptimizer):
             settings, and for nodes of several ranks.
     """
 
-    read_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
+    hyperparams_used_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
     clocks = ("step",)
     own_buffers: tuple[str, ...] = ("momentum_buffer",)
     """Flat buffers that every rank has of its own."""
@@ -142,7 +142,7 @@ class CSER(CommOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "period": period,
-            "met_step": 0,  # after which all ranks had the same parameters
+            "last_sync_step": 0,  # after which all ranks had the same parameters
             "ranks": 0,  # that have had a momentum of their own
         }
         self.reset_compressor = reset_compressor
@@ -165,10 +165,10 @@ class CSER(CommOptimizer):
         if isinstance(self.reset_compressor, RandomBlocks) and math.isinf(self.reset_compressor.ratio):
             raise ValueError(f"reset_compressor must keep something, got {self.reset_compressor}")
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
-        if self.backend.inside.world_size > 1:
+        if self.topology.intra_node.world_size > 1:
             raise ValueError(
                 f"{type(self).__name__} does not know nodes of several ranks, got nodes of "
-                f"{self.backend.inside.world_size}: give it a process group or mesh of one dimension"
+                f"{self.topology.intra_node.world_size}: give it a process group or mesh of one dimension"
             )
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class CSER(CommOptimizer):
     @property
     def anchored(self) -> bool:
         """Whether x_i - e_i is stored, because it cannot be found again from x_i."""
-        return self.backend.world_size > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
+        return self.topology.world_size > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Nothing is left behind but in the model."""
@@ -240,29 +240,29 @@ class CSER(CommOptimizer):
                     p.detach().copy_(state[p]["parameter"].reshape(p.shape))
         own = [entry[name] for entry in self.state.values() for name in self.own_buffers if name in entry]
         ranks = max((group["ranks"] for group in self.param_groups), default=0)
-        if not self.owns(origin) and (self.apart or (ranks > 1 and any(t.any() for t in own))):
+        if not self.owns(origin) and (self.replicas_differ or (ranks > 1 and any(t.any() for t in own))):
             self.report_not_own(origin, "its parameters and momentum", "parameters stay as they are")
 
     def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         dtype = buffer_dtype(p.dtype)
-        own = {"parameter": self.own_value(p).to(dtype)} if self.apart else {}
+        own = {"parameter": self.own_value(p).to(dtype)} if self.replicas_differ else {}
         return own | {name: self.state[p][name] for name in self.own_buffers if name in self.state[p]}
 
     # the mean model ---------------------------------------------------------------------------------------------------
 
     @property
-    def apart(self) -> bool:
-        many = self.backend.world_size > 1
-        return many and any(group["step"] != group.get("met_step", 0) for group in self.param_groups)
+    def replicas_differ(self) -> bool:
+        many = self.topology.world_size > 1
+        return many and any(group["step"] != group.get("last_sync_step", 0) for group in self.param_groups)
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """x_i <- mean_i x_i, in full precision: all ranks have the same model then, and no error."""
         self.take_mean()
         for bucket in self.buckets:
             if "anchor" in bucket.buffers:
                 bucket.pack_params_(bucket.buffers["anchor"])
         for group in self.param_groups:
-            group["met_step"] = group["step"]
+            group["last_sync_step"] = group["step"]
 
     def resets_all(self) -> bool:
         """Whether a reset leaves all ranks with the same parameters."""
@@ -270,52 +270,52 @@ class CSER(CommOptimizer):
 
     def after_step(self) -> None:
         """Takes down where all ranks have the same parameters."""
-        alone = self.backend.world_size == 1
+        alone = self.topology.world_size == 1
         for group in self.param_groups:
-            group["ranks"] = self.backend.world_size
-            together = _keeps_all(self.compressor) and group["met_step"] == group["step"] - 1
+            group["ranks"] = self.topology.world_size
+            together = _keeps_all(self.compressor) and group["last_sync_step"] == group["step"] - 1
             if alone or together or (group["step"] % group["period"] == 0 and self.resets_all()):
-                group["met_step"] = group["step"]
+                group["last_sync_step"] = group["step"]
 
     # the step ---------------------------------------------------------------------------------------------------------
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one rank, else "compressed"."""
-        return "plain" if self.backend.world_size == 1 else "compressed"
+        return "plain" if self.topology.world_size == 1 else "compressed"
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return False
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> Iterator[Work]:
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         if self.phase_of(group) == "plain":
-            yield now.agreed
-            self._plain_step(bucket, group, now)
+            yield ctx.barrier
+            self._plain_step(bucket, group, ctx)
             return
-        n, absent = bucket.numel, [slice(*run) for run in absent_runs(bucket, now.absent(bucket))]
+        n, absent = bucket.numel, [slice(*run) for run in absent_runs(bucket, ctx.absent(bucket))]
         resets = (group["step"] + 1) % group["period"] == 0
-        update, momentum = self._update(bucket, group, now.scale, absent)
+        update, momentum = self._update(bucket, group, ctx.scale, absent)
         model = bucket.pack_params() if resets else None
         # all that a step sends is started at once: none of it depends on what is received
         if "anchor" in bucket.buffers:
-            sent = self._send(self.compressor, update, group, bucket, UPDATE, now, absent)
+            sent = self._send(self.compressor, update, group, bucket, UPDATE, ctx, absent)
             again = None
             if model is not None:
                 error = model[:n].sub_(bucket.buffers["anchor"][:n]).sub_(sent.rest)
-                again = self._send(self.reset_compressor, self.to_reset(bucket, error), group, bucket, RESET, now)
+                again = self._send(self.reset_compressor, self.to_reset(bucket, error), group, bucket, RESET, ctx)
         else:
             again = None
             if model is not None:
-                again = self._send(self.reset_compressor, model[:n].sub_(update), group, bucket, RESET, now)
-            sent = self._send(self.compressor, update, group, bucket, UPDATE, now)
+                again = self._send(self.reset_compressor, model[:n].sub_(update), group, bucket, RESET, ctx)
+            sent = self._send(self.compressor, update, group, bucket, UPDATE, ctx)
         yield from sent.works + (again.works if again is not None else [])
         for mean in (sent, again):
             if mean is not None:
-                now.confirmed.note(mean.is_sound())
-        yield now.agreed
-        yield now.confirmed
+                ctx.confirmed.note(mean.is_sound())
+        yield ctx.barrier
+        yield ctx.confirmed
         if momentum is not None:
             bucket.buffers["momentum_buffer"][:n].copy_(momentum)
-        for p in (p for p in bucket.params if id(p) in now.present):
+        for p in (p for p in bucket.params if id(p) in ctx.present):
             self.state[p]["step"] += 1
         self._apply(bucket, sent, again, absent)
 
@@ -356,7 +356,7 @@ class CSER(CommOptimizer):
         group: dict[str, Any],
         bucket: StateBucket,
         what: int,
-        now: Step,
+        ctx: StepContext,
         absent: Sequence[slice] = (),
     ) -> PartialMean:
         """Starts to average the part of ``v`` that ``how`` keeps at this step; what is ``absent`` is in no scale."""
@@ -364,11 +364,11 @@ class CSER(CommOptimizer):
             how = RandomBlocks(1)
         if not isinstance(how, RandomBlocks):
             if not absent:
-                return partial_mean(v, how, now.line)
+                return partial_mean(v, how, ctx.send.world)
             all_live = torch.full((-(-v.numel() // 8),), 0xFF, dtype=torch.uint8, device=v.device)
-            return partial_mean(v, how, now.line, without(all_live, [(at.start, at.stop) for at in absent]))
+            return partial_mean(v, how, ctx.send.world, without(all_live, [(at.start, at.stop) for at in absent]))
         index = next(i for i, other in enumerate(self.buckets) if other is bucket)
-        return partial_mean(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), now.line)
+        return partial_mean(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), ctx.send.world)
 
     def _update(
         self, bucket: StateBucket, group: dict[str, Any], scale: float, absent: list[slice]
@@ -389,11 +389,11 @@ class CSER(CommOptimizer):
             update[at] = 0
         return update.mul_(float(group["lr"])), momentum
 
-    def _plain_step(self, bucket: StateBucket, group: dict[str, Any], now: Step) -> None:
-        params = [p for p in bucket.params if id(p) in now.present]
+    def _plain_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> None:
+        params = [p for p in bucket.params if id(p) in ctx.present]
         for p in params:
             self.state[p]["step"] += 1
-        grads = [scaled_gradient(p, bucket.dtype, now.scale) for p in params]
+        grads = [scaled_gradient(p, bucket.dtype, ctx.scale) for p in params]
         momenta = []
         if group["momentum"] != 0:
             self._momentum(bucket)

@@ -24,7 +24,7 @@ from commopt import ops
 from commopt.comm import (
     Arrival,
     Backend,
-    CountingBackend,
+    Channel,
     Work,
     compressed_mean,
     mean_over_all,
@@ -32,22 +32,22 @@ from commopt.comm import (
     to_node,
 )
 from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
-from commopt.optim.flight import Step
+from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, within, without
-from commopt.optim.packed import StateBucket
 from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
+from commopt.optim.state_bucket import StateBucket
 
 
-def averaged_gradients(bucket: StateBucket, ctx: Step) -> Generator[Work, None, list[Tensor]]:
+def averaged_gradients(bucket: StateBucket, ctx: StepContext) -> Generator[Work, None, list[Tensor]]:
     """The exact means of the gradients of the parameters that move, in the dtype of the state.
 
     All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
     """
     if ctx.average:
         flat = bucket.pack_gradients(ctx.scale)
-        yield from mean_over_all(flat, ctx.line, ctx.back)
-    yield ctx.agreed
-    if ctx.average and ctx.line.world_size > 1:
+        yield from mean_over_all(flat, ctx.send, ctx.reply)
+    yield ctx.barrier
+    if ctx.average and ctx.send.world.world_size > 1:
         ctx.confirmed.note(torch.isfinite(ops.square_sum([flat])))
         yield ctx.confirmed
     bucket.active = None
@@ -58,13 +58,13 @@ def averaged_gradients(bucket: StateBucket, ctx: Step) -> Generator[Work, None, 
     return [scaled_gradient(bucket.params[i], bucket.dtype, ctx.scale) for i in moving]
 
 
-def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: Step) -> Generator[Work, None, Momentum]:
+def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: StepContext) -> Generator[Work, None, Momentum]:
     """b m + (1-b) g_i, of what this rank compresses: the whole bucket, or its part on behalf of its node.
 
     It is not formed: the compressor does that. ``m`` is a flat buffer of ``bucket``.
     """
     if bucket.places > 1:
-        part = yield from reduce_scatter(bucket.pack_gradients(ctx.scale), ctx.line.inside)
+        part = yield from reduce_scatter(bucket.pack_gradients(ctx.scale), ctx.send.intra_node)
         return Momentum(bucket.part(m), [part], [0], beta, 1 - beta)
     grads = bucket.gradients()
     return Momentum(m, [g for g, _ in grads], [o for _, o in grads], beta, (1 - beta) * ctx.scale)
@@ -74,7 +74,7 @@ def compressed_mean_of(
     local: Momentum,
     bucket: StateBucket,
     compressor: Compressor,
-    ctx: Step,
+    ctx: StepContext,
     *,
     scaling: Sequence[float] | None = None,
     absent: Sequence[int] | None = None,
@@ -105,10 +105,12 @@ def compressed_mean_of(
     sending = feedback
     if scaling is not None:
         sending = _scaled(local, bucket, feedback, scaling)
-    on_the_way = start_mean(local if scaling is None else None, sending, bucket, compressor, ctx.line, ctx.back, active)
+    on_the_way = start_mean(
+        local if scaling is None else None, sending, bucket, compressor, ctx.send, ctx.reply, active
+    )
     del local
     arrivals = yield from on_the_way
-    yield ctx.agreed
+    yield ctx.barrier
     for arrival in arrivals:
         yield arrival.work
         start, stop = arrival.columns
@@ -160,8 +162,8 @@ def start_mean(
     feedback: Feedback,
     bucket: StateBucket,
     compressor: Compressor,
-    line: CountingBackend,
-    back: CountingBackend,
+    send: Channel,
+    reply: Channel,
     active: Tensor | None,
 ) -> Generator[Work, None, list[Arrival]]:
     """Compresses ``local`` + residual at once, starts to send it, and returns the task that takes the mean and brings
@@ -172,10 +174,10 @@ def start_mean(
         feedback: the residuals.
         bucket: what this is of.
         compressor: the same on every rank.
-        line, back: the ranks, for the way out and for the way back.
+        send, reply: the ranks, on the channels for what goes out, and for what comes back.
         active: bit mask of what takes part, (padded / 8,), or None for all.
     """
-    nodes = line.between.world_size
+    nodes = send.inter_node.world_size
     mask = None if active is None else bucket.part(active)
     rows = None if mask is None else mask.view(nodes, -1)
 
@@ -184,9 +186,9 @@ def start_mean(
         compressor.compress_momentum(local, worker, wire, rows, after, columns)
 
     between = compressed_mean(
-        compress, feedback, compressor, line.between, back.between, bucket.columns or None, mask
+        compress, feedback, compressor, send.inter_node, reply.inter_node, bucket.columns or None, mask
     )  # fmt: skip
-    return _shared_in_node(between, back.inside)
+    return _shared_in_node(between, reply.intra_node)
 
 
 def _shared_in_node(

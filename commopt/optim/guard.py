@@ -21,7 +21,7 @@ from commopt.optim.agreement import LARGEST_NORM
 from commopt.optim.setup import gather_texts
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import StateBucket
+    from commopt.optim.state_bucket import StateBucket
 
 
 class NotFinite(RuntimeError):

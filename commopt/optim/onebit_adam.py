@@ -38,10 +38,10 @@ from commopt.comm import Backend, Work
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
-from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import adam_
+from commopt.optim.state_bucket import StateBucket
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
 
 
@@ -140,17 +140,17 @@ class OneBitAdam(WarmupOptimizer):
         bucket.buffers["exp_avg"] = bucket.zeros()
         bucket.buffers["exp_avg_sq"] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
         return step(bucket, group, ctx)
 
-    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         x, m, v, counts = self.tick(bucket, ctx, variance_moves=True)
         adam_(x, g, m, v, counts, group)
 
-    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Momentum SGD with a fixed scale per coordinate."""
         m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i

@@ -47,10 +47,10 @@ from commopt.comm import Backend, Work
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
-from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
+from commopt.optim.state_bucket import StateBucket
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
 
 
@@ -158,11 +158,11 @@ class OneBitLamb(WarmupOptimizer):
         for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"):
             bucket.buffers[name] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
         return step(bucket, group, ctx)
 
-    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         x, m, v, _ = self.tick(bucket, ctx, variance_moves=True)
@@ -172,7 +172,7 @@ class OneBitLamb(WarmupOptimizer):
         for p in bucket.params:
             self.state[p]["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
 
-    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
         m, k = bucket["exp_avg"], self._scaling(bucket)
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i

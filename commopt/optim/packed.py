@@ -12,24 +12,23 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.bucket import Bucket, bucket_bytes, partition
+from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
-    CountingBackend,
     LocalBackend,
+    Topology,
     all_reduce_bytes,
     message_device,
     resolve_backend,
     sends_from,
     wait,
 )
-from commopt.compress import Columns, Compressor, Feedback
+from commopt.compress import Compressor, Feedback
 from commopt.optim.digest import digest
 from commopt.optim.guard import Guard
 from commopt.optim.own import (
@@ -46,6 +45,7 @@ from commopt.optim.own import (
 from commopt.optim.replicas import Replicas
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state import MERGED, RANK_LOCAL
+from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
@@ -53,48 +53,10 @@ CLOCKS = ("step", "variance_step")
 """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
 
 
-@dataclass
-class StateBucket(Bucket):
-    """A bucket with the residuals of its compressed all-reduce (None on one node, which compresses nothing), and the
-    columns in which it is sent.
-
-    With nodes of several ranks, each rank compresses a part of the bucket: that of its place in the node.
-
-    Attributes:
-        place, places: of this rank in its node, and how many there are.
-        share: which of ``world_size`` equal shares this rank averages; they are in the order of places, and of nodes
-            within.
-        active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
-            known, and for all. Derived, not state: it is not saved.
-    """
-
-    place: int = 0
-    places: int = 1
-    share: int = 0
-    feedback: Feedback | None = field(init=False, default=None)
-    columns: list[Columns] = field(init=False, default_factory=list)
-    active: Tensor | None = field(init=False, default=None)
-
-    def part(self, flat: Tensor) -> Tensor:
-        """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
-        return flat.view(self.places, -1)[self.place]
-
-    def part_views(self, part: Tensor) -> list[Tensor]:
-        """What of each parameter lies in the part of this rank, (padded / places,), as views; some are empty."""
-        return self.views(part) if self.places == 1 else self.shares(part, self.place)
-
-    def owed(self) -> list[dict[str, Tensor]]:
-        """The residuals of each parameter on this rank, as views; empty on one node."""
-        if self.feedback is None:
-            return []
-        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.share)
-        return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
-
-
 class PackedOptimizer(Replicas, torch.optim.Optimizer):
     """State in buckets, saved and loaded without loss. Says nothing about steps."""
 
-    backend: CountingBackend
+    topology: Topology
     compressor: Compressor
     max_grad_norm: float | None
     bucket_mb: float | None
@@ -134,17 +96,12 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """What this rank's compression owes of each parameter, as views of its bucket's; empty with one node."""
         return {p: owed for bucket in self.buckets for p, owed in zip(bucket.params, bucket.owed())}
 
-    @property
-    def share(self) -> int:
-        """Which share of every bucket this rank averages: they are in the order of places, and of nodes within."""
-        return self.backend.inside.rank * self.backend.between.world_size + self.backend.between.rank
-
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """What must be the same on all ranks now, to the bit, each with what to call it: parameters unless replicas are
         apart, flat buffers that are not a rank's own, and numbers of the parameters."""
         for i, bucket in enumerate(self.buckets):
             where = f"bucket {i} ({bucket.describe()})"
-            if not self.apart:
+            if not self.replicas_differ:
                 yield f"the parameters of {where}", bucket.pack_params()
             for name, flat in self._replicated_buffers(bucket).items():
                 yield f"{name} of {where}", flat
@@ -155,7 +112,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def copy_replica(self, source: int) -> None:
         """Gives all ranks what rank ``source`` has of what must be the same on all of them."""
         for bucket in self.buckets:
-            if not self.apart:
+            if not self.replicas_differ:
                 flat = bucket.pack_params()
                 self._copy_from(source, flat)
                 bucket.unpack_params(flat)
@@ -169,7 +126,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             bucket.active = None
 
     def _copy_from(self, source: int, x: Tensor) -> None:
-        wait(self.backend.broadcast(x, source), f"the replica of rank {source} for all")
+        wait(self.topology.world.broadcast(x, source), f"the replica of rank {source} for all")
 
     def _replicated_buffers(self, bucket: StateBucket) -> dict[str, Tensor]:
         """The flat buffers that are the same on all ranks now."""
@@ -196,7 +153,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     # groups -----------------------------------------------------------------------------------------------------------
 
-    def welcome(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
+    def register_groups(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
         buckets.
 
@@ -217,15 +174,15 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         }
         counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
         device = self.control_device(params)
-        agree_on_setup(self.backend, device, facts, error, counts)
-        if equalize(self.backend, device, params) and self.backend.rank == 0:
+        agree_on_setup(self.topology.world, device, facts, error, counts)
+        if equalize(self.topology.world, device, params) and self.topology.rank == 0:
             logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
         for group in groups:
             self.make_buckets(group)
 
     def devices(self) -> tuple[str, ...] | None:
         """Types of devices that parameters may be on; None for all."""
-        return sends_from(self.backend.inner) if self.backend.world_size > 1 else None
+        return sends_from(self.topology.backend) if self.topology.world_size > 1 else None
 
     def control_device(self, params: Sequence[Tensor]) -> torch.device:
         """Where this rank puts what it tells the others: where its parameters are, or where it can at all."""
@@ -233,20 +190,20 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         for p in params:
             if p.device.type != "meta" and (devices is None or p.device.type in devices):
                 return p.device
-        return message_device(self.backend.inner)
+        return message_device(self.topology.backend)
 
     def fp32_bytes(self) -> int:
         """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
         ranks are grouped by them."""
-        places, nodes = self.backend.inside.world_size, self.backend.between.world_size
+        places, nodes = self.topology.intra_node.world_size, self.topology.inter_node.world_size
         return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
 
     def traffic(self) -> dict[str, Any]:
         """What this rank has sent: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
-        step, fp32 = self.backend.step.summary(), self.fp32_bytes()
+        step, fp32 = self.topology.traffic.step.summary(), self.fp32_bytes()
         return {
             "step": step,
-            "total": self.backend.total.summary(),
+            "total": self.topology.traffic.total.summary(),
             "fp32_bytes": fp32,
             "ratio": fp32 / step["bytes"] if step["bytes"] else None,
         }
@@ -255,12 +212,12 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        world, inside = self.backend.world_size, self.backend.inside
+        world, inside = self.topology.world_size, self.topology.intra_node
         packed = self.packed()
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
         capacity = bucket_bytes(self.bucket_mb, new)
         for run in partition(new, capacity):
-            bucket = StateBucket(run, world, inside.rank, inside.world_size, self.share)
+            bucket = StateBucket(run, world, inside.rank, inside.world_size, self.topology.shard_index)
             self.init_messages(bucket, capacity)
             self.init_bucket(bucket)
             self.buckets.append(bucket)
@@ -268,7 +225,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """In which columns a new bucket is sent, and the residuals of that."""
-        nodes = self.backend.between.world_size
+        nodes = self.topology.inter_node.world_size
         bucket.columns = bucket.cut(capacity, self.compressor.grain)
         if nodes > 1:
             numel = bucket.padded // bucket.places
@@ -343,7 +300,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
-        if self.backend.world_size > 1 or self.owns_alone:
+        if self.topology.world_size > 1 or self.owns_alone:
             own = self.own_part()
             out["residuals"] = {**own, "digest": digest_of(own)}
         return out
@@ -352,7 +309,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """What is this rank's own, as copies, and whose it is."""
         rank, world_size, layout = self._origin()
         whose = {"rank": rank, "world_size": world_size, "layout": layout}
-        whose |= {"nodes": self.backend.between.world_size, "share": self.share}
+        whose |= {"nodes": self.topology.inter_node.world_size, "share": self.topology.shard_index}
         owners = [(p, group) for group in self.param_groups for p in group["params"]]
         residuals, packed, owed = self.residuals, self.packed(), {}
         for i, (p, group) in enumerate(owners):
@@ -374,7 +331,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
             ValueError: if groups, parameters or shapes do not match; nothing is changed then.
             RuntimeError: within :meth:`averaged`.
         """
-        self.refuse_if_lent("load_state_dict()")
+        self.refuse_inside_averaged("load_state_dict()")
         incoming: dict[str, Any] = {}
 
         def take_state(_: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -453,24 +410,24 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
 
     def owns(self, origin: Origin | None) -> bool:
         """Whether an own part of ``origin`` is this rank's to take."""
-        return belongs(origin, self.backend.rank, self.backend.world_size)
+        return belongs(origin, self.topology.rank, self.topology.world_size)
 
     def report_not_own(self, origin: Origin | None, what: str, consequence: str) -> None:
         """Warns that what ranks have of their own was not loaded as what this one saved: one rank speaks for all."""
-        world_size = self.backend.world_size
+        world_size = self.topology.world_size
         strangers = (rank for rank in range(world_size) if not belongs(origin, rank, world_size))
-        if self.backend.rank == next(strangers, None):
+        if self.topology.rank == next(strangers, None):
             logger.warning(
                 "%s: what is each rank's own (%s) is %s in the loaded state, not that of rank %d of %d; %s. Save that "
                 "of every rank (commopt.optim.split_state_dict) to go on exactly.",
-                type(self).__name__, what, describe(origin), self.backend.rank, world_size, consequence,
+                type(self).__name__, what, describe(origin), self.topology.rank, world_size, consequence,
             )  # fmt: skip
 
     def _origin(self) -> Origin:
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         layout = str([[order[id(p)] for p in bucket.params] for bucket in self.buckets])
-        layout += str(getattr(self.backend.inner, "places", ""))
-        return (self.backend.rank, self.backend.world_size, zlib.crc32(layout.encode()))
+        layout += str(getattr(self.topology.backend, "places", ""))
+        return (self.topology.rank, self.topology.world_size, zlib.crc32(layout.encode()))
 
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """Copies ``state`` into the buffers; what it lacks starts anew, what is not trainable here is left out."""
@@ -516,7 +473,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
                     owed["worker_error"].copy_(worker)
                     owed["server_error"].copy_(server)
         keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
-        if dropped and self.backend.world_size > 1 and self.backend.rank == int(keeps):  # one rank speaks for all
+        if dropped and self.topology.world_size > 1 and self.topology.rank == int(keeps):  # one rank speaks for all
             logger.warning(
                 "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
                 "again from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
@@ -550,7 +507,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         feedback = bucket.feedback
         return (
             own(worker, bucket.place, feedback.worker, owed["worker_error"]),
-            own(server, self.share, feedback.server, owed["server_error"]),
+            own(server, self.topology.shard_index, feedback.server, owed["server_error"]),
         )
 
     # pickling and copying ---------------------------------------------------------------------------------------------
@@ -564,13 +521,13 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
         """All but what belongs to this process: the process group cannot be pickled, buckets are made anew. Who
         shall be alone stays alone."""
         own = {"state": cloned(self._all_state()), "origin": self._origin()}
-        alone = type(self.backend.inner) is LocalBackend
+        alone = type(self.topology.backend) is LocalBackend
         return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
         alone = LocalBackend() if state.pop("alone", False) else None
-        self.backend = CountingBackend(resolve_backend(backend=state.pop("backend", alone)))
+        self.topology = Topology(resolve_backend(backend=state.pop("backend", alone)))
         ours = set(state["defaults"])
         super().__setstate__(state)
         for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
@@ -585,7 +542,7 @@ class PackedOptimizer(Replicas, torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.backend.inner})
+        new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.topology.backend})
         return new
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from commopt.compress import RandomBlocks
-from commopt.optim.base import square_norm
 from commopt.optim.cser import CSER, AnyCompressor
-from commopt.optim.packed import StateBucket
+from commopt.optim.rules import square_norm
+from commopt.optim.state_bucket import StateBucket
 
 
 class QSparseLocalSGD(CSER):
@@ -50,7 +50,7 @@ class QSparseLocalSGD(CSER):
 
     @property
     def anchored(self) -> bool:
-        return self.backend.world_size > 1
+        return self.topology.world_size > 1
 
     def init_bucket(self, bucket: StateBucket) -> None:
         super().init_bucket(bucket)

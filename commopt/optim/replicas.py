@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from commopt.comm import (
     CollectiveError,
-    CountingBackend,
     MessageDamaged,
     Pipeline,
+    Topology,
     confirm,
     mean_over_all,
     message_device,
@@ -23,7 +23,7 @@ from commopt.comm import (
 )
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import StateBucket
+    from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
@@ -38,21 +38,21 @@ class Replicas:
     """What all optimizers offer for the case that replicas differ. A subclass with local steps says ``apart`` and
     ``meet``."""
 
-    backend: CountingBackend
+    topology: Topology
     buckets: list[StateBucket]
-    _lent: dict[Tensor, Tensor] | None = None  # what each parameter was, while it is the mean
-    _reported_apart = False
+    _own_values: dict[Tensor, Tensor] | None = None  # what each parameter was, while it is the mean
+    _reported_differ = False
 
     @property
-    def apart(self) -> bool:
+    def replicas_differ(self) -> bool:
         """Whether replicas may differ now; the same on all ranks."""
         return False
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """Makes all replicas equal; called while they are apart."""
         raise NotImplementedError
 
-    def why_not_meet(self) -> Exception | None:
+    def why_not_synchronize(self) -> Exception | None:
         """What forbids this rank to take the mean now, if anything does."""
         return None
 
@@ -66,11 +66,11 @@ class Replicas:
             RuntimeError: within :meth:`averaged`; and if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
-        self.refuse_if_lent("synchronize()")
-        if self.apart:
-            self._agree_to_meet("synchronize()")
-            self.meet()
-            self.backend.leave_out()
+        self.refuse_inside_averaged("synchronize()")
+        if self.replicas_differ:
+            self._agree_to_synchronize("synchronize()")
+            self.synchronize_replicas()
+            self.topology.traffic.leave_out()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -91,22 +91,22 @@ class Replicas:
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
-        if self._lent is not None:
+        if self._own_values is not None:
             yield
             return
         own: dict[Tensor, Tensor] = {}
-        if self.apart:
-            self._agree_to_meet("averaged()")
+        if self.replicas_differ:
+            self._agree_to_synchronize("averaged()")
             with torch.no_grad():
                 own = {p: p.detach().clone() for bucket in self.buckets for p in bucket.params}
-        self._lent = own
+        self._own_values = own
         try:
             if own:
                 with self.reaching_others("averaged()"):
                     self.take_mean()
             yield
         finally:
-            self._lent = None
+            self._own_values = None
             with torch.no_grad():
                 for p, value in own.items():
                     p.copy_(value)
@@ -120,34 +120,37 @@ class Replicas:
             where = f"mean of the replicas, bucket {i} of {len(self.buckets)} ({bucket.describe()})"
             self.average_exactly(flat, where)
             bucket.unpack_params(flat)
-        self.backend.leave_out()
+        self.topology.traffic.leave_out()
 
     def average_exactly(self, flat: Tensor, where: str) -> None:
         """``flat``, shape (padded,) of a bucket, <- its mean over all ranks; ``where`` says in an error what it was."""
         pipeline = Pipeline()
-        pipeline.launch(mean_over_all(flat, self.backend, self.backend), where)
+        pipeline.launch(mean_over_all(flat, self.topology.channel, self.topology.channel), where)
         pipeline.finish()
-        if self.backend.world_size > 1:
-            confirm(self.backend, True, where)
+        if self.topology.world_size > 1:
+            confirm(self.topology.world, True, where)
 
     def own_value(self, p: Tensor) -> Tensor:
         """What ``p`` is on this rank, also within :meth:`averaged`."""
-        return p.detach() if self._lent is None else self._lent.get(p, p.detach())
+        return p.detach() if self._own_values is None else self._own_values.get(p, p.detach())
 
-    def refuse_if_lent(self, what: str) -> None:
+    def refuse_inside_averaged(self, what: str) -> None:
         """Raises RuntimeError within :meth:`averaged`."""
-        if self._lent is not None:
-            raise RuntimeError(f"{what} within `with optimizer.averaged():`, where parameters are lent; leave it first")
+        if self._own_values is not None:
+            raise RuntimeError(
+                f"{what} within `with optimizer.averaged():`, where the parameters are the mean of all replicas; leave "
+                "it first"
+            )
 
     @torch._disable_dynamo
-    def _agree_to_meet(self, what: str) -> None:
+    def _agree_to_synchronize(self, what: str) -> None:
         """Makes sure that all ranks can take the mean now."""
-        error = self.why_not_meet()
-        failed = torch.tensor([float(error is not None)], device=message_device(self.backend.inner))
+        error = self.why_not_synchronize()
+        failed = torch.tensor([float(error is not None)], device=message_device(self.topology.backend))
         where = f"{what}, whether all ranks can"
         with self.reaching_others(where):
-            wait(self.backend.all_reduce(failed), where)
-        self.backend.leave_out()
+            wait(self.topology.world.all_reduce(failed), where)
+        self.topology.traffic.leave_out()
         if error is not None:
             raise error
         if failed.item() > 0:
@@ -161,7 +164,7 @@ class Replicas:
         Raises:
             commopt.comm.CollectiveError: begins with ``where``, or with where in it the collective was.
         """
-        now = self.backend.world_size
+        now = self.topology.world_size
         had = next((bucket.world_size for bucket in self.buckets), now)
         if now != had:
             raise CollectiveError(f"{where}: the backend has {now} ranks now, it had {had}; {_REMEDY}")
@@ -180,16 +183,16 @@ class Replicas:
         ``attach()`` does this for a DDP model; call it for a bare one. Nothing to do for optimizers without local
         steps.
         """
-        if type(self).apart is not Replicas.apart:
+        if type(self).replicas_differ is not Replicas.replicas_differ:
             handle = model.register_forward_pre_hook(_EvaluationWatch(self))
             weakref.finalize(self, handle.remove).atexit = False
 
-    def report_apart(self) -> None:
+    def report_replicas_differ(self) -> None:
         """Warns once, on rank 0, that a model is evaluated while replicas differ."""
-        if self._reported_apart or self._lent is not None or not self.apart:
+        if self._reported_differ or self._own_values is not None or not self.replicas_differ:
             return
-        self._reported_apart = True
-        if self.backend.rank == 0:
+        self._reported_differ = True
+        if self.topology.rank == 0:
             logger.warning(
                 "%s: the model is evaluated between two rounds, and every rank's differs. Evaluate it within `with "
                 "optimizer.averaged():`, or call optimizer.synchronize() first (on all ranks)",
@@ -212,4 +215,4 @@ class _EvaluationWatch:
     def __call__(self, module: nn.Module, _: Sequence[Any]) -> None:
         optimizer = self._optimizer()
         if optimizer is not None and not module.training:
-            optimizer.report_apart()
+            optimizer.report_replicas_differ()

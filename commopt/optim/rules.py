@@ -213,6 +213,14 @@ def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[fl
     return [1 / max((m / n) ** 0.5, QUIET * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
 
 
+def square_norm(tensors: list[Tensor]) -> float:
+    """Sum of squares over ``tensors``, of any devices; finite if and only if all elements are."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for t in tensors:
+        by_device.setdefault(t.device, []).append(t)
+    return sum((float(ops.square_sum(on_one)) for on_one in by_device.values()), 0.0)
+
+
 def square_sums(tensors: list[Tensor]) -> list[float]:
     """The sum of squares of each tensor, in float64; equal on ranks that have other numbers of threads."""
     sums = [ops.square_sum([t]) for t in tensors]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from commopt.comm import wait
 from commopt.optim.base import CommOptimizer
-from commopt.optim.flight import Step
-from commopt.optim.packed import StateBucket
+from commopt.optim.in_flight import StepContext
+from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
@@ -38,13 +38,13 @@ class WarmupOptimizer(CommOptimizer):
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
-        if self.backend.between.world_size == 1:
+        if self.topology.inter_node.world_size == 1:
             return "plain"
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
 
     def tick(
-        self, bucket: StateBucket, now: Step, variance_moves: bool
+        self, bucket: StateBucket, now: StepContext, variance_moves: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
         """x, m, v and (t, t') of the parameters that move, after their clocks have ticked."""
         params = [p for p in bucket.params if id(p) in now.present]
@@ -54,7 +54,7 @@ class WarmupOptimizer(CommOptimizer):
             if variance_moves:
                 s["variance_step"] += 1
             elif s["variance_step"] == 0:
-                self.report_too_late("the variance was frozen", "warms up")
+                self._diagnostics.too_late("the variance was frozen", "warms up")
         clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
         return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
 
@@ -77,7 +77,7 @@ class WarmupOptimizer(CommOptimizer):
         norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
         where = f"step {max(step for step, _ in cohorts)}, whether the variance has settled"
         wait(
-            self.backend.all_reduce(norms), where
+            self.topology.world.all_reduce(norms), where
         )  # equal already, but for the order of summation; the decision must be
         for groups, norm in zip(cohorts.values(), norms.tolist()):
             self._decide(groups, norm)

@@ -53,13 +53,14 @@ from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks
 from commopt.optim.base import CommOptimizer
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
-from commopt.optim.flight import Step
 from commopt.optim.guard import Guard
+from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
-from commopt.optim.packed import CLOCKS, StateBucket
+from commopt.optim.packed import CLOCKS
 from commopt.optim.rules import adam_, weight_decay_factor
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
+from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
@@ -128,7 +129,7 @@ class ZeroOneAdam(CommOptimizer):
     """
 
     clocks = (*CLOCKS, "interval_step")
-    read_in_backward = (
+    hyperparams_used_in_backward = (
         "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
     )  # fmt: skip
 
@@ -204,7 +205,7 @@ class ZeroOneAdam(CommOptimizer):
         return self._kind(group, group["step"] + 1)
 
     def _kind(self, group: dict[str, Any], step: int) -> str:
-        if self.backend.between.world_size == 1:
+        if self.topology.inter_node.world_size == 1:
             return "exact"
         variance = _variance(group)
         if variance.refreshes(step):  # not between rounds: a policy that was changed there waits for the round
@@ -213,7 +214,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "refreshing" up to the last step of T_v, then "frozen"."""
-        if self.backend.between.world_size == 1:
+        if self.topology.inter_node.world_size == 1:
             return "plain"
         return "refreshing" if group["step"] < group["variance_stop"] else "frozen"
 
@@ -228,7 +229,7 @@ class ZeroOneAdam(CommOptimizer):
             self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
 
     @property
-    def apart(self) -> bool:
+    def replicas_differ(self) -> bool:
         return any(group["local_steps"] for group in self.param_groups)
 
     def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -245,11 +246,11 @@ class ZeroOneAdam(CommOptimizer):
 
     # the step ---------------------------------------------------------------------------------------------------------
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         steps = {"exact": self.exact, "compressed": self.round, "local": self.local}
         return steps[self.kind_of(group)](bucket, group, ctx)
 
-    def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_v: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         x = [p for p in bucket.params if id(p) in ctx.present]
@@ -260,7 +261,7 @@ class ZeroOneAdam(CommOptimizer):
         counts = [(s["step"].item(), s["variance_step"].item()) for s in states]
         adam_(x, g, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], counts, group)
 
-    def round(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
         m, since = bucket["exp_avg"], _next(group)
         absent: list[int] | None = (
@@ -276,11 +277,11 @@ class ZeroOneAdam(CommOptimizer):
         if since.steps > 1:
             bucket["mean_momentum"].zero_()  # u_i = 0, so that all state is the same on all ranks
 
-    def local(self, bucket: StateBucket, group: dict[str, Any], ctx: Step) -> Iterator[Work]:
+    def local(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """All other steps: this rank's own, from the anchor."""
-        yield ctx.agreed
+        yield ctx.barrier
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], _next(group)
-        grads = [] if ctx.dropped else bucket.gradients()
+        grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1 = group["betas"][0]
         ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
         if since.steps == 1:
@@ -291,7 +292,7 @@ class ZeroOneAdam(CommOptimizer):
         self._place(bucket, self._moves(bucket, group, since, self._tick(bucket, group, since, None)), u)
 
     def _gathered(
-        self, bucket: StateBucket, group: dict[str, Any], ctx: Step, since: Interval
+        self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
     ) -> Generator[Work, None, Momentum]:
         """u_i / G with this step, of the part of the bucket that this rank compresses for its node."""
         beta1, m = group["betas"][0], bucket["exp_avg"]
@@ -304,7 +305,7 @@ class ZeroOneAdam(CommOptimizer):
         if bucket.places == 1:
             return local
         ops.momentum(u, local.grads, local.offsets, 1.0, local.alpha, u)
-        part = yield from reduce_scatter(u, ctx.line.inside)
+        part = yield from reduce_scatter(u, ctx.send.intra_node)
         return Momentum(part, [], [], 1.0, 0.0)
 
     def _tick(
@@ -325,7 +326,7 @@ class ZeroOneAdam(CommOptimizer):
                 here = p.requires_grad if present is None else id(p) in present
                 moves = here and bool(s["variance_step"] > 0)
                 if p.grad is not None and not s["variance_step"] and self.phase_of(group) == "frozen":
-                    self.report_too_late("the last refresh of the variance", "starts")
+                    self._diagnostics.too_late("the last refresh of the variance", "starts")
             if moves:
                 s["step"] += 1
                 s["interval_step"] += 1
@@ -361,7 +362,7 @@ class ZeroOneAdam(CommOptimizer):
                 moving = [i for i, p in enumerate(bucket.params) if self.state[p]["interval_step"] > 0]
                 yield bucket, group, self._moves(bucket, group, interval, moving)
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
         for bucket, _, then in self._apart():
             mean = bucket.buffers["mean_momentum"].clone()
@@ -384,7 +385,7 @@ class ZeroOneAdam(CommOptimizer):
     def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
         """As everywhere; and between two rounds puts the parameters where the state says they are. Where nobody knows
         whose momenta it has, what ranks have gathered since the last round is lost: that is at the anchor."""
-        alone = self.backend.between.world_size == 1
+        alone = self.topology.inter_node.world_size == 1
         apart = {id(p) for group in self.param_groups if group.get("local_steps") for p in group["params"]}
         lost = bool(apart) and (origin is None or origin[0] == MIXED)
         if lost:

@@ -72,7 +72,7 @@ class LocalSGD(OuterOptimizer):
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
         x = bucket.buffers["anchor"]
-        if self.backend.world_size > 1:
+        if self.topology.world_size > 1:
             x.sub_(way)
             return
         for p, mine in zip(bucket.params, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding

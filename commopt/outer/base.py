@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from commopt.comm import Backend, CountingBackend, refuse_if_left_out, resolve_backend
+from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.agreement import LARGEST_NORM, is_usable
-from commopt.optim.base import square_norm, worth_a_line
+from commopt.optim.diagnostics import worth_a_line
 from commopt.optim.guard import Guard, NotFinite, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.optim.rules import square_norm
 from commopt.outer.saving import POSITION
 from commopt.outer.synchronize import SynchronizedOuter
 from commopt.outer.wrap import check_base, make_base, step_base
@@ -82,7 +83,7 @@ class OuterOptimizer(SynchronizedOuter):
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        self.backend = CountingBackend(resolve_backend(process_group, backend))
+        self.topology = Topology(resolve_backend(process_group, backend))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
         self.skipped_steps = self.skipped_rounds = 0
@@ -108,7 +109,7 @@ class OuterOptimizer(SynchronizedOuter):
             error = caught
         self._ready = True
         try:
-            self._welcome(getattr(self, "param_groups", []), error)
+            self._register(getattr(self, "param_groups", []), error)
         except Exception as raised:
             forget_frames(raised)
             raise
@@ -138,7 +139,7 @@ class OuterOptimizer(SynchronizedOuter):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base. All ranks must add the same one at the same time; it joins the round under way."""
-        if not self._ready:  # torch's constructor hands us the base's groups; ours welcomes all of them at once
+        if not self._ready:  # torch's constructor hands us the base's groups; ours registers all of them at once
             super().add_param_group(param_group)
             self._check_new(self.param_groups[-1])
             return
@@ -156,7 +157,7 @@ class OuterOptimizer(SynchronizedOuter):
         except (ValueError, TypeError) as caught:
             error = caught
         try:
-            self._welcome(self.param_groups[known:], error)
+            self._register(self.param_groups[known:], error)
         except Exception as raised:
             del self.param_groups[known:]
             forget_frames(raised)
@@ -181,14 +182,14 @@ class OuterOptimizer(SynchronizedOuter):
             checks.check_lr(group["lr"])
         self.check_group(group)
 
-    def _welcome(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         base = type(getattr(self, "base", None)).__name__
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
         settings += self.own_settings() if error is None else []
-        self.welcome(groups, settings, error)
-        self.backend.end_step()
+        self.register_groups(groups, settings, error)
+        self.topology.traffic.end_step()
 
     # the step ---------------------------------------------------------------------------------------------------------
 
@@ -216,8 +217,8 @@ class OuterOptimizer(SynchronizedOuter):
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """
-        self.refuse_if_lent("step()")
-        refuse_if_left_out(self.backend.inner, type(self).__name__)
+        self.refuse_inside_averaged("step()")
+        refuse_if_left_out(self.topology.backend, type(self).__name__)
         if self._attachment is not None:
             self._attachment.refuse_join()
         loss, error = None, None
@@ -246,8 +247,8 @@ class OuterOptimizer(SynchronizedOuter):
             error = None
             if self._attachment is not None:
                 self._attachment.clear()
-            self.backend.receipt.clear()
-            self.backend.end_step()
+            self.topology.receipt.clear()
+            self.topology.traffic.end_step()
         return loss
 
     def _too_many_skipped(self) -> Exception | None:
@@ -256,7 +257,7 @@ class OuterOptimizer(SynchronizedOuter):
         if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(params)):
             return None
         return NotFinite(
-            f"{type(self).__name__}: rank {self.backend.rank} has skipped its last {self._local_skips} local steps: "
+            f"{type(self).__name__}: rank {self.topology.rank} has skipped its last {self._local_skips} local steps: "
             f"inf, NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its "
             "data and the learning rate"
         )
@@ -274,7 +275,7 @@ class OuterOptimizer(SynchronizedOuter):
             if worth_a_line(self.skipped_steps):
                 logger.warning(
                     "%s: rank %d skipped its local step: inf or NaN in its gradients (%d skipped so far)",
-                    type(self).__name__, self.backend.rank, self.skipped_steps,
+                    type(self).__name__, self.topology.rank, self.skipped_steps,
                 )  # fmt: skip
             return
         scale = unscale
@@ -302,7 +303,7 @@ class OuterOptimizer(SynchronizedOuter):
     @property
     def phase(self) -> str:
         """Of the next step: "plain" on one rank, "local", or "synchronizing" if it ends a round."""
-        if self.backend.world_size == 1:
+        if self.topology.world_size == 1:
             return "plain"
         group = self.param_groups[0]
         return "local" if group["round_step"] + 1 < group["period"] else "synchronizing"

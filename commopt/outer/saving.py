@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.comm import CountingBackend
+from commopt.comm import Topology
 from commopt.compress import Compressor, Feedback
 from commopt.optim.own import MIXED, Origin, cloned
 from commopt.optim.packed import PackedOptimizer, StateBucket
@@ -26,7 +26,7 @@ the learning rate over the former; and the 2-norm of the last mean way, if it wa
 class SavedOuter(PackedOptimizer):
     """Anchors, momenta and residuals in buckets, and a base optimizer. Says nothing about steps."""
 
-    backend: CountingBackend
+    topology: Topology
     base: torch.optim.Optimizer
     compressor: Compressor | None  # type: ignore[assignment]
     skipped_rounds: int
@@ -45,7 +45,7 @@ class SavedOuter(PackedOptimizer):
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Residuals that stay what they were until a synchronisation is complete, and a mask of the padding."""
-        nodes = self.backend.between.world_size
+        nodes = self.topology.inter_node.world_size
         if self.compressor is None or nodes == 1:
             return
         numel = bucket.padded // bucket.places
@@ -124,7 +124,7 @@ class SavedOuter(PackedOptimizer):
         entries, origin = self._incoming_state(given)
         base = (given.get("residuals") or {}).get("base")
         name = type(self.base).__name__
-        if base is None and self.backend.rank == 0:
+        if base is None and self.topology.rank == 0:
             logger.warning(
                 "%s: the loaded state has no rank's own part: every rank starts at the anchor, and its base %s with no "
                 "state. Save every rank's (commopt.optim.split_state_dict) to keep them.",

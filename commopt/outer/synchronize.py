@@ -12,9 +12,10 @@ from torch import Tensor
 
 from commopt.comm import Pipeline, confirm, wait
 from commopt.optim.agreement import is_usable
-from commopt.optim.base import square_norm, worth_a_line
+from commopt.optim.diagnostics import worth_a_line
 from commopt.optim.guard import NotFinite, describe_difference, tell_not_finite
 from commopt.optim.packed import StateBucket
+from commopt.optim.rules import square_norm
 from commopt.optim.setup import equalize
 from commopt.outer.agreement import Standing, Verdict, exchange, judge
 from commopt.outer.mean import mean_way
@@ -67,10 +68,10 @@ class SynchronizedOuter(SavedOuter):
         self.follow_parameters()
 
     @property
-    def apart(self) -> bool:
-        return self.backend.world_size > 1 and self.param_groups[0]["round_step"] > 0
+    def replicas_differ(self) -> bool:
+        return self.topology.world_size > 1 and self.param_groups[0]["round_step"] > 0
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """Ends the round now. If some rank's parameters are inf or NaN, all skip that, and replicas stay apart."""
         self.follow()
         self.end_round(None)
@@ -94,7 +95,7 @@ class SynchronizedOuter(SavedOuter):
         standing, what = self._standing(error), f"{where}, agreement of the ranks"
         device = self.control_device([p for bucket in self.buckets for p in bucket.params])
         with self.reaching_others(what):
-            table = exchange(self.backend, device, standing, what)
+            table = exchange(self.topology.world, device, standing, what)
         verdict = judge(table, standing, what)
         if verdict.broken:
             self._skip(verdict)
@@ -108,9 +109,9 @@ class SynchronizedOuter(SavedOuter):
             self._compare_replicas(device, where)
         with self.reaching_others(where):
             ways = self._mean_ways(where)
-        if self.backend.world_size > 1:
+        if self.topology.world_size > 1:
             finite = square_norm(ways) < float("inf")
-            confirm(self.backend, finite, where)
+            confirm(self.topology.world, finite, where)
         groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
         for bucket, way in zip(self.buckets, ways):
             group = groups[id(bucket.params[0])]
@@ -147,21 +148,21 @@ class SynchronizedOuter(SavedOuter):
             commopt.optim.ReplicasDiffer: they are not, and cannot be repaired, or shall not.
         """
         mine = torch.tensor(self.digests(), dtype=torch.int64, device=device)
-        received = mine.new_empty(self.backend.world_size, mine.numel())
+        received = mine.new_empty(self.topology.world_size, mine.numel())
         with self.reaching_others(what := f"{where}, comparison of the replicas"):
-            wait(self.backend.inner.all_gather(received, mine), what)  # uncounted, as in the agreement of a step
+            wait(self.topology.backend.all_gather(received, mine), what)  # uncounted, as in the agreement of a step
         table, names = received.tolist(), [name for name, _ in self.replicated()]
         right = self.guard.judge(table, names, where)
         self._check_next = right is not None
         if right is not None:
-            if self.backend.rank == 0:
+            if self.topology.rank == 0:
                 logger.error("%s: %s; all have what rank %d has now", where, describe_difference(table, names), right)
             self.copy_replica(right)
 
     def _equalize_anchors(self, device: torch.device) -> None:
         """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
         anchors = [bucket.buffers["anchor"] for bucket in self.buckets]
-        if equalize(self.backend, device, anchors) and self.backend.rank == 0:
+        if equalize(self.topology.world, device, anchors) and self.topology.rank == 0:
             logger.warning(
                 "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
                 "from those of rank 0",
@@ -174,7 +175,7 @@ class SynchronizedOuter(SavedOuter):
         pipeline = Pipeline()
         for i, (bucket, way) in enumerate(zip(self.buckets, ways)):
             what = f"{where}, bucket {i} of {len(self.buckets)} ({bucket.describe()})"
-            pipeline.launch(mean_way(way, bucket, self.compressor, self.backend), what)
+            pipeline.launch(mean_way(way, bucket, self.compressor, self.topology.channel), what)
         pipeline.finish()
         return ways
 
@@ -190,7 +191,7 @@ class SynchronizedOuter(SavedOuter):
     def _skip(self, verdict: Verdict) -> None:
         self.skipped_rounds += 1
         self._skipped_in_a_row += 1
-        if self.backend.rank == 0 and worth_a_line(self.skipped_rounds):
+        if self.topology.rank == 0 and worth_a_line(self.skipped_rounds):
             logger.warning(
                 "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
                 "far). It is tried again after the next step; those ranks need the last good checkpoint.",
@@ -198,7 +199,7 @@ class SynchronizedOuter(SavedOuter):
             )  # fmt: skip
         if self.guard.ends_after(self._skipped_in_a_row):
             names = {p: f"a parameter of shape {tuple(p.shape)}" for bucket in self.buckets for p in bucket.params}
-            told = tell_not_finite(self.backend, self.buckets, names)
+            told = tell_not_finite(self.topology.world, self.buckets, names)
             raise NotFinite(
                 f"{type(self).__name__}: {self._skipped_in_a_row} synchronisations in a row were skipped: {told}"
             )
@@ -207,7 +208,7 @@ class SynchronizedOuter(SavedOuter):
         if self._reported_equal or not verdict.equal_gradients:
             return
         self._reported_equal = True
-        if self.backend.rank == 0:
+        if self.topology.rank == 0:
             logger.warning(
                 "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
                 "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "

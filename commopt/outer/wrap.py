@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commopt.comm import CountingBackend, LocalBackend
+from commopt.comm import LocalBackend, Topology
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
 
@@ -52,7 +52,7 @@ def check_base(base: torch.optim.Optimizer) -> None:
     """Raises ValueError if ``base`` communicates itself, or cannot take local steps."""
     name = type(base).__name__
     kinds = {cls.__name__ for cls in type(base).__mro__}
-    ranks = base.backend.world_size if isinstance(base, PackedOptimizer) else 1
+    ranks = base.topology.world_size if isinstance(base, PackedOptimizer) else 1
     if kinds & {"OuterOptimizer", *_SYNCHRONIZING} or ranks > 1:
         also = " (or give it backend=commopt.comm.LocalBackend())" if isinstance(base, CommOptimizer) else ""
         raise ValueError(
@@ -65,7 +65,7 @@ def check_base(base: torch.optim.Optimizer) -> None:
             "step() takes no closure, such as torch.optim.AdamW"
         )
     if isinstance(base, PackedOptimizer):
-        base.backend = CountingBackend(LocalBackend())  # from now on it is alone because it is a base
+        base.topology = Topology(LocalBackend())  # from now on it is alone because it is a base
 
 
 def step_base(base: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_lines, run, wait
 from commopt.compress import Compressor, Feedback
-from commopt.optim.base import LINES
+from commopt.optim.base import CHANNELS
 
 SMALLEST, FACTOR = 4096, 4
 """Bytes of the smallest message, and how much larger the next one is."""
@@ -63,13 +63,13 @@ class Stand:
     def __init__(self, backend: Backend, control: TorchBackend, device: torch.device) -> None:
         self.backend, self.control, self.device = backend, control, device
         self.world_size = backend.world_size
-        self._lines = open_lines(backend, 2 * LINES)
+        self._lines = open_lines(backend, 2 * CHANNELS)
 
     def lines(self, place: int) -> tuple[Backend, Backend]:
         """The lines of the bucket at ``place``: out, and back."""
         if not self._lines:
             return self.backend, self.backend
-        return self._lines[place % LINES], self._lines[LINES + place % LINES]
+        return self._lines[place % CHANNELS], self._lines[CHANNELS + place % CHANNELS]
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks; the ranks are at the same place then."""

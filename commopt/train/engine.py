@@ -120,7 +120,7 @@ class SelfCommunicating:
 
     def traffic(self) -> Traffic:
         """From the optimizer's own counts."""
-        sent, full = self.optimizer.backend.step.summary()["bytes"], self.optimizer.fp32_bytes()
+        sent, full = self.optimizer.topology.traffic.step.summary()["bytes"], self.optimizer.fp32_bytes()
         return Traffic(sent, full, self._skipped[0] < self._skipped[1])
 
     def residual_ratio(self) -> float | None:

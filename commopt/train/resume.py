@@ -138,8 +138,8 @@ def _apply(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]
         _check_settings(shared["config"], asdict(trainer.config), path)
         trainer.model.load_state_dict(shared["weights"])
         states = [part["optimizer_state"] for part in parts]
-        backend = getattr(optimizer, "backend", None)
-        nodes = backend.between.world_size if backend is not None else None
+        topology = getattr(optimizer, "topology", None)
+        nodes = topology.nodes if topology is not None else None
         joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
         optimizer.load_state_dict(joined)
         trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])

@@ -1,0 +1,133 @@
+"""What a user should know of a run, as lines of the log: once each, or ever more rarely; mostly on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commopt.optim.agreement import LARGEST_NORM
+
+logger = logging.getLogger("commopt")
+
+
+class Diagnostics:
+    """The log of one optimizer.
+
+    Args:
+        optimizer: its name.
+        rank: this rank.
+    """
+
+    def __init__(self, optimizer: str, rank: int) -> None:
+        self.optimizer, self.rank = optimizer, rank
+        self._said: set[str] = set()
+
+    def skipped(self, ranks: Sequence[int], count: int) -> None:
+        """All ranks have skipped a step, because of ``ranks``: the ``count``-th."""
+        if self.rank == 0 and worth_a_line(count):
+            logger.warning(
+                "%s: step skipped on all ranks: inf, NaN or a norm above %g in the gradients of rank %s (%d skipped so "
+                "far)",
+                self.optimizer, LARGEST_NORM, ", ".join(map(str, ranks)), count,
+            )  # fmt: skip
+
+    def dropped(self, count: int) -> None:
+        """This rank has taken a local step without its gradient: the ``count``-th."""
+        if worth_a_line(count):
+            logger.warning(
+                "%s: inf or NaN in the gradient of rank %d in a local step, which counts as zeros there (%d so far)",
+                self.optimizer, self.rank, count,
+            )  # fmt: skip
+
+    def idle(self) -> None:
+        """No parameter has a gradient on any rank."""
+        if self._once("idle"):
+            logger.warning(
+                "%s: no parameter has a gradient on any rank, so nothing moves. Was backward() called, and are these "
+                "still the parameters of the model? (Some wrappers, such as FSDP, exchange them: wrap first.)",
+                self.optimizer,
+            )
+
+    def equal_gradients(self) -> None:
+        """All ranks had the same gradients before anything was averaged."""
+        if self._once("equal gradients"):
+            logger.warning(
+                "%s: the gradients are already equal on all ranks. Either a DistributedDataParallel that is not "
+                "attached still averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks "
+                "train on the same data.",
+                self.optimizer,
+            )
+
+    def too_late(self, when: str, what_it_does: str) -> None:
+        """A parameter has its first gradient after ``when``. In a group of its own it would not be too late: that group
+        ``what_it_does`` by itself."""
+        if self._once("too late"):
+            logger.warning(
+                "%s: a parameter has its first gradient after %s; it will not move. Give it to add_param_group() when "
+                "it becomes trainable, and its group %s by itself.",
+                self.optimizer, when, what_it_does,
+            )  # fmt: skip
+
+    def overlap_lost(self, blocking: Sequence[Tensor], names: Mapping[Tensor, str], index: int, buckets: int) -> None:
+        """The parameters ``blocking`` keep buckets from ``index`` on from starting in backward."""
+        if blocking and self._once("overlap lost"):
+            logger.warning(
+                "%s: overlap is lost from bucket %d of %d on: %s had no gradient when backward ended, and buckets "
+                "start in order. Freeze what is never used (requires_grad_(False)).",
+                self.optimizer, index, buckets, listed([names[p] for p in blocking]),
+            )  # fmt: skip
+
+    def zero_variance(
+        self, params: Sequence[Tensor], state: Mapping[Tensor, Any], names: Mapping[Tensor, str], later: str
+    ) -> None:
+        """The variance of ``params`` stands from now on. Warns if some had gradients, but all of them 0: they will not
+        move. Or if none of them will. ``later`` says what lets a variance stand later."""
+        if self.rank:
+            return
+        still = [p for p in params if not state[p]["exp_avg_sq"].any()]
+        zeros = [p for p in still if state[p]["variance_step"] > 0]
+        named = zeros if len(still) < len(params) else still
+        if named:
+            logger.warning(
+                "%s: the variance of %d of %d parameters is 0 everywhere, and stands from now on: no gradient will "
+                "move them (%s). Their gradients so far were 0, or too small for a square. If it was too early, %s; if "
+                "they are not to be trained, freeze them (requires_grad_(False)).",
+                self.optimizer, len(named), len(params), listed([names[p] for p in named]), later,
+            )  # fmt: skip
+
+    def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
+        """A phase has ended after ``step``, for the parameter groups given, or for all."""
+        if self.rank == 0:
+            which = "" if groups is None else f" for parameter groups {list(groups)}"
+            # WARNING, because that is what a user sees who has set up no logging
+            logger.warning(
+                "%s: %s ended after step %d%s, %s from now on with %s",
+                self.optimizer, old, step, which, new, compressor,
+            )  # fmt: skip
+
+    def _once(self, what: str) -> bool:
+        """Whether ``what`` is to be said now: once, on rank 0."""
+        new = what not in self._said
+        self._said.add(what)
+        return new and self.rank == 0
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three of ``names``, in words."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
+    """What to call each parameter: its name, where the optimizer was given (name, parameter) pairs, or its shape."""
+    out = {p: f"a parameter of shape {tuple(p.shape)}" for group in groups for p in group["params"]}
+    for group in groups:
+        out.update(zip(group["params"], group.get("param_names", ())))
+    return out
+
+
+def worth_a_line(n: int) -> bool:
+    """Whether the n-th of something is logged: the 1st, 2nd, 4th, 8th ... A run gone bad must not fill the disk."""
+    return n & (n - 1) == 0

@@ -1,0 +1,132 @@
+"""Buckets that start while backward runs: hooks that see gradients arrive, and what was used of them then."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.optim.in_flight import StepInFlight
+from commopt.optim.state_bucket import StateBucket
+
+if TYPE_CHECKING:
+    from commopt.optim.base import CommOptimizer
+
+
+class Overlap:
+    """Sees gradients arrive, by hooks on the parameters, and gives them to the optimizer's step in flight.
+
+    Holds the optimizer weakly: parameters outlive it. The hooks go when this does.
+    """
+
+    def __init__(self, optimizer: CommOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._handles: dict[int, Any] = {}
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        self._bucket_of: dict[int, int] = {}
+        self._held = 0
+        self._used: Used | None = None
+
+    def follow(self, buckets: Sequence[StateBucket]) -> None:
+        """Watches the parameters of ``buckets``, which are all there are, for the next step."""
+        self._used = None
+        self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.params}
+        for gone in set(self._handles) - set(self._bucket_of):
+            self._handles.pop(gone).remove()
+        hook = _hook(weakref.ref(self))
+        for p in (p for bucket in buckets for p in bucket.params if id(p) not in self._handles):
+            self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Gradients that arrive meanwhile are not the last of their step."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    @torch.no_grad()
+    def arrived(self, p: Tensor) -> None:
+        """The gradient of ``p`` is complete, as far as this backward goes."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._held or not optimizer.starts_in_backward() or optimizer.accumulating():
+            return
+        index = self._bucket_of.get(id(p))
+        if index is None or not p.numel():  # no bucket waits for an empty one
+            return
+        step = optimizer.step_in_flight()
+        step.arrive(index, p)
+        if step.started and self._used is None:
+            self._used = Used(step, optimizer.param_groups, optimizer.hyperparams_used_in_backward)
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError if a gradient, or a hyper-parameter in ``groups``, has changed since backward has used
+        it."""
+        if self._used is not None:
+            self._used.check(groups)
+
+
+class Used:
+    """What backward has used of gradients and hyper-parameters, and whether it is still that."""
+
+    def __init__(self, step: StepInFlight, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        self._step, self._names = step, names
+        self._hyperparams = [self._read(group) for group in groups]
+        self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
+        _after_backward(self._remember)
+
+    def _read(self, group: dict[str, Any]) -> dict[str, Any]:
+        values = {name: group[name] for name in self._names}
+        return {name: v.item() if isinstance(v, Tensor) else copy.copy(v) for name, v in values.items()}
+
+    def _remember(self) -> None:
+        """Remembers the gradients that were used, as they are when backward and DDP are done with them."""
+        params = [p for bucket in self._step.buckets[: self._step.started] for p in bucket.params]
+        self._gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Makes sure that what was sent in backward is still what the step is about.
+
+        Raises:
+            ValueError: a gradient or a hyper-parameter has changed since.
+        """
+        for p, grad, version in self._gradients:
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and step(), "
+                    "but overlap=True has sent it already. Clip, scale or edit gradients with overlap=False "
+                    "(max_grad_norm= clips inside the optimizer)"
+                )
+        for group, before in zip(groups, self._hyperparams):
+            now = self._read(group)
+            if now != before:
+                raise ValueError(
+                    f"a parameter group changed between backward() and step(), from {before} to {now}, but "
+                    "overlap=True has used it already. Change it after step()"
+                )
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Calls ``call()`` when the backward under way ends, after what DDP does then."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _remove_all(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
+
+
+def _hook(overlap: weakref.ref[Overlap]) -> Callable[[Tensor], None]:
+    def arrived(p: Tensor) -> None:
+        watching = overlap()
+        if watching is not None:
+            watching.arrived(p)
+
+    return arrived
