@@ -53,8 +53,10 @@ from commopt.optim.guard import Guard, NotFinite, check_guard, describe_differen
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
+from commopt.optim.own import Origin
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.rules import square_norm
+from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
@@ -184,6 +186,14 @@ class CommOptimizer(PackedOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         """What a user should know of ``groups``, which begin ``phase``. On rank 0 only; communicates nothing."""
+
+    def loaded(self, entries: Entries, origin: Origin | None) -> None:
+        super().loaded(entries, origin)
+        packed = self.packed()
+        for group in self.param_groups:
+            if not group["step"]:  # the state of a plain Adam counts by parameter only
+                steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
+                group["step"] = int(max(steps, default=0))
 
     # groups -----------------------------------------------------------------------------------------------------------
 

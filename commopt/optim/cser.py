@@ -31,22 +31,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
 from commopt.compress import Compressor, Identity, RandomBlocks
-from commopt.optim import checks
+from commopt.optim import checks, replicas
 from commopt.optim.base import CommOptimizer
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import absent_runs, without
 from commopt.optim.own import Origin
 from commopt.optim.rules import scaled_gradient, sgd_, square_norm
+from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import MERGED
 from commopt.optim.state_bucket import StateBucket
 
@@ -109,10 +109,9 @@ class CSER(CommOptimizer):
     """
 
     hyperparams_used_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
-    clocks = ("step",)
-    own_buffers: tuple[str, ...] = ("momentum_buffer",)
-    """Flat buffers that every rank has of its own."""
-    sometimes = ("parameter", "error")
+    step_counters = ("step",)
+    rank_local_buffers: tuple[str, ...] = ("momentum_buffer",)
+    """Flat buffers of which every rank has its own."""
     compressor: Any
     _SETTINGS = (*CommOptimizer._SETTINGS, "reset_compressor")
 
@@ -204,12 +203,16 @@ class CSER(CommOptimizer):
         """The momentum of a bucket; zeros, if it has had none so far."""
         if "momentum_buffer" not in bucket.buffers:
             bucket.buffers["momentum_buffer"] = bucket.zeros()
-            for p, view in zip(bucket.params, bucket.views(bucket.buffers["momentum_buffer"])):
+            for p, view in zip(bucket.params, bucket.tensors("momentum_buffer")):
                 self.state[p]["momentum_buffer"] = view
-        return bucket.buffers["momentum_buffer"]
+        return bucket["momentum_buffer"]
 
-    def _check_incoming(self, given: dict[str, Any]) -> None:
-        super()._check_incoming(given)
+    def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
+        momentum = self.rank_local_buffers if group["momentum"] != 0 else self.rank_local_buffers[1:]
+        return (PARAMETER, *momentum) if self.replicas_differ else momentum
+
+    def check_loaded(self, given: dict[str, Any]) -> None:
+        super().check_loaded(given)
         own = given.get("residuals")
         if (
             self.anchored
@@ -222,31 +225,22 @@ class CSER(CommOptimizer):
                 "saved with RandomBlocks for both compressors. Load it with such, call synchronize(), and save again"
             )
 
-    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
+    def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         for bucket in self.buckets:
             if self.group_of()[id(bucket.params[0])].get("momentum", 0) != 0:
                 self._momentum(bucket)
-        super()._fill(state, origin)
-        for p in (p for bucket in self.buckets for p in bucket.params):
-            entry = self.state[p]  # of an optimizer that had none, its models are in one place
-            if "anchor" in entry and "anchor" not in state.get(p, {}):
-                entry["anchor"].copy_(p.detach())
+        return super().prepare(entries, origin)
 
-    def _fill_residuals(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
-        """Writes each rank its own parameters; the layout of buckets does not matter to them."""
-        for bucket in self.buckets:
-            for p in bucket.params:
-                if "parameter" in state.get(p, {}):
-                    p.detach().copy_(state[p]["parameter"].reshape(p.shape))
-        own = [entry[name] for entry in self.state.values() for name in self.own_buffers if name in entry]
+    def loaded(self, entries: Entries, origin: Origin | None) -> None:
+        super().loaded(entries, origin)
+        own = [bucket[name] for bucket in self.buckets for name in self.rank_local_buffers if name in bucket.buffers]
         ranks = max((group["ranks"] for group in self.param_groups), default=0)
         if not self.owns(origin) and (self.replicas_differ or (ranks > 1 and any(t.any() for t in own))):
             self.report_not_own(origin, "its parameters and momentum", "parameters stay as they are")
-
-    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        dtype = buffer_dtype(p.dtype)
-        own = {"parameter": self.own_value(p).to(dtype)} if self.replicas_differ else {}
-        return own | {name: self.state[p][name] for name in self.own_buffers if name in self.state[p]}
+        for bucket in self.buckets:
+            for p, anchor in zip(bucket.params, bucket.tensors("anchor") if "anchor" in bucket.buffers else ()):
+                if "anchor" not in entries.get(p, {}):  # of an optimizer that had none, its models are in one place
+                    anchor.copy_(p.detach())
 
     # the mean model ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +251,7 @@ class CSER(CommOptimizer):
 
     def synchronize_replicas(self) -> None:
         """x_i <- mean_i x_i, in full precision: all ranks have the same model then, and no error."""
-        self.take_mean()
+        replicas.take_mean(self.topology, self.buckets)
         for bucket in self.buckets:
             if "anchor" in bucket.buffers:
                 bucket.pack_params_(bucket.buffers["anchor"])
@@ -315,8 +309,7 @@ class CSER(CommOptimizer):
         yield ctx.confirmed
         if momentum is not None:
             bucket.buffers["momentum_buffer"][:n].copy_(momentum)
-        for p in (p for p in bucket.params if id(p) in ctx.present):
-            self.state[p]["step"] += 1
+        bucket.increment(("step",), ctx.moving(bucket))
         self._apply(bucket, sent, again, absent)
 
     def _apply(self, bucket: StateBucket, sent: PartialMean, again: PartialMean | None, absent: list[slice]) -> None:
@@ -390,14 +383,14 @@ class CSER(CommOptimizer):
         return update.mul_(float(group["lr"])), momentum
 
     def _plain_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> None:
-        params = [p for p in bucket.params if id(p) in ctx.present]
-        for p in params:
-            self.state[p]["step"] += 1
+        moving = ctx.moving(bucket)
+        bucket.increment(("step",), moving)
+        params = [bucket.params[i] for i in moving]
         grads = [scaled_gradient(p, bucket.dtype, ctx.scale) for p in params]
         momenta = []
         if group["momentum"] != 0:
             self._momentum(bucket)
-            momenta = [self.state[p]["momentum_buffer"] for p in params]
+            momenta = bucket.tensors("momentum_buffer", moving)
         sgd_(params, grads, momenta, group)
 
     def _norms(self) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def averaged_gradients(bucket: StateBucket, ctx: StepContext) -> Generator[Work,
         ctx.confirmed.note(torch.isfinite(ops.square_sum([flat])))
         yield ctx.confirmed
     bucket.active = None
-    moving = [i for i, p in enumerate(bucket.params) if id(p) in ctx.present]
+    moving = ctx.moving(bucket)
     if ctx.average:
         views = bucket.views(flat)
         return [views[i] for i in moving]

@@ -62,6 +62,11 @@ class StepContext:
         move. Known behind the barrier."""
         return self.step.present()
 
+    def moving(self, bucket: StateBucket) -> list[int]:
+        """Indices of the parameters of ``bucket`` that have a gradient on some rank. Known behind the barrier."""
+        present = self.present
+        return [i for i, p in enumerate(bucket.params) if id(p) in present]
+
     def absent(self, bucket: StateBucket) -> list[int]:
         """Indices of the parameters of ``bucket`` that have no gradient on any rank. Known when its task starts."""
         return self.step.absent(bucket)

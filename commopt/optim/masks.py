@@ -23,6 +23,16 @@ def active_mask(bucket: StateBucket) -> Tensor:
     return bucket.active
 
 
+def padding_mask(bucket: StateBucket) -> Tensor:
+    """The mask of all elements but the padding, (padded / 8,) uint8; it stays as that of :func:`active_mask` does."""
+    if bucket.active is None:
+        bucket.active = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
+        used = bucket.zeros()
+        used[: bucket.numel] = 1
+        ops.pack_nonzero(used, bucket.active)
+    return bucket.active
+
+
 def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
     """Where the parameters of the indices ``absent``, ascending, are in a flat buffer; neighbours in one run."""
     out: list[Run] = []

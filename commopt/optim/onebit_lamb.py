@@ -165,12 +165,11 @@ class OneBitLamb(WarmupOptimizer):
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
-        x, m, v, _ = self.tick(bucket, ctx, variance_moves=True)
+        x, m, v, _ = self.increment(bucket, ctx, variance_moves=True)
         ratios = lamb_(x, g, m, v, group)
         for p, c in zip(x, ratios):
             _average(self.state[p], c, group["coeff_beta"])  # c_avg = b3 c_avg + (1-b3) c
-        for p in bucket.params:
-            self.state[p]["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
+        bucket.numbers["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
@@ -178,7 +177,7 @@ class OneBitLamb(WarmupOptimizer):
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
         self._switch(bucket, k)
-        x, before, v, _ = self.tick(bucket, ctx, variance_moves=False)
+        x, before, v, _ = self.increment(bucket, ctx, variance_moves=False)
         f = [self.state[p]["fresh_exp_avg_sq"] for p in x]
         new = dict(zip(map(id, bucket.params), bucket.views(mean.values())))
         c = [_averaged(self.state[p]) for p in x]
@@ -191,11 +190,11 @@ class OneBitLamb(WarmupOptimizer):
 
     def _scaling(self, bucket: StateBucket) -> list[float]:
         """k of each parameter; not stored yet where it is new."""
-        known = [self.state[p]["scaling_coeff"].item() for p in bucket.params]
+        known: list[float] = bucket.numbers["scaling_coeff"].tolist()
         if all(known):
             return known
-        m, v = (bucket.views(bucket.buffers[name]) for name in ("exp_avg", "exp_avg_sq"))
-        return [old or new for old, new in zip(known, scaling_coeffs(m, v))]
+        fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"))
+        return [old or new for old, new in zip(known, fresh)]
 
     def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
         """Where k is new, stores it and starts the fresh variance, and with it r, anew."""

@@ -31,7 +31,7 @@ NAMES = frozenset(
     (
         *RANK_LOCAL, "step", "variance_step", "interval_step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq",
         "fresh_exp_avg_sq", "mean_momentum", "scaling_coeff", "trust_ratio_weight", "momentum_buffer",
-        "outer_momentum", "anchor",
+        "outer_momentum", "anchor", "error",
     )
 )  # fmt: skip
 """What optimizers of commopt, and Adam and SGD of torch, call their state. One of these that an optimizer has no use

@@ -35,7 +35,7 @@ class QSparseLocalSGD(CSER):
         all others: as for :class:`CSER`.
     """
 
-    own_buffers = ("momentum_buffer", "error")
+    rank_local_buffers = ("momentum_buffer", "error")
 
     def __init__(
         self,

@@ -43,20 +43,18 @@ class WarmupOptimizer(CommOptimizer):
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
 
-    def tick(
-        self, bucket: StateBucket, now: StepContext, variance_moves: bool
+    def increment(
+        self, bucket: StateBucket, ctx: StepContext, variance_moves: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
-        """x, m, v and (t, t') of the parameters that move, after their clocks have ticked."""
-        params = [p for p in bucket.params if id(p) in now.present]
-        states = [self.state[p] for p in params]
-        for s in states:
-            s["step"] += 1
-            if variance_moves:
-                s["variance_step"] += 1
-            elif s["variance_step"] == 0:
-                self._diagnostics.too_late("the variance was frozen", "warms up")
-        clocks = [(s["step"].item(), s["variance_step"].item()) for s in states]
-        return params, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], clocks
+        """x, m, v and (t, t') of the parameters that move, after their step counters were incremented."""
+        moving = ctx.moving(bucket)
+        bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
+        t, frozen_t = bucket.numbers["step"].tolist(), bucket.numbers["variance_step"].tolist()
+        if not variance_moves and any(frozen_t[i] == 0 for i in moving):
+            self._diagnostics.too_late("the variance was frozen", "warms up")
+        counts = [(t[i], frozen_t[i]) for i in moving]
+        params = [bucket.params[i] for i in moving]
+        return params, bucket.tensors("exp_avg", moving), bucket.tensors("exp_avg_sq", moving), counts
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":

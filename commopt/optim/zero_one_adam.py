@@ -44,21 +44,20 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.optim import checks
+from commopt.optim import checks, replicas
 from commopt.optim.base import CommOptimizer
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
-from commopt.optim.packed import CLOCKS
 from commopt.optim.rules import adam_, weight_decay_factor
+from commopt.optim.saving import Entries
 from commopt.optim.schedules import SyncPolicy, VariancePolicy
 from commopt.optim.state_bucket import StateBucket
 
@@ -128,7 +127,7 @@ class ZeroOneAdam(CommOptimizer):
             settings.
     """
 
-    clocks = (*CLOCKS, "interval_step")
+    step_counters = (*CommOptimizer.step_counters, "interval_step")
     hyperparams_used_in_backward = (
         "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
     )  # fmt: skip
@@ -205,7 +204,7 @@ class ZeroOneAdam(CommOptimizer):
         return self._kind(group, group["step"] + 1)
 
     def _kind(self, group: dict[str, Any], step: int) -> str:
-        if self.topology.inter_node.world_size == 1:
+        if self.topology.nodes == 1:
             return "exact"
         variance = _variance(group)
         if variance.refreshes(step):  # not between rounds: a policy that was changed there waits for the round
@@ -214,7 +213,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "refreshing" up to the last step of T_v, then "frozen"."""
-        if self.topology.inter_node.world_size == 1:
+        if self.topology.nodes == 1:
             return "plain"
         return "refreshing" if group["step"] < group["variance_stop"] else "frozen"
 
@@ -232,8 +231,8 @@ class ZeroOneAdam(CommOptimizer):
     def replicas_differ(self) -> bool:
         return any(group["local_steps"] for group in self.param_groups)
 
-    def local_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: self.state[p][name] for name in ("exp_avg", "mean_momentum")} if group["local_steps"] else {}
+    def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "mean_momentum") if group["local_steps"] else ()
 
     def after_step(self) -> None:
         """Counts the local steps since the last round."""
@@ -253,13 +252,11 @@ class ZeroOneAdam(CommOptimizer):
     def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_v: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
-        x = [p for p in bucket.params if id(p) in ctx.present]
-        states = [self.state[p] for p in x]
-        for s in states:
-            s["step"] += 1
-            s["variance_step"] += 1
-        counts = [(s["step"].item(), s["variance_step"].item()) for s in states]
-        adam_(x, g, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], counts, group)
+        moving = ctx.moving(bucket)
+        bucket.increment(("step", "variance_step"), moving)
+        t, k = bucket.numbers["step"].tolist(), bucket.numbers["variance_step"].tolist()
+        x, m, v = ([bucket.params[i] for i in moving], *(bucket.tensors(n, moving) for n in ("exp_avg", "exp_avg_sq")))
+        adam_(x, g, m, v, [(t[i], k[i]) for i in moving], group)
 
     def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
@@ -270,7 +267,7 @@ class ZeroOneAdam(CommOptimizer):
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
-        update = self._moves(bucket, group, since, self._tick(bucket, group, since, ctx.present))
+        update = self._moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
         if since.steps > 1:
             _to_anchor(bucket, update)
         mean.into(m, update)  # m = mean_i u_i / G;  x = x_a - G m / D
@@ -289,7 +286,7 @@ class ZeroOneAdam(CommOptimizer):
             u.copy_(m)
         else:
             u.lerp_(m, since.share)  # u_i / G
-        self._place(bucket, self._moves(bucket, group, since, self._tick(bucket, group, since, None)), u)
+        self._place(bucket, self._moves(bucket, group, since, self._increment(bucket, group, since, None)), u)
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
@@ -308,29 +305,25 @@ class ZeroOneAdam(CommOptimizer):
         part = yield from reduce_scatter(u, ctx.send.intra_node)
         return Momentum(part, [], [], 1.0, 0.0)
 
-    def _tick(
+    def _increment(
         self, bucket: StateBucket, group: dict[str, Any], interval: Interval, present: frozenset[int] | None
     ) -> list[int]:
-        """The indices of the parameters that move, the same on all ranks, after their clocks have ticked.
+        """The indices of the parameters that move, the same on all ranks, after their step counters were incremented.
 
         Between rounds nobody knows which of them have a gradient on some rank. So with local steps go all that are
         trainable and have a variance when the first begins, until the round; a missing gradient is zeros. In a round
         that follows another, those ``present``.
         """
-        moving = []
-        for i, p in enumerate(bucket.params):
-            s = self.state[p]
-            if interval.steps > 1:
-                moves = bool(s["interval_step"] > 0)
-            else:
-                here = p.requires_grad if present is None else id(p) in present
-                moves = here and bool(s["variance_step"] > 0)
-                if p.grad is not None and not s["variance_step"] and self.phase_of(group) == "frozen":
-                    self._diagnostics.too_late("the last refresh of the variance", "starts")
-            if moves:
-                s["step"] += 1
-                s["interval_step"] += 1
-                moving.append(i)
+        since, k = bucket.numbers["interval_step"].tolist(), bucket.numbers["variance_step"].tolist()
+        if interval.steps > 1:
+            moving = [i for i, steps in enumerate(since) if steps > 0]
+        else:
+            here = [p.requires_grad if present is None else id(p) in present for p in bucket.params]
+            moving = [i for i, moves in enumerate(here) if moves and k[i] > 0]
+            late = any(p.grad is not None and not k[i] for i, p in enumerate(bucket.params))
+            if late and self.phase_of(group) == "frozen":
+                self._diagnostics.too_late("the last refresh of the variance", "starts")
+        bucket.increment(("step", "interval_step"), moving)
         return moving
 
     # where the parameters are -----------------------------------------------------------------------------------------
@@ -338,10 +331,10 @@ class ZeroOneAdam(CommOptimizer):
     def _moves(self, bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: list[int]) -> FrozenAdam:
         """How parameters get from the anchor to where ``interval`` has brought them."""
         params = [bucket.params[i] for i in moving]
-        states = [self.state[p] for p in params]
-        clocks = [((s["step"] - s["interval_step"] + 1).item(), s["variance_step"].item()) for s in states]
+        t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
+        counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
         over = {**group, "lr": interval.lr_sum}
-        return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, clocks, over), decay=interval.decay)
+        return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, counts, over), decay=interval.decay)
 
     @staticmethod
     def _place(bucket: StateBucket, then: FrozenAdam, mean: Tensor) -> None:
@@ -359,14 +352,15 @@ class ZeroOneAdam(CommOptimizer):
             group = owner[id(bucket.params[0])]
             if group["local_steps"]:
                 interval = Interval(group["local_steps"], group["local_lr_sum"], group["local_decay"], 1.0)
-                moving = [i for i, p in enumerate(bucket.params) if self.state[p]["interval_step"] > 0]
+                moving = bucket.numbers["interval_step"].nonzero().flatten().tolist()
                 yield bucket, group, self._moves(bucket, group, interval, moving)
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
         for bucket, _, then in self._apart():
             mean = bucket.buffers["mean_momentum"].clone()
-            self.average_exactly(mean, f"synchronisation between rounds, bucket with {bucket.describe()}")
+            where = f"synchronisation between rounds, bucket with {bucket.describe()}"
+            replicas.average_exactly(self.topology, mean, where)
             ops.zero_dead_(mean, active_mask(bucket))
             self._place(bucket, then, mean)
             bucket.buffers["exp_avg"].copy_(mean)
@@ -374,34 +368,38 @@ class ZeroOneAdam(CommOptimizer):
         self._end_interval(self.param_groups)
 
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:
-        packed = self.packed()
         for group in groups:
             group.update(local_steps=0, local_lr_sum=0.0, local_decay=1.0)
-            for p in group["params"]:
-                if id(p) in packed:
-                    self.state[p]["interval_step"].zero_()
+        ended, owner = {id(group) for group in groups}, self.group_of()
+        for bucket in self.buckets:
+            if id(owner[id(bucket.params[0])]) in ended:
+                bucket.numbers["interval_step"].zero_()
 
-    @torch.no_grad()
-    def _fill(self, state: Mapping[Tensor, dict[str, Any]], origin: Origin | None) -> None:
-        """As everywhere; and between two rounds puts the parameters where the state says they are. Where nobody knows
-        whose momenta it has, what ranks have gathered since the last round is lost: that is at the anchor."""
-        alone = self.topology.inter_node.world_size == 1
-        apart = {id(p) for group in self.param_groups if group.get("local_steps") for p in group["params"]}
-        lost = bool(apart) and (origin is None or origin[0] == MIXED)
-        if lost:
-            state = {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in state.items()}
-        elif alone:  # there are no rounds to come: what was gathered is the momentum
-            momenta = {p: e["mean_momentum"] for p, e in state.items() if id(p) in apart and "mean_momentum" in e}
-            state = {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in state.items()}
-        if apart and not self.owns(origin):
+    def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
+        """Where nobody knows whose momenta these are, what ranks have gathered since the last round is lost: the
+        parameters are at the anchor then."""
+        entries = super().prepare(entries, origin)
+        differ = {id(p) for group in self.param_groups if group["local_steps"] for p in group["params"]}
+        lost = bool(differ) and (origin is None or origin[0] == MIXED)
+        if differ and not self.owns(origin):
             nothing = "the local steps since the last round count as steps without a gradient"
             consequence = nothing if lost else "every rank goes on from where that one was"
             self.report_not_own(origin, "its momenta between two rounds", consequence)
-        super()._fill(state, origin)
-        for bucket, _, then in self._apart():
-            self._place(bucket, then, bucket.buffers["mean_momentum"])
+        if lost:
+            return {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in entries.items()}
+        if self.topology.nodes == 1:  # there are no rounds to come: what was gathered is the momentum
+            momenta = {p: e["mean_momentum"] for p, e in entries.items() if id(p) in differ and "mean_momentum" in e}
+            return {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in entries.items()}
+        return entries
+
+    def loaded(self, entries: Entries, origin: Origin | None) -> None:
+        """Puts the parameters where the state says they are, between two rounds."""
+        super().loaded(entries, origin)
+        alone = self.topology.nodes == 1
+        for bucket, _, update in self._apart():
+            self._place(bucket, update, bucket["mean_momentum"])
             if alone:
-                bucket.buffers["mean_momentum"].zero_()
+                bucket["mean_momentum"].zero_()
         if alone:
             self._end_interval(self.param_groups)
 

@@ -3,10 +3,10 @@
 from commopt.outer.averaging import LocalSGD
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.diloco import DiLoCo
+from commopt.outer.rounds import Round
 from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
 from commopt.outer.slowmo import SlowMo
-from commopt.outer.synchronize import Round
 
 __all__ = [
     "DiLoCo",

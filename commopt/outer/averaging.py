@@ -18,9 +18,9 @@ from torch import Tensor
 from commopt.comm import Backend
 from commopt.compress import Compressor
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
-from commopt.outer.synchronize import Round
+from commopt.outer.rounds import Round
 
 
 class LocalSGD(OuterOptimizer):
@@ -70,10 +70,10 @@ class LocalSGD(OuterOptimizer):
             bucket_mb=bucket_mb, guard=guard, process_group=process_group, backend=backend,
         )  # fmt: skip
 
-    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x = bucket.buffers["anchor"]
         if self.topology.world_size > 1:
-            x.sub_(way)
+            x.sub_(pseudo_gradient)
             return
         for p, mine in zip(bucket.params, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding
             mine.copy_(p)

@@ -8,8 +8,8 @@ Then the ranks average how far they have come, and a subclass says what to make 
               x <- outer_step(x, D), the same bits on every rank
 
 x, the **anchor**, is kept in float32 (float64 for float64 parameters), so bfloat16 parameters have a master copy; what
-counts as a rank's way is the distance from the rounded anchor it has started from. The base's own state is never
-averaged.
+counts as a rank's pseudo-gradient is the distance from the rounded anchor it has started from. The base's own state is
+never averaged.
 
 A subclass says ``check_group``, ``outer_step``, and what it needs: ``momentum``, ``uses_lr``, ``own_settings``.
 """
@@ -18,27 +18,41 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
-from commopt.compress import Compressor
-from commopt.optim import checks
+from commopt.compress import Compressor, Feedback
+from commopt.optim import checks, saving
 from commopt.optim.agreement import LARGEST_NORM, is_usable
-from commopt.optim.diagnostics import worth_a_line
-from commopt.optim.guard import Guard, NotFinite, check_guard
+from commopt.optim.diagnostics import names_of, worth_a_line
+from commopt.optim.guard import Guard, NotFinite, check_guard, describe_difference, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.optim.own import Origin, cloned
+from commopt.optim.packed import PackedOptimizer
+from commopt.optim.replicas import reaching_others
 from commopt.optim.rules import square_norm
-from commopt.outer.saving import POSITION
-from commopt.outer.synchronize import SynchronizedOuter
+from commopt.optim.saving import PARAMETER, Entries
+from commopt.optim.setup import equalize
+from commopt.optim.state_bucket import StateBucket
+from commopt.outer import rounds
+from commopt.outer.loading import base_to_load
+from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
 
 logger = logging.getLogger("commopt")
 
 
-class OuterOptimizer(SynchronizedOuter):
+POSITION = {"round_step": 0, "rounds": 0, "round_lr": 0.0, "pseudo_gradient_norm": 0.0}
+"""Where a parameter group stands: local steps since the last synchronisation, how many of these there were, the sum of
+the learning rate over the former; and the 2-norm of the last mean pseudo-gradient, if it was compressed."""
+
+
+class OuterOptimizer(PackedOptimizer):
     """A base optimizer with an outer step every ``period`` steps; see the module's docstring for what a subclass adds.
 
     Its ``param_groups`` are those of the base, so learning-rate schedules act on the base; the outer hyper-parameters
@@ -63,6 +77,16 @@ class OuterOptimizer(SynchronizedOuter):
         ValueError: on every rank, for an argument out of range on any of them, for a base optimizer that communicates
             itself, or if ranks differ in parameters or settings.
     """
+
+    base: torch.optim.Optimizer
+    compressor: Compressor | None  # type: ignore[assignment]
+    skipped_rounds: int
+
+    step_counters = ()
+    owns_alone = True  # the state of the base
+
+    momentum = False
+    """Whether the outer step keeps ``outer_momentum``, a flat buffer like the anchor."""
 
     uses_lr = False
     """Whether the outer step divides by the learning rate of the base."""
@@ -134,6 +158,30 @@ class OuterOptimizer(SynchronizedOuter):
         """What of ``self`` must be the same on all ranks, and have a repr that says it. Raises ValueError if it is out
         of range."""
         return []
+
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
+        """Moves ``bucket.buffers["anchor"]``.
+
+        Args:
+            bucket: its flat buffers, of ``padded`` elements; what lies behind ``numel`` is 0 and stays 0.
+            group: of its parameters.
+            pseudo_gradient: D, the mean over the ranks of anchor - x_i, like the anchor; may be overwritten.
+            ctx: the round.
+        """
+        raise NotImplementedError
+
+    def init_bucket(self, bucket: StateBucket) -> None:
+        bucket.buffers["anchor"] = bucket.pack_params()
+        if self.momentum:
+            bucket.buffers["outer_momentum"] = bucket.zeros()
+
+    def init_messages(self, bucket: StateBucket, capacity: int) -> None:
+        """Makes residuals that stay what they were until a synchronisation is complete."""
+        nodes = self.topology.nodes
+        if self.compressor is None or nodes == 1:
+            return
+        numel = bucket.padded // bucket.places
+        bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, undoable=True)
 
     # groups -----------------------------------------------------------------------------------------------------------
 
@@ -286,6 +334,231 @@ class OuterOptimizer(SynchronizedOuter):
                 g.mul_(scale)
         step_base(self.base)
 
+    # rounds -----------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Follows what was done to parameters, and to the base behind our back."""
+        if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
+            self._adopt_groups(self.param_groups)
+        for bucket in self.buckets:
+            bucket.check_shapes()
+        self.follow_parameters()
+
+    @property
+    def replicas_differ(self) -> bool:
+        return self.topology.world_size > 1 and self.param_groups[0]["round_step"] > 0
+
+    def synchronize_replicas(self) -> None:
+        """Ends the round now. If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
+        self.follow()
+        self.end_round(None)
+
+    def begin_round(self) -> None:
+        """Takes over parameters that were changed since the last synchronisation, such as those of a model that was
+        loaded after the optimizer was made. An anchor that rounds to its parameter stays."""
+        for bucket in self.buckets:
+            anchors = bucket.tensors("anchor")
+            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.params, anchors)])
+            if changed.any():
+                self._moved = True
+                for p, x, new in zip(bucket.params, anchors, changed.tolist()):
+                    if new:
+                        x.copy_(p)
+
+    def end_round(self, error: Exception | None) -> None:
+        """Nothing that lasts changes before all collectives are done, but for anchors that differed; then everything
+        does."""
+        topology, buckets = self.topology, self.buckets
+        where = f"{type(self).__name__}, synchronisation {self.param_groups[0]['rounds'] + 1}"
+        device = self.control_device([p for bucket in buckets for p in bucket.params])
+        decision = rounds.agree(topology, buckets, device, self._report(error), f"{where}, agreement of the ranks")
+        if decision.broken:
+            self._skip(decision)
+            return
+        self._skipped_in_a_row = 0
+        self._report_equal_gradients(decision)
+        if decision.moved:
+            self._equalize_anchors(device, where)
+        if decision.checks:
+            rounds.compare(topology, buckets, device, self.digests(), self._compare, where)
+        means = rounds.mean_pseudo_gradients(topology, buckets, self.compressor, where)
+        groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
+        for bucket, mean in zip(buckets, means):
+            group = groups[id(bucket.params[0])]
+            lr = group["round_lr"] / group["round_step"]
+            if bucket.feedback is not None:
+                bucket.feedback.commit()
+                squares[id(group)] = squares.get(id(group), 0.0) + square_norm([mean])
+            ctx = Round(group["rounds"], lr, [positions[id(p)] for p in bucket.params])
+            self.outer_step(bucket, group, mean, ctx)
+            for p, x in zip(bucket.params, bucket.tensors("anchor")):
+                p.copy_(x)
+        for group in self.param_groups:
+            norm = squares.get(id(group), 0.0) ** 0.5
+            group.update(round_step=0, round_lr=0.0, rounds=group["rounds"] + 1, pseudo_gradient_norm=norm)
+        self._moved = False
+
+    def _report(self, error: Exception | None) -> RoundReport:
+        own = self.defaults.keys() - self.base.defaults.keys()
+        terms = [
+            sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in own)
+            for group in self.param_groups
+        ]
+        group = self.param_groups[0]
+        finite = is_usable(square_norm([p.detach() for bucket in self.buckets for p in bucket.params]))
+        checksum, rounds = zlib.crc32(str(terms).encode()), group["rounds"]
+        checks = self.guard.checks_at(rounds + 1, self._check_next, group["period"])
+        return RoundReport(finite, self._square, group["round_step"], rounds, checksum, self._moved, checks, error)
+
+    def _compare(self, table: list[list[int]], where: str) -> None:
+        """Says what follows from the digests of all ranks: of anchors and outer momenta.
+
+        Raises:
+            commopt.optim.ReplicasDiffer: they differ, and cannot be repaired, or shall not.
+        """
+        names = [name for name, _ in self.replicated()]
+        right = self.guard.judge(table, names, where)
+        self._check_next = right is not None
+        if right is not None:
+            if self.topology.rank == 0:
+                logger.error("%s: %s; all have what rank %d has now", where, describe_difference(table, names), right)
+            self.copy_replica(right)
+
+    def _equalize_anchors(self, device: torch.device, where: str) -> None:
+        """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
+        anchors = [bucket["anchor"] for bucket in self.buckets]
+        with reaching_others(self.topology, self.buckets, where):
+            differed = equalize(self.topology.world, device, anchors)
+        if differed and self.topology.rank == 0:
+            logger.warning(
+                "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
+                "from those of rank 0",
+                type(self).__name__,
+            )
+
+    def _positions(self) -> dict[int, int]:
+        """Where each parameter starts in the model, in elements."""
+        at, out = 0, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                out[id(p)] = at
+                at += p.numel()
+        return out
+
+    def _skip(self, decision: RoundDecision) -> None:
+        self.skipped_rounds += 1
+        self._skipped_in_a_row += 1
+        if self.topology.rank == 0 and worth_a_line(self.skipped_rounds):
+            logger.warning(
+                "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
+                "far). It is tried again after the next step; those ranks need the last good checkpoint.",
+                type(self).__name__, decision.broken, self.skipped_rounds,
+            )  # fmt: skip
+        if self.guard.ends_after(self._skipped_in_a_row):
+            told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
+            raise NotFinite(
+                f"{type(self).__name__}: {self._skipped_in_a_row} synchronisations in a row were skipped: {told}"
+            )
+
+    def _report_equal_gradients(self, decision: RoundDecision) -> None:
+        if self._reported_equal or not decision.equal_gradients:
+            return
+        self._reported_equal = True
+        if self.topology.rank == 0:
+            logger.warning(
+                "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
+                "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
+                "same data.",
+                type(self).__name__,
+            )
+
+    # saving and loading -----------------------------------------------------------------------------------------------
+
+    def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (PARAMETER,) if group["round_step"] else ()
+
+    def own_part(self) -> dict[str, Any]:
+        base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
+        return {**super().own_part(), "base": cloned(base)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, as copies. Communicates nothing.
+
+        ``state`` (anchors and outer momenta) and ``param_groups`` are the same on every rank. ``residuals`` is this
+        rank's own: the state of its base, between two synchronisations its parameters, and what compression owes, with
+        its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.optim.state` has how to save
+        that of all ranks, and the rest once.
+        """
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.
+
+        Also sets the parameters: to this rank's own, where the state was saved between two synchronisations, else to
+        the anchor. So load the model first. Without the part of any rank (``split_state_dict``), or with a mixture of
+        several ranks', parameters are the anchor's and the base starts anew, with one warning; with that of another
+        rank they are too, and the base has what that rank's had. The state of the base alone leaves the parameters as
+        they are, and makes them the anchor.
+
+        Raises:
+            ValueError: if groups, parameters or shapes do not match; nothing is changed then.
+            RuntimeError: within :meth:`averaged`.
+        """
+        super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over what unpickling or copying brings; of what is loaded, the groups are the base's."""
+        if "origin" in state:
+            self._unpickle(dict(state))
+
+    @torch.no_grad()
+    def _load(self, given: dict[str, Any]) -> None:
+        of_base = not any(key in group for group in given["param_groups"] for key in POSITION)
+        entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
+        if not of_base:
+            entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
+            base = base_to_load(self, given, origin)
+        before = self.param_groups
+        # torch would go on with the tensors given
+        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": given["param_groups"]})
+        self._adopt_groups(before)
+        if of_base:
+            for group in self.param_groups:
+                group.update(POSITION)
+        users = self._forget_users({**given, "state": {}} if of_base else given)
+        self._fill(entries, origin)
+        self._keep_users(users)
+        for bucket in self.buckets:
+            for p, anchor in zip(bucket.params, bucket.tensors("anchor")):
+                if PARAMETER not in entries.get(p, {}):
+                    p.copy_(anchor)
+
+    def _adopt_groups(self, before: list[dict[str, Any]]) -> None:
+        """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
+        self.param_groups = self.base.param_groups
+        for old, group in zip(before, self.param_groups):
+            for key, default in self.defaults.items():
+                group.setdefault(key, old.get(key, default))
+
+    def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
+        """An anchor that is lacking is the parameter."""
+        params = [p for bucket in self.buckets for p in bucket.params]
+        return {**entries, **{p: {"anchor": p.detach(), **entries.get(p, {})} for p in params}}
+
+    def residual_expected(self, p: Tensor) -> bool:
+        return False  # it may be of a run without a compressor
+
+    def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
+        self.state[p]["anchor"].sub_(residual)
+
+    _SETTINGS: tuple[str, ...] = (
+        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "skipped_steps", "skipped_rounds", "defaults",
+    )  # fmt: skip
+
+    def _unpickle(self, state: dict[str, Any]) -> None:
+        check_base(state["base"])
+        super()._unpickle({**state, "param_groups": state["base"].param_groups})
+
     # what is it doing? ------------------------------------------------------------------------------------------------
 
     def wants_average(self, group: dict[str, Any]) -> bool:
@@ -314,7 +587,8 @@ class OuterOptimizer(SynchronizedOuter):
         Returns:
             phase, step, total, fp32_bytes, ratio: as of :meth:`commopt.optim.CommOptimizer.comm_stats`; ``step`` is the
                 last step or call that may communicate.
-            residual_norm, way_norm: 2-norms of this rank's worker residual and of the last mean way; 0 without a
+            residual_norm, pseudo_gradient_norm: 2-norms of this rank's worker residual and of the last mean
+                pseudo-gradient; 0 without a
                 compressor.
             residual_ratio: the one over the other; None if the latter is 0.
             round_step, rounds: local steps since the last synchronisation, and how many there were.
@@ -323,13 +597,13 @@ class OuterOptimizer(SynchronizedOuter):
         """
         group = self.param_groups[0]
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
-        way = sum(g["way_norm"] ** 2 for g in self.param_groups) ** 0.5
+        norm = sum(g["pseudo_gradient_norm"] ** 2 for g in self.param_groups) ** 0.5
         return {
             "phase": self.phase,
             **self.traffic(),
             "residual_norm": residual,
-            "way_norm": way,
-            "residual_ratio": residual / way if way else None,
+            "pseudo_gradient_norm": norm,
+            "residual_ratio": residual / norm if norm else None,
             "round_step": group["round_step"],
             "rounds": group["rounds"],
             "skipped_steps": self.skipped_steps,

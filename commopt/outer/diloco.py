@@ -19,9 +19,9 @@ from commopt.comm import Backend
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
-from commopt.outer.synchronize import Round
+from commopt.outer.rounds import Round
 
 
 class DiLoCo(OuterOptimizer):
@@ -81,7 +81,7 @@ class DiLoCo(OuterOptimizer):
         checks.check_at_least("outer_lr", group["outer_lr"], 0)
         checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
 
-    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x, b = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
-        b.mul_(group["outer_momentum"]).add_(way)
-        x.sub_(way.add_(b, alpha=group["outer_momentum"]), alpha=group["outer_lr"])
+        b.mul_(group["outer_momentum"]).add_(pseudo_gradient)
+        x.sub_(pseudo_gradient.add_(b, alpha=group["outer_momentum"]), alpha=group["outer_lr"])

@@ -29,10 +29,10 @@ from commopt.comm import Backend
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
+from commopt.outer.rounds import Round
 from commopt.outer.signs import ExactSign, SignRule
-from commopt.outer.synchronize import Round
 
 
 class SignMomentum(OuterOptimizer):
@@ -109,15 +109,15 @@ class SignMomentum(OuterOptimizer):
         checks.check_betas(group["outer_betas"], "outer_betas")
         checks.check_at_least("outer_weight_decay", group["outer_weight_decay"], 0)
 
-    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x, m = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
-        if now.lr == 0:
-            x.sub_(way)
+        if ctx.lr == 0:
+            x.sub_(pseudo_gradient)
             return
-        (b1, b2), step = group["outer_betas"], group["outer_lr"] * now.lr
-        d = way.div_(now.lr)
+        (b1, b2), step = group["outer_betas"], group["outer_lr"] * ctx.lr
+        d = pseudo_gradient.div_(ctx.lr)
         u = m.mul(b1).add_(d, alpha=1 - b1)
         x.mul_(1 - step * group["outer_weight_decay"])
-        for mine, direction, start in zip(bucket.views(x), bucket.views(u), now.positions):
-            mine.sub_(self.sign.of(direction, now.number, start), alpha=step)
+        for mine, direction, start in zip(bucket.views(x), bucket.views(u), ctx.positions):
+            mine.sub_(self.sign.of(direction, ctx.number, start), alpha=step)
         m.mul_(b2).add_(d, alpha=1 - b2)

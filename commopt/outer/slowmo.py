@@ -21,9 +21,9 @@ from commopt.comm import Backend
 from commopt.compress import Compressor
 from commopt.optim import checks
 from commopt.optim.guard import Guard
-from commopt.optim.packed import StateBucket
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
-from commopt.outer.synchronize import Round
+from commopt.outer.rounds import Round
 
 
 class SlowMo(OuterOptimizer):
@@ -84,10 +84,10 @@ class SlowMo(OuterOptimizer):
         checks.check_at_least("outer_lr", group["outer_lr"], 0)
         checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
 
-    def outer_step(self, bucket: StateBucket, group: dict[str, Any], way: Tensor, now: Round) -> None:
+    def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x, u = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]
-        if now.lr == 0:
-            x.sub_(way)
+        if ctx.lr == 0:
+            x.sub_(pseudo_gradient)
             return
-        u.mul_(group["outer_momentum"]).add_(way.div_(now.lr))
-        x.sub_(u, alpha=group["outer_lr"] * now.lr)
+        u.mul_(group["outer_momentum"]).add_(pseudo_gradient.div_(ctx.lr))
+        x.sub_(u, alpha=group["outer_lr"] * ctx.lr)

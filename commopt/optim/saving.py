@@ -1,0 +1,208 @@
+"""State in buckets -> what is saved, and back: functions of buckets, of what is loaded, and of whose it is.
+
+What must be equal on all ranks is in ``state``; a rank's own part is beside it. An optimizer declares what that is
+(``rank_local``), and everything here follows: each rank saves its own, loads its own, else the mean of all ranks', else
+leaves what it has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
+from commopt.optim.state import MERGED, RANK_LOCAL
+from commopt.optim.state_bucket import StateBucket
+
+Entries = dict[Any, dict[str, Any]]
+"""State by parameter; by other keys what users have put there."""
+
+PARAMETER = "parameter"
+"""What a parameter's own value is called where ranks have other ones."""
+
+OUTDATED = ("met_step", "way_norm")
+"""What parameter groups had before 0.1.0."""
+
+
+def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: Any) -> int:
+    """A checksum of which parameters are in which bucket, and of where ranks are: residuals of one layout mean nothing
+    in another."""
+    order = {id(p): i for i, p in enumerate(params)}
+    layout = str([[order[id(p)] for p in bucket.params] for bucket in buckets]) + str(places)
+    return zlib.crc32(layout.encode())
+
+
+def own_states(
+    buckets: Sequence[StateBucket],
+    params: Sequence[Tensor],
+    rank_local: Callable[[StateBucket], Sequence[str]],
+    value: Callable[[Tensor], Tensor],
+) -> dict[int, dict[str, Tensor]]:
+    """What is this rank's own of each parameter, by its number, as copies: residuals, and what ``rank_local`` names of
+    its bucket. ``value`` gives a parameter's own value."""
+    out: dict[int, dict[str, Tensor]] = {id(p): {} for p in params}
+    for bucket in buckets:
+        for p, residuals in zip(bucket.params, bucket.residuals()):
+            out[id(p)].update(residuals)
+        for name in rank_local(bucket):
+            if name == PARAMETER:
+                mine = [value(p).to(bucket.dtype) for p in bucket.params]
+            else:
+                mine = bucket.tensors(name) if name in bucket.buffers else []
+            for p, tensor in zip(bucket.params, mine):
+                out[id(p)][name] = tensor
+    return {i: cloned(out[id(p)]) for i, p in enumerate(params) if out[id(p)]}
+
+
+def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequence[StateBucket]) -> None:
+    """Raises ValueError if what is loaded is of another model, or from before names were changed."""
+    part = given.get("residuals") or {}
+    old = [key for group in given["param_groups"] for key in OUTDATED if key in group]
+    if old or (part and "shard_index" not in part):
+        raise ValueError(
+            "the loaded state was saved before commopt 0.1.0, whose names of state are others: load it with the "
+            "version that has saved it, or begin a new run from the weights of the model"
+        )
+    ids = [i for group in given["param_groups"] for i in group["params"]]
+    if len(ids) != len(params):
+        return  # torch raises, and says why
+    state = {id(p): entry for bucket in buckets for p, entry in zip(bucket.params, bucket.state())}
+    for i, p in zip(ids, params):
+        for name, mine in state.get(id(p), {}).items():
+            value = given["state"].get(i, {}).get(name)
+            if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
+                continue
+            if value.shape != mine.shape:
+                raise ValueError(
+                    f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
+                    f"has shape {tuple(p.shape)}: it is the state of another model"
+                )
+
+
+def read(
+    given: Mapping[str, Any], params: Sequence[Tensor], rank: int, world_size: int
+) -> tuple[Entries, Origin | None]:
+    """What is loaded, by parameter, and whose own part is in it. What differs between ranks is this rank's own or the
+    mean of all; else, but for residuals, that of the rank whose ``state`` this is."""
+    part = given.get("residuals") or {}
+    origin = origin_of(part)
+    mine = belongs(origin, rank, world_size)
+    if origin is not None and not mine and not same_as_in(given["state"], part):
+        origin = (MIXED, *origin[1:])
+    entries = {i: dict(e) for i, e in given["state"].items() if isinstance(e, Mapping)}
+    for i, entry in part.get("state", {}).items():
+        taken = entry if mine else {name: t for name, t in entry.items() if name in RANK_LOCAL}
+        entries.setdefault(i, {}).update(taken)
+    return by_parameter(given, entries, params), origin
+
+
+def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
+    """``state`` of what is loaded, with parameters for their numbers."""
+    ids = [i for group in given["param_groups"] for i in group["params"]]
+    numbers = dict(zip(ids, params))
+    return {numbers.get(key, key): entry for key, entry in state.items()}
+
+
+def added_by_users(state: Mapping[Any, Any], ours: Mapping[Tensor, Iterable[str]]) -> dict[Any, Any]:
+    """What users have added to ``state``: other keys than parameters, and to a parameter's entry. ``ours`` is what we
+    have put there."""
+    known, out = {*NAMES, PARAMETER}, dict[Any, Any]()
+    for key, entry in state.items():
+        if not isinstance(key, Tensor):
+            out[key] = entry
+        elif added := {k: v for k, v in entry.items() if k not in known and k not in ours.get(key, ())}:
+            out[key] = added
+    return out
+
+
+def fill(
+    buckets: Sequence[StateBucket], entries: Mapping[Tensor, Mapping[str, Any]], starts: Mapping[str, float]
+) -> None:
+    """Copies ``entries`` into ``buckets``, and own values into their parameters. What is lacking starts from
+    ``starts``, or from 0; what is not trainable here is left out."""
+    for bucket in buckets:
+        bucket.active = None
+        for p, mine in zip(bucket.params, bucket.state()):
+            entry = entries.get(p, {})
+            for name, tensor in mine.items():
+                if name in entry:
+                    tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
+                else:
+                    tensor.fill_(starts.get(name, 0.0))
+            # the state of a plain Adam has one counter: its second moment never stopped
+            if "variance_step" in mine and "variance_step" not in entry:
+                mine["variance_step"].copy_(mine["step"])
+            if PARAMETER in entry:
+                p.detach().copy_(entry[PARAMETER].reshape(p.shape))
+
+
+def fill_residuals(
+    buckets: Sequence[StateBucket],
+    entries: Mapping[Tensor, Mapping[str, Any]],
+    origin: Origin | None,
+    here: Origin,
+    expected: Callable[[Tensor], bool],
+    fold: Callable[[Tensor, Tensor], None],
+) -> bool:
+    """Copies the residuals in ``entries`` into ``buckets``, or this rank's share of those of all ranks of another
+    world. Those of another rank, or in another layout, start again from 0.
+
+    Args:
+        buckets, entries: as for :func:`fill`.
+        origin: whose residuals they are.
+        here: this rank.
+        expected: whether the state of a parameter is of a run that had residuals.
+        fold: adds what is left of a parameter's residual to what is compressed, where one node compresses no more.
+
+    Returns:
+        whether residuals were left out.
+    """
+    dropped: Any = False
+    for bucket in buckets:
+        residuals: Sequence[Any] = bucket.residuals() or [None] * len(bucket.params)
+        for i, (p, mine) in enumerate(zip(bucket.params, residuals)):
+            worker, server = (entries.get(p, {}).get(name) for name in RANK_LOCAL)
+            if worker is None or server is None:
+                dropped = dropped or expected(p)
+                worker = server = torch.zeros(())
+            elif origin is not None and origin[0] == MERGED:
+                worker, server = worker.reshape(-1), server.reshape(-1)
+                if mine is None:
+                    for part in (worker, server):
+                        fold(p, part.to(bucket.device).view(p.shape))
+                else:
+                    worker, server = _share_of(bucket, i, mine, worker, server)
+            elif origin != here or mine is None or not _same_sizes(mine, worker, server):
+                dropped = dropped or worker.any() or server.any()
+                worker = server = torch.zeros(())
+            if mine is not None:
+                mine["worker_error"].copy_(worker)
+                mine["server_error"].copy_(server)
+    return bool(dropped)
+
+
+def _share_of(
+    bucket: StateBucket, i: int, mine: Mapping[str, Tensor], worker: Tensor, server: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of the residuals of all ranks of another world, of parameter ``i``: of the mean of the workers' what this rank
+    compresses, of the servers' what it averages."""
+    feedback = bucket.feedback
+    assert feedback is not None
+    offset, numel = bucket.offsets[i], bucket.params[i].numel()
+
+    def own(whole: Tensor, share: int, chunk: Tensor, part: Tensor) -> Tensor:
+        start = min(max(share * chunk.numel() - offset, 0), numel)
+        return whole[start : start + part.numel()].view(part.shape)
+
+    return (
+        own(worker, bucket.place, feedback.worker, mine["worker_error"]),
+        own(server, bucket.share, feedback.server, mine["server_error"]),
+    )
+
+
+def _same_sizes(mine: Mapping[str, Tensor], worker: Tensor, server: Tensor) -> bool:
+    return (mine["worker_error"].numel(), mine["server_error"].numel()) == (worker.numel(), server.numel())

@@ -1,0 +1,213 @@
+"""The end of a round: what the ranks agree on, and the mean of how far they have come. Changes nothing that lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.comm import (
+    CONFIRMATION_BYTES,
+    Backend,
+    Channel,
+    Pipeline,
+    Topology,
+    Work,
+    confirm,
+    mean_over_all,
+    reduce_scatter,
+    wait,
+)
+from commopt.compress import Compressor, Momentum
+from commopt.optim.agreement import StepRefused
+from commopt.optim.exchange import start_mean
+from commopt.optim.masks import padding_mask
+from commopt.optim.replicas import reaching_others
+from commopt.optim.rules import square_norm
+from commopt.optim.state_bucket import StateBucket
+
+FIELDS = 8
+ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
+"""Bytes of the rows that each rank all-gathers at a synchronisation: before it, and when all has come."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What an outer step knows of the round that has ended.
+
+    Attributes:
+        number: of the round, from 0.
+        lr: the mean learning rate of the group over the round's local steps; 0 if its base has none.
+        positions: where each parameter of the bucket starts in the model, in elements.
+    """
+
+    number: int
+    lr: float
+    positions: list[int]
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a rank brings to the end of a round.
+
+    Attributes:
+        finite: whether all its parameters are.
+        square_norm: of the last gradients that it stepped on.
+        step, number: local steps since the last synchronisation, and synchronisations so far.
+        terms: a checksum of the hyper-parameters that the outer step uses, below 2**48.
+        moved: whether parameters were changed between the last synchronisation and the next step.
+        checks: whether this rank wants digests compared.
+        error: why this rank cannot go on.
+    """
+
+    finite: bool
+    square_norm: float
+    step: int
+    number: int
+    terms: int
+    moved: bool
+    checks: bool = False
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class RoundDecision:
+    """What all ranks know then.
+
+    Attributes:
+        broken: the ranks some of whose parameters are inf or NaN; the same on every rank.
+        equal_gradients: whether all ranks had the same last gradients: somebody else averages them.
+        moved: whether parameters of any rank were changed between two rounds.
+        checks: whether any rank wants digests compared.
+    """
+
+    broken: list[int]
+    equal_gradients: bool
+    moved: bool
+    checks: bool
+
+
+def agree(
+    topology: Topology, buckets: Sequence[StateBucket], device: torch.device, report: RoundReport, where: str
+) -> RoundDecision:
+    """What follows from what all ranks report: one all-gather of 64 bytes a rank.
+
+    Raises:
+        report.error: on the rank that has one; the others raise StepRefused.
+        StepRefused: on all ranks, if they stand at different places; names one that differs.
+        commopt.comm.CollectiveError: the other ranks could not be reached; begins with ``where``.
+    """
+    with reaching_others(topology, buckets, where):
+        table = _exchange(topology.world, device, report, where)
+    return _decide(table, report, where)
+
+
+def _exchange(backend: Backend, device: torch.device, mine: RoundReport, where: str) -> list[list[float]]:
+    """What every rank reports, by rank."""
+    row = [mine.error is not None, mine.finite, mine.square_norm, mine.step, mine.number, mine.terms, mine.moved]
+    row.append(mine.checks)
+    if backend.world_size == 1:
+        return [[float(x) for x in row]]
+    message = torch.tensor([float(x) for x in row], dtype=torch.float64, device=device)
+    received = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
+    wait(backend.all_gather(received, message), where)
+    table: list[list[float]] = received.tolist()
+    return table
+
+
+def _decide(table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
+    if mine.error is not None:
+        raise mine.error
+    for rank, (failed, *_) in enumerate(table):
+        if failed:
+            raise StepRefused(f"{where}: rank {rank} cannot take this step; its own error says why")
+    first = table[0]
+    for rank, (_, _, _, step, number, terms, *_) in enumerate(table):
+        if (step, number) != (first[3], first[4]):
+            raise StepRefused(
+                f"{where}: rank {rank} has taken {step:.0f} local steps after {number:.0f} synchronisations, rank 0 "
+                f"{first[3]:.0f} after {first[4]:.0f}; all ranks must call step() and synchronize() equally often"
+            )
+        if terms != first[5]:
+            raise StepRefused(
+                f"{where}: rank {rank} has other learning rates or outer hyper-parameters than rank 0; set them alike "
+                "on every rank"
+            )
+    squares = [line[2] for line in table]
+    equal = len(table) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
+    broken = [rank for rank, line in enumerate(table) if not line[1]]
+    return RoundDecision(broken, equal, any(line[6] for line in table), any(line[7] for line in table))
+
+
+def compare(
+    topology: Topology,
+    buckets: Sequence[StateBucket],
+    device: torch.device,
+    digests: Sequence[int],
+    decide: Callable[[list[list[int]], str], None],
+    where: str,
+) -> None:
+    """Gives ``decide`` the digests of all ranks, by rank, and ``where``."""
+    mine = torch.tensor(digests, dtype=torch.int64, device=device)
+    received = mine.new_empty(topology.world_size, mine.numel())
+    with reaching_others(topology, buckets, what := f"{where}, comparison of the replicas"):
+        wait(topology.backend.all_gather(received, mine), what)  # uncounted, as in the agreement of a step
+    decide(received.tolist(), where)
+
+
+def mean_pseudo_gradients(
+    topology: Topology, buckets: Sequence[StateBucket], compressor: Compressor | None, where: str
+) -> list[Tensor]:
+    """The mean over all ranks of their pseudo-gradients, by bucket: flat buffers. The caller commits the residuals."""
+    flats = [pseudo_gradient(bucket) for bucket in buckets]
+    with reaching_others(topology, buckets, where):
+        pipeline = Pipeline()
+        for i, (bucket, flat) in enumerate(zip(buckets, flats)):
+            what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()})"
+            pipeline.launch(mean_pseudo_gradient(flat, bucket, compressor, topology.channel), what)
+        pipeline.finish()
+    if topology.world_size > 1:
+        confirm(topology.world, square_norm(flats) < float("inf"), where)
+    return flats
+
+
+def pseudo_gradient(bucket: StateBucket) -> Tensor:
+    """How far this rank has come from the anchor, as its parameters have it: anchor - x_i, a new flat buffer."""
+    flat = bucket.zeros()
+    for p, x, d in zip(bucket.params, bucket.tensors("anchor"), bucket.views(flat)):
+        d.copy_(x.to(p.dtype)).sub_(p)
+    return flat
+
+
+def mean_pseudo_gradient(
+    flat: Tensor, bucket: StateBucket, compressor: Compressor | None, channel: Channel
+) -> Iterator[Work]:
+    """``flat`` <- its mean over all ranks, in place and with the same bits on every rank.
+
+    Compressed if there is a compressor and more than one node: both ways, with the bucket's residuals, which the caller
+    commits. Nothing else that lasts is written.
+
+    Args:
+        flat: (padded,) of the bucket's dtype.
+        bucket: has the residuals.
+        compressor: the same on every rank.
+        channel: the ranks.
+
+    Yields:
+        Each collective as it starts; the caller waits for it before it resumes the generator.
+    """
+    feedback = bucket.feedback
+    if compressor is None or feedback is None:
+        yield from mean_over_all(flat, channel, channel)
+        return
+    part = flat
+    if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
+        part = yield from reduce_scatter(flat, channel.intra_node)
+    active = padding_mask(bucket)
+    local = Momentum(part, [], [], 1.0, 0.0)
+    mask = active.view(channel.world.world_size, -1)
+    for arrival in (yield from start_mean(local, feedback, bucket, compressor, channel, channel, active)):
+        yield arrival.work
+        compressor.decompress_live(arrival.wires, flat.view(channel.world.world_size, -1), mask, arrival.columns)
