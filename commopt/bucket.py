@@ -145,7 +145,9 @@ class Bucket:
     def stale(self) -> bool:
         """Whether the parameters were moved or cast since the bucket was made (``model.to(...)`` after
         construction)."""
-        return any(p.device != self.device or buffer_dtype(p.dtype) != self.dtype for p in self.params)
+        double = self.dtype == torch.float64
+        # asked while backward runs: no calls
+        return bool([p for p in self.params if p.device != self.device or (p.dtype == torch.float64) != double])
 
 
 def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor]) -> int:
@@ -167,13 +169,15 @@ def partition(params: Iterable[Tensor], capacity: int) -> list[list[Tensor]]:
     order gets the same split.
     """
     open_runs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     full: list[list[Tensor]] = []
     for p in reversed(list(dict.fromkeys(params))):
         key = (p.device, buffer_dtype(p.dtype))
         run = open_runs.setdefault(key, [])
-        size = sum(q.numel() for q in run) + p.numel()
-        if run and size * key[1].itemsize > capacity:
+        sizes[key] = sizes.get(key, 0) + p.numel()
+        if run and sizes[key] * key[1].itemsize > capacity:
             full.append(run)
             run = open_runs[key] = []
+            sizes[key] = p.numel()
         run.append(p)
     return full + list(open_runs.values())

@@ -300,7 +300,7 @@ def sent(backend: Any, numel: int, freeze_step: int) -> tuple[int, int, int, flo
         x.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + backend.rank))
         optimizer.step()
     stats = optimizer.comm_stats()
-    world = optimizer.backend.world_size
+    world = optimizer.topology.world_size
     leaving = stats["step"]["bytes"] - (world - 1) * AGREEMENT_BYTES
     owed = sum(t.numel() for t in optimizer.residuals[x].values()) / numel
     return leaving, stats["step"].get("inside", {"bytes": 0})["bytes"], stats["fp32_bytes"], owed

@@ -221,9 +221,9 @@ def test_all_buckets_but_the_last_start_in_backward():
         assert buckets >= 4
         seen = []
         for t in range(6):
-            calls = dict(optimizer.backend.total.calls)
+            calls = dict(optimizer.topology.traffic.total.calls)
             backward(model, t, backend.rank, 2)
-            now = optimizer.backend.total.calls
+            now = optimizer.topology.traffic.total.calls
             seen.append({verb: now[verb] - calls.get(verb, 0) for verb in now})
             optimizer.step()
         assert seen[3]["all_reduce"] == buckets - 1
@@ -238,9 +238,9 @@ def test_without_overlap_nothing_is_sent_in_backward():
         model = Used()
         optimizer = optimizer_of(model, backend, False)
         train(model, optimizer, range(6), backend.rank, 2)
-        before = dict(optimizer.backend.total.calls)
+        before = dict(optimizer.topology.traffic.total.calls)
         backward(model, 6, backend.rank, 2)
-        assert optimizer.backend.total.calls == before
+        assert optimizer.topology.traffic.total.calls == before
         optimizer.step()
 
     on_threads(2, run)
@@ -254,12 +254,12 @@ def test_accumulation_in_no_sync_sends_nothing_and_gives_the_same_bits(overlap):
         for t in range(STEPS):
             model.zero_grad()
             first, second = tokens(t, backend.rank, 2).chunk(2)
-            before = dict(optimizer.backend.total.calls)
+            before = dict(optimizer.topology.traffic.total.calls)
             with optimizer.no_sync():
                 (model(first) / 2).backward()
-            assert optimizer.backend.total.calls == before
+            assert optimizer.topology.traffic.total.calls == before
             (model(second) / 2).backward()
-            assert (optimizer.backend.total.calls == before) == (not overlap)
+            assert (optimizer.topology.traffic.total.calls == before) == (not overlap)
             optimizer.step()
         return params_of(model)
 

@@ -114,10 +114,10 @@ def run_overlapped(rank: int, world: int) -> dict[str, Any]:
             attach(model, optimizer)
         sent, after = [], []
         optimizer.register_step_pre_hook(
-            lambda o, *_, sent=sent: sent.append(o.backend.total.calls.get("all_to_all", 0))
+            lambda o, *_, sent=sent: sent.append(o.topology.traffic.total.calls.get("all_to_all", 0))
         )
         optimizer.register_step_post_hook(
-            lambda o, *_, after=after: after.append(o.backend.total.calls.get("all_to_all", 0))
+            lambda o, *_, after=after: after.append(o.topology.traffic.total.calls.get("all_to_all", 0))
         )
         for t in range(STEPS):
             step(model, optimizer, t, rank, world, parts)
@@ -211,7 +211,7 @@ def run_mixed(rank: int, world: int) -> dict[str, Any]:
         (work or dist.all_reduce(mine, group=group, async_op=True)).wait()
         with optimizer.averaged():  # replicas of CSER are apart
             params = params_of(model)
-        out[name] = {"params": params, "sum": mine.tolist(), "lines": len(optimizer._lines or [])}
+        out[name] = {"params": params, "sum": mine.tolist(), "lines": len(optimizer._channels or [])}
     if rank == 1:
         dist.new_group([1], backend="cpu:gloo", use_local_synchronization=True)
     group = dist.new_group(ranks, backend="cpu:gloo")
@@ -288,7 +288,7 @@ def run_groups(rank: int, world: int) -> dict[str, Any]:
         alone = OneBitAdam(wrapped.parameters(), process_group=only_rank_0)
         refused("other ranks", lambda: attach(wrapped, alone))
     copied = copy.deepcopy(optimizer)
-    out["copy shares the group"] = copied.backend.inner.group is TorchBackend().group
+    out["copy shares the group"] = copied.topology.backend.group is TorchBackend().group
     return out
 
 

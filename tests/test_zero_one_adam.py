@@ -225,7 +225,7 @@ def test_replicas_are_bit_identical_after_every_round(world_size, dtype, compres
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
             momenta = [entry["exp_avg"].clone() for entry in optimizer.state.values()]
             history.append((met, params_of(model) + momenta))
-            assert optimizer.apart == (not met)
+            assert optimizer.replicas_differ == (not met)
         assert all(t.isfinite().all() for t in history[-1][1])
         return history
 

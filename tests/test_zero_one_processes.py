@@ -34,11 +34,11 @@ def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, A
         commopt.attach(wrapped, optimizer)
     met, calls = [], []
     for step in range(26):
-        what, before = kind(optimizer), optimizer.backend.total.summary()["calls"]
+        what, before = kind(optimizer), optimizer.topology.traffic.total.summary()["calls"]
         optimizer.zero_grad()
         wrapped(tokens(step, rank, world_size)).backward()
         optimizer.step()
-        calls.append((what, optimizer.backend.total.summary()["calls"] - before))
+        calls.append((what, optimizer.topology.traffic.total.summary()["calls"] - before))
         if what != "local":
             met.append(params_of(model) + [e["exp_avg"].clone() for e in optimizer.state.values()])
     wrapped.eval()

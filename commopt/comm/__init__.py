@@ -12,7 +12,7 @@ from commopt.comm.collectives import (
 from commopt.comm.counting import CountingBackend, Traffic, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
-from commopt.comm.partial import BlockMean, PartialMean, WireMean, partial_mean
+from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
@@ -25,7 +25,7 @@ __all__ = [
     "CONFIRMATION_BYTES",
     "Arrival",
     "Backend",
-    "BlockMean",
+    "BlockSync",
     "Channel",
     "CollectiveError",
     "CountingBackend",
@@ -33,7 +33,8 @@ __all__ = [
     "MPIBackend",
     "MessageDamaged",
     "NodesBackend",
-    "PartialMean",
+    "PSync",
+    "PayloadSync",
     "Pipeline",
     "Task",
     "ThreadBackend",
@@ -41,7 +42,6 @@ __all__ = [
     "Topology",
     "TorchBackend",
     "Traffic",
-    "WireMean",
     "Work",
     "all_reduce_bytes",
     "compressed_all_reduce",
@@ -52,7 +52,7 @@ __all__ = [
     "message_device",
     "open_control",
     "open_lines",
-    "partial_mean",
+    "psync",
     "reduce_scatter",
     "refuse_if_left_out",
     "resolve_backend",

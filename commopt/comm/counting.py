@@ -92,18 +92,11 @@ class CountingBackend:
         intra_node: bool = False,
     ) -> None:
         self.inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
         self.traffic = traffic or Traffic()
         self.receipt = receipt or Receipt()
         self._line = self.receipt.new_line()
         self._intra_node = intra_node
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
 
     @property
     def devices(self) -> tuple[str, ...] | None:

@@ -101,6 +101,7 @@ class _Receipted:
     ) -> None:
         self._work, self._receipt, self._place, self._verb = work, receipt, place, verb
         self._sums: Callable[[], tuple[Tensor, Tensor]] | None = sums
+        self.is_completed = work.is_completed
 
     def wait(self) -> Any:
         result = self._work.wait()

@@ -33,46 +33,20 @@ class Topology:
         backend: the backend that it was made of; what goes over this itself is counted nowhere.
         traffic: what this rank has sent, over all channels.
         receipt: what it has sent and received since that was cleared.
-        channel: the ranks.
+        channel: the ranks; ``world``, ``intra_node`` and ``inter_node`` are its.
+        rank, world_size: of the world.
+        nodes: how many there are; without nodes, every rank is one.
+        shard_index: which of ``world_size`` equal shards of a flat buffer this rank averages: they are in the order of
+            local ranks, and of nodes within.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.traffic, self.receipt = backend, Traffic(), Receipt()
         self.channel = self._channel(backend)
-
-    @property
-    def world(self) -> CountingBackend:
-        """All ranks."""
-        return self.channel.world
-
-    @property
-    def intra_node(self) -> Backend:
-        """The ranks of this rank's node; without nodes, this rank alone."""
-        return self.channel.intra_node
-
-    @property
-    def inter_node(self) -> CountingBackend:
-        """The ranks with this rank's place in their nodes; without nodes, all."""
-        return self.channel.inter_node
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.world_size
-
-    @property
-    def nodes(self) -> int:
-        """How many nodes there are; without nodes, every rank is one."""
-        return self.inter_node.world_size
-
-    @property
-    def shard_index(self) -> int:
-        """Which of ``world_size`` equal shards of a flat buffer this rank averages: they are in the order of local
-        ranks, and of nodes within."""
-        return self.intra_node.rank * self.nodes + self.inter_node.rank
+        self.world, self.inter_node = self.channel.world, self.channel.inter_node
+        self.intra_node = self.channel.intra_node
+        self.rank, self.world_size, self.nodes = backend.rank, backend.world_size, self.inter_node.world_size
+        self.shard_index = self.intra_node.rank * self.nodes + self.inter_node.rank
 
     def channels(self, n: int) -> list[Channel]:
         """``n`` more channels of the same ranks, empty where the backend has none. All ranks must call this at the

@@ -231,7 +231,7 @@ class Agreement:
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
             average=any(row[4] for row in table),
-            already_equal=squares[0] > 0 and all(math.isclose(s, squares[0], rel_tol=1e-12) for s in squares),
+            already_equal=squares[0] > 0 and not [s for s in squares if not math.isclose(s, squares[0], rel_tol=1e-12)],
         )
 
     def _compare(self) -> None:

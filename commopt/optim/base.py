@@ -453,7 +453,7 @@ class CommOptimizer(PackedOptimizer):
 
     def steps_locally(self) -> bool:
         """Whether the next step communicates nothing."""
-        return self.topology.world_size > 1 and all(self.is_local(group) for group in self.param_groups)
+        return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]
 
     def accumulating(self) -> bool:
         """Whether an attached DDP model is in its ``no_sync()``."""

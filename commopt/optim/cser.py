@@ -37,10 +37,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, BlockMean, PartialMean, Work, partial_mean
+from commopt.comm import Backend, PSync, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks, replicas
 from commopt.optim.base import CommOptimizer
+from commopt.optim.cser_error import UPDATE, ImplicitError, StoredAnchor
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import absent_runs, without
@@ -53,9 +54,6 @@ from commopt.optim.state_bucket import StateBucket
 logger = logging.getLogger("commopt")
 
 AnyCompressor = Compressor | RandomBlocks
-
-UPDATE, RESET = 0, 1
-"""What blocks are chosen for: both choose independently of each other."""
 
 
 class CSER(CommOptimizer):
@@ -285,83 +283,55 @@ class CSER(CommOptimizer):
             yield ctx.barrier
             self._plain_step(bucket, group, ctx)
             return
-        n, absent = bucket.numel, [slice(*run) for run in absent_runs(bucket, ctx.absent(bucket))]
+        absent = [slice(*run) for run in absent_runs(bucket, ctx.absent(bucket))]
         resets = (group["step"] + 1) % group["period"] == 0
-        update, momentum = self._update(bucket, group, ctx.scale, absent)
-        model = bucket.pack_params() if resets else None
-        # all that a step sends is started at once: none of it depends on what is received
-        if "anchor" in bucket.buffers:
-            sent = self._send(self.compressor, update, group, bucket, UPDATE, ctx, absent)
-            again = None
-            if model is not None:
-                error = model[:n].sub_(bucket.buffers["anchor"][:n]).sub_(sent.rest)
-                again = self._send(self.reset_compressor, self.to_reset(bucket, error), group, bucket, RESET, ctx)
-        else:
-            again = None
-            if model is not None:
-                again = self._send(self.reset_compressor, model[:n].sub_(update), group, bucket, RESET, ctx)
-            sent = self._send(self.compressor, update, group, bucket, UPDATE, ctx)
-        yield from sent.works + (again.works if again is not None else [])
-        for mean in (sent, again):
-            if mean is not None:
-                ctx.confirmed.note(mean.is_sound())
+        p, m = self._update(bucket, group, ctx.scale, absent)  # m_i is not stored yet
+
+        def start(what: int, v: Tensor) -> PSync:
+            how = self.compressor if what == UPDATE else self.reset_compressor
+            return self._psync(v, how, what, bucket, group, ctx, absent if what == UPDATE else ())
+
+        error = self.error_of(bucket)
+        update, reset = error.start(p, start, resets)  # PSync(p_i, C2);  PSync(e_i, C1)
+        for sync in (update, reset) if reset is not None else (update,):
+            yield from sync.works
+            ctx.confirmed.note(sync.is_sound())
         yield ctx.barrier
         yield ctx.confirmed
-        if momentum is not None:
-            bucket.buffers["momentum_buffer"][:n].copy_(momentum)
+        if m is not None:
+            bucket["momentum_buffer"][: bucket.numel].copy_(m)
         bucket.increment(("step",), ctx.moving(bucket))
-        self._apply(bucket, sent, again, absent)
-
-    def _apply(self, bucket: StateBucket, sent: PartialMean, again: PartialMean | None, absent: list[slice]) -> None:
-        """x_i <- x_i - p'_i, and the reset."""
-        n = bucket.numel
-        mean = sent.mean()
+        mean = update.mean()
         for at in absent:
             mean[at] = 0
-        flat = bucket.pack_params()
-        x, anchor = flat[:n], bucket.buffers.get("anchor")
-        if anchor is None:
-            x.sub_(sent.rest.add_(mean))
-            if again is not None:
-                assert isinstance(again, BlockMean)
-                again.blocks.scatter_(x, again.values)
-        else:
-            anchor[:n].sub_(mean)
-            x.sub_(sent.rest.add_(mean))
-            if again is not None:
-                anchor[:n].add_(again.mean())
-                x.copy_(anchor[:n])
-                self.assimilate(bucket, x, again.rest)
-        bucket.unpack_params(flat)
+        x = bucket.pack_params()
+        error.apply(x[: bucket.numel], mean, update, reset)  # x_i = x_i - p'_i;  x_i = x_i - e_i + e'_i
+        bucket.unpack_params(x)
 
-    def to_reset(self, bucket: StateBucket, error: Tensor) -> Tensor:
-        """What of e_i, (n,), is synchronised at a reset: all of it. May be written."""
-        return error
+    def error_of(self, bucket: StateBucket) -> ImplicitError | StoredAnchor:
+        """Where the error of a bucket is kept."""
+        return StoredAnchor(bucket) if self.anchored else ImplicitError(bucket)
 
-    def assimilate(self, bucket: StateBucket, x: Tensor, rest: Tensor) -> None:
-        """Where what a reset has not sent goes, (n,): into the local model."""
-        x.add_(rest)
-
-    def _send(
+    def _psync(
         self,
-        how: AnyCompressor,
         v: Tensor,
-        group: dict[str, Any],
-        bucket: StateBucket,
+        how: AnyCompressor,
         what: int,
+        bucket: StateBucket,
+        group: dict[str, Any],
         ctx: StepContext,
-        absent: Sequence[slice] = (),
-    ) -> PartialMean:
+        absent: Sequence[slice],
+    ) -> PSync:
         """Starts to average the part of ``v`` that ``how`` keeps at this step; what is ``absent`` is in no scale."""
         if isinstance(how, Identity):
             how = RandomBlocks(1)
         if not isinstance(how, RandomBlocks):
             if not absent:
-                return partial_mean(v, how, ctx.send.world)
-            all_live = torch.full((-(-v.numel() // 8),), 0xFF, dtype=torch.uint8, device=v.device)
-            return partial_mean(v, how, ctx.send.world, without(all_live, [(at.start, at.stop) for at in absent]))
+                return psync(v, how, ctx.send.world)
+            all_active = torch.full((-(-v.numel() // 8),), 0xFF, dtype=torch.uint8, device=v.device)
+            return psync(v, how, ctx.send.world, without(all_active, [(at.start, at.stop) for at in absent]))
         index = next(i for i, other in enumerate(self.buckets) if other is bucket)
-        return partial_mean(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), ctx.send.world)
+        return psync(v, how.choose(v.numel(), group["step"], 2 * index + what, v.device), ctx.send.world)
 
     def _update(
         self, bucket: StateBucket, group: dict[str, Any], scale: float, absent: list[slice]

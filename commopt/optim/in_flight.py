@@ -240,7 +240,7 @@ class StepInFlight:
         if self._present is None:
             decision = self.agreement.decision
             assert decision is not None, "present is known only after the task has yielded ctx.barrier"
-            self._present = frozenset(id(p) for p, here in zip(self.params, decision.present) if here)
+            self._present = frozenset([id(p) for p, here in zip(self.params, decision.present) if here])
         return self._present
 
     def absent(self, bucket: StateBucket) -> list[int]:

@@ -31,10 +31,11 @@ class Overlap:
         self._bucket_of: dict[int, int] = {}
         self._held = 0
         self._used: Used | None = None
+        self._starts: bool | None = None
 
     def follow(self, buckets: Sequence[StateBucket]) -> None:
         """Watches the parameters of ``buckets``, which are all there are, for the next step."""
-        self._used = None
+        self._used = self._starts = None
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.params}
         for gone in set(self._handles) - set(self._bucket_of):
             self._handles.pop(gone).remove()
@@ -55,7 +56,11 @@ class Overlap:
     def arrived(self, p: Tensor) -> None:
         """The gradient of ``p`` is complete, as far as this backward goes."""
         optimizer = self._optimizer()
-        if optimizer is None or self._held or not optimizer.starts_in_backward() or optimizer.accumulating():
+        if optimizer is None or self._held or optimizer.accumulating():
+            return
+        if self._starts is None:  # the same for all gradients of a step
+            self._starts = optimizer.starts_in_backward()
+        if not self._starts:
             return
         index = self._bucket_of.get(id(p))
         if index is None or not p.numel():  # no bucket waits for an empty one

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from commopt.compress import RandomBlocks
 from commopt.optim.cser import CSER, AnyCompressor
+from commopt.optim.cser_error import KeptError
 from commopt.optim.rules import square_norm
 from commopt.optim.state_bucket import StateBucket
 
@@ -60,12 +61,8 @@ class QSparseLocalSGD(CSER):
     def resets_all(self) -> bool:
         return True
 
-    def to_reset(self, bucket: StateBucket, error: Tensor) -> Tensor:
-        return error.add_(bucket.buffers["error"][: bucket.numel])
-
-    def assimilate(self, bucket: StateBucket, x: Tensor, rest: Tensor) -> None:
-        """Where what a reset has not sent goes: to the next one."""
-        bucket.buffers["error"][: bucket.numel].copy_(rest)
+    def error_of(self, bucket: StateBucket) -> KeptError:
+        return KeptError(bucket)
 
     def _norms(self) -> tuple[float, float]:
         """2-norms of e_i, which the next reset still owes, and of the momentum. How far x_i is from the anchor is no

@@ -50,7 +50,7 @@ class WarmupOptimizer(CommOptimizer):
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
         t, frozen_t = bucket.numbers["step"].tolist(), bucket.numbers["variance_step"].tolist()
-        if not variance_moves and any(frozen_t[i] == 0 for i in moving):
+        if not variance_moves and [i for i in moving if frozen_t[i] == 0]:
             self._diagnostics.too_late("the variance was frozen", "warms up")
         counts = [(t[i], frozen_t[i]) for i in moving]
         params = [bucket.params[i] for i in moving]

@@ -1,4 +1,4 @@
-"""The mean over the ranks of a part of what each has (``PSync`` of CSER, arXiv 2007.13221), and the rest of it."""
+"""The mean over the ranks of a part of what each has (``PSync`` of CSER, arXiv 2007.13221), and the residual."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from commopt.compress.compressor import Compressor
 from commopt.compress.random_block import Blocks
 
 
-class PartialMean(Protocol):
+class PSync(Protocol):
     """C[v] of every rank under way, to be averaged.
 
     Attributes:
-        rest: (n,), v - C[v]: what this rank has not sent.
+        residual: (n,), v - C[v]: what this rank has not sent.
         works: the collectives, started; when they are done, the mean is there.
     """
 
-    rest: Tensor
+    residual: Tensor
     works: list[Work]
 
     def mean(self) -> Tensor:
@@ -30,23 +30,23 @@ class PartialMean(Protocol):
         """Whether what was received can be right, 0-d bool."""
 
 
-class BlockMean:
+class BlockSync:
     """Of blocks that are the same on every rank: one all-reduce of their elements, none where there are none.
 
     Args:
-        v: (n,), overwritten with the rest of it.
+        v: (n,), overwritten with the residual.
         blocks: what is sent.
         backend: the ranks.
     """
 
     def __init__(self, v: Tensor, blocks: Blocks, backend: Backend) -> None:
-        self.blocks, self.rest = blocks, v
+        self.blocks, self.residual = blocks, v
         self.values = blocks.gather(v)
         self.works = [backend.all_reduce(self.values)] if self.values.numel() else []
         blocks.zero_(v)
 
     def mean(self) -> Tensor:
-        mean = torch.zeros_like(self.rest)
+        mean = torch.zeros_like(self.residual)
         self.blocks.scatter_(mean, self.values)
         return mean
 
@@ -54,21 +54,21 @@ class BlockMean:
         return self.values.isfinite().all()
 
 
-class WireMean:
+class PayloadSync:
     """Of what any compressor makes of it: one all-gather of a wire row of each rank, (W - 1) nbytes(n) bytes sent.
 
     Nothing is lost between the ranks: the mean is that of what they have compressed.
 
     Args:
-        v: (n,), overwritten with the rest of it.
+        v: (n,), overwritten with the residual.
         compressor: the same on every rank.
         backend: the ranks, W of them.
         live: (ceil(n / 8),) uint8 bit mask, least significant bit first, the same on every rank, or None for all. A
-            dead element is in no scale, and the rest of it is 0; what the mean has at its place means nothing.
+            dead element is in no scale, and its residual is 0; what the mean has at its place means nothing.
     """
 
     def __init__(self, v: Tensor, compressor: Compressor, backend: Backend, live: Tensor | None = None) -> None:
-        self.compressor, self.rest = compressor, v
+        self.compressor, self.residual = compressor, v
         row = v.view(1, -1)
         own = torch.empty(1, compressor.nbytes(v.numel(), v.dtype), dtype=torch.uint8, device=v.device)
         self._own = own  # belongs to the collective until that is done
@@ -84,21 +84,21 @@ class WireMean:
             v.sub_(sent[0])
 
     def mean(self) -> Tensor:
-        mean = torch.empty_like(self.rest)
+        mean = torch.empty_like(self.residual)
         self.compressor.decompress_mean(self.wires, mean)
         return mean
 
     def is_sound(self) -> Tensor:
-        return self.compressor.is_sound(self.wires, self.rest.numel(), self.rest.dtype)
+        return self.compressor.is_sound(self.wires, self.residual.numel(), self.residual.dtype)
 
 
-def partial_mean(v: Tensor, how: Compressor | Blocks, backend: Backend, live: Tensor | None = None) -> PartialMean:
+def psync(v: Tensor, how: Compressor | Blocks, backend: Backend, live: Tensor | None = None) -> PSync:
     """Starts to average C[v] over the ranks.
 
     Args:
-        v: (n,) float32 or float64, contiguous; overwritten with the rest of it.
+        v: (n,) float32 or float64, contiguous; overwritten with the residual.
         how: C; or the blocks that it keeps.
         backend: the ranks.
-        live: as for :class:`WireMean`; blocks have no scales, and no use for it.
+        live: as for :class:`PayloadSync`; blocks have no scales, and no use for it.
     """
-    return BlockMean(v, how, backend) if isinstance(how, Blocks) else WireMean(v, how, backend, live)
+    return BlockSync(v, how, backend) if isinstance(how, Blocks) else PayloadSync(v, how, backend, live)
