@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ROW_MULTIPLE = 64
-"""A rank's share of a bucket is a multiple of this many elements: whole bytes of signs, whole vectors in the
+"""A rank's shard of a bucket is a multiple of this many elements: whole bytes of signs, whole vectors in the
 kernels."""
 
 
@@ -31,7 +31,7 @@ class Bucket:
 
     Attributes:
         params: the parameters, in packing order; each of them exactly once in one bucket.
-        world_size: ranks that share the bucket; each owns an equal chunk of every flat buffer.
+        world_size: ranks that shard the bucket; each owns an equal chunk of every flat buffer.
         shapes: of the parameters, when the bucket was made.
         offsets: where each of them starts in a flat buffer, in elements.
         numel: elements in use.
@@ -62,16 +62,16 @@ class Bucket:
         multiple = 1 if self.world_size == 1 else self.world_size * ROW_MULTIPLE
         self.padded = -(-self.numel // multiple) * multiple
 
-    def cut(self, capacity: int, grain: int | None) -> list[tuple[int, int]]:
+    def split(self, capacity: int, chunk_multiple: int | None) -> list[tuple[int, int]]:
         """The columns [start, stop) of the ranks' shares in which a bucket larger than ``capacity`` bytes is sent, so
-        that a part is on its way while the next is computed. Equal multiples of ``grain``, but the last; the whole,
-        if ``grain`` is None."""
-        share, nbytes = self.padded // self.world_size, self.numel * self.dtype.itemsize
-        if grain is None or nbytes <= capacity:
-            return [(0, share)]
-        width = -(-share // -(-nbytes // max(capacity, 1)))
-        width = -(-width // grain) * grain
-        return [(start, min(start + width, share)) for start in range(0, share, width)]
+        that a part is on its way while the next is computed. Equal multiples of ``chunk_multiple``, but the last; the
+        whole, if ``chunk_multiple`` is None."""
+        shard, nbytes = self.padded // self.world_size, self.numel * self.dtype.itemsize
+        if chunk_multiple is None or nbytes <= capacity:
+            return [(0, shard)]
+        width = -(-shard // -(-nbytes // max(capacity, 1)))
+        width = -(-width // chunk_multiple) * chunk_multiple
+        return [(start, min(start + width, shard)) for start in range(0, shard, width)]
 
     def __getitem__(self, name: str) -> Tensor:
         """The flat buffer ``name``."""

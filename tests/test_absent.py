@@ -112,7 +112,7 @@ def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):
             gone = {0} if step % 3 == 0 else {1} if step % 3 == 1 and backend.rank == 0 else set()
             give(params, [None if i in gone else g for i, g in enumerate(grads)])
             optimizer.step()
-        assert all((len(bucket.columns) > 2) == (bucket_mb < 1) for bucket in optimizer.buckets)
+        assert all((len(bucket.chunks) > 2) == (bucket_mb < 1) for bucket in optimizer.buckets)
         return params_of(nn.ParameterList(params)), tensors_in(optimizer.state_dict())
 
     for a, b in zip(*(on_threads(3, partial(run, bucket_mb=mb)) for mb in (25, 0.003))):

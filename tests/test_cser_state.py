@@ -519,7 +519,7 @@ def test_it_knows_when_all_ranks_have_the_same_model(arguments, expected):
 class OneLine(ThreadBackend):
     """As NCCL: buckets have no lines, but the ranks agree on a channel of its own."""
 
-    def lines(self, n: int) -> list[ThreadBackend]:
+    def channels(self, n: int) -> list[ThreadBackend]:
         return []
 
 

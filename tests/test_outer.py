@@ -381,11 +381,11 @@ def test_bytes_are_those_of_the_ledger(cls):
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
             sent = optimizer.comm_stats()["step"]
             if step % 4 < 3:
-                assert sent == {"bytes": 0, "calls": 0, "by_verb": {}}
+                assert sent == {"bytes": 0, "calls": 0, "by_collective": {}}
                 continue
             ways = sum(all_reduce_bytes(4 * bucket.padded, world_size) for bucket in optimizer.buckets)
             agreement = (world_size - 1) * ROUND_BYTES
-            assert sent["by_verb"] == {
+            assert sent["by_collective"] == {
                 "all_gather": {"bytes": agreement, "calls": 2},
                 "all_reduce": {"bytes": ways, "calls": len(optimizer.buckets)},
             }
@@ -404,7 +404,7 @@ def test_bytes_of_compressed_ways_are_those_of_the_ledger():
         train(model, optimizer, range(2), backend.rank, 2)
         (bucket,) = optimizer.buckets
         row = compressor.nbytes(bucket.padded // 2)
-        assert optimizer.comm_stats()["step"]["by_verb"] == {
+        assert optimizer.comm_stats()["step"]["by_collective"] == {
             "all_gather": {"bytes": ROUND_BYTES + row, "calls": 3},
             "all_to_all": {"bytes": row, "calls": 1},
         }
@@ -561,9 +561,9 @@ def test_models_that_were_changed_differently_on_each_rank_become_one_again(cls,
             model.weight.data += 0.5
         train(model, optimizer, range(2, 4), backend.rank, 2)
         assert not optimizer.replicas_differ
-        assert "broadcast" in optimizer.comm_stats()["step"]["by_verb"]
+        assert "broadcast" in optimizer.comm_stats()["step"]["by_collective"]
         train(model, optimizer, range(4, 6), backend.rank, 2)
-        assert "broadcast" not in optimizer.comm_stats()["step"]["by_verb"]
+        assert "broadcast" not in optimizer.comm_stats()["step"]["by_collective"]
         return params_of(model), tensors_in(optimizer.state_dict())
 
     (a, state_a), (b, state_b) = on_threads(2, run)

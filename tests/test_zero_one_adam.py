@@ -15,7 +15,7 @@ from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
-from commopt.optim.schedules import count_steps
+from commopt.optim.policies import count_steps
 
 VARIANCE, SYNC = VariancePolicy(kappa=2, stop=8), SyncPolicy(first=2, double_every=8, longest=4)
 """Steps 1, 2, 4, 6 exact, up to 8 compressed, then rounds at 10, 12, 14, 16, 20, 24, ..."""

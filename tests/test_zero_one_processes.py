@@ -54,7 +54,7 @@ def main(rank: int, world_size: int) -> dict[str, Any]:
     out: dict[str, Any] = {"bare": scene(rank, world_size, False)}
     before = len(log.lines)
     out["attached"] = scene(rank, world_size, True)
-    out["lines"] = log.lines[before:]
+    out["channels"] = log.lines[before:]
     out["overlapped"] = scene(rank, world_size, False, overlap=True)
     out["both"] = scene(rank, world_size, True, overlap=True)
     return out
@@ -75,5 +75,5 @@ def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
         assert same_bits(r["attached"]["end"], r["both"]["end"])
         for p, q in zip(r["bare"]["end"], r["attached"]["end"]):  # DDP's buckets sum in another order
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-    assert sum("evaluated between two rounds" in line for line in results[0]["lines"]) == 1
-    assert not any("evaluated" in line for line in results[1]["lines"])
+    assert sum("evaluated between two rounds" in line for line in results[0]["channels"]) == 1
+    assert not any("evaluated" in line for line in results[1]["channels"])

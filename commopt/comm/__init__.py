@@ -1,8 +1,8 @@
 """Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
 
-from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_control, open_lines, sends_from
+from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_channels, open_control, sends_from
 from commopt.comm.collectives import (
-    Arrival,
+    InFlightChunk,
     compressed_all_reduce,
     compressed_mean,
     mean_over_all,
@@ -12,10 +12,10 @@ from commopt.comm.collectives import (
 from commopt.comm.counting import CountingBackend, Traffic, all_reduce_bytes
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
+from commopt.comm.pipeline import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
-from commopt.comm.schedule import CollectiveError, Pipeline, Task, run, run_interleaved, wait
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.topology import Channel, Topology
 from commopt.comm.torch import TorchBackend
@@ -23,12 +23,12 @@ from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
     "CONFIRMATION_BYTES",
-    "Arrival",
     "Backend",
     "BlockSync",
     "Channel",
     "CollectiveError",
     "CountingBackend",
+    "InFlightChunk",
     "LocalBackend",
     "MPIBackend",
     "MessageDamaged",
@@ -50,8 +50,8 @@ __all__ = [
     "first_notice",
     "mean_over_all",
     "message_device",
+    "open_channels",
     "open_control",
-    "open_lines",
     "psync",
     "reduce_scatter",
     "refuse_if_left_out",

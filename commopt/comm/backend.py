@@ -1,7 +1,7 @@
-"""What a backend is: an identity and a handful of verbs on tensors that the caller has allocated.
+"""What a backend is: an identity and a handful of collectives on tensors that the caller has allocated.
 
-A verb starts a collective and returns :class:`Work`; nothing blocks before ``wait()``. Until then the tensors given
-belong to the backend. Every rank calls the same verbs in the same order.
+Each of these starts a collective and returns :class:`Work`; nothing blocks before ``wait()``. Until then the tensors
+given belong to the backend. Every rank calls the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Backend(Protocol):
         """x <- rank ``src``'s x, in place."""
 
 
-VERBS = ("all_reduce", "all_to_all", "all_gather", "broadcast")
+COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 
 
 def lacking(backend: Any) -> list[str]:
-    """What ``backend``, an object, lacks to be a :class:`Backend`; of a class, the verbs alone."""
+    """What ``backend``, an object, lacks to be a :class:`Backend`; of a class, the collectives alone."""
     identity = [] if isinstance(backend, type) else ["rank", "world_size"]
     missing = [name for name in identity if not hasattr(backend, name)]
-    return missing + [verb for verb in VERBS if not callable(getattr(backend, verb, None))]
+    return missing + [collective for collective in COLLECTIVES if not callable(getattr(backend, collective, None))]
 
 
 def check_backend(backend: Any, name: str = "backend") -> None:
@@ -79,14 +79,14 @@ def message_device(backend: Any) -> torch.device:
     return torch.device("cpu" if devices is None or "cpu" in devices else devices[0])
 
 
-def open_lines(backend: Backend, n: int) -> list[Backend]:
+def open_channels(backend: Backend, n: int) -> list[Backend]:
     """``n`` backends of the same ranks, whose collectives do not wait for each other's: each needs its collectives
-    started in one order on every rank, but any order between lines will do.
+    started in one order on every rank, but any order between channels will do.
 
-    Empty where ``backend`` has no method ``lines(n)`` that gives them. All ranks must call this at the same point; it
-    may communicate.
+    Empty where ``backend`` has no method ``channels(n)`` that gives them. All ranks must call this at the same point;
+    it may communicate.
     """
-    make = getattr(backend, "lines", None)
+    make = getattr(backend, "channels", None)
     return make(n) if make is not None else []
 
 
@@ -111,7 +111,7 @@ class Done:
 
 
 class LocalBackend:
-    """One rank alone: every verb is a copy."""
+    """One rank alone: every collective is a copy."""
 
     rank = 0
     world_size = 1

@@ -1,4 +1,4 @@
-"""Collectives made of verbs and compressors. ``yield`` hands out a collective in flight; see ``schedule`` for who
+"""Collectives made of collectives and compressors. ``yield`` hands out a collective in flight; see ``schedule`` for who
 waits."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commopt.comm.backend import Backend, Work
 from commopt.comm.topology import Channel
-from commopt.compress.compressor import Columns, Compressor
+from commopt.compress.compressor import Chunk, Compressor
 from commopt.compress.feedback import Feedback
 
 
@@ -57,29 +57,29 @@ def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Columns of a compressed mean on their way.
+class InFlightChunk:
+    """Chunk of a compressed mean on their way.
 
     Attributes:
-        columns: [start, stop) of every rank's share.
-        wires: (W, nbytes(stop - start)) uint8, row r with the mean of what rank r serves.
+        chunk: [start, stop) of every rank's share.
+        payload: (W, nbytes(stop - start)) uint8, row r with the mean of what rank r serves.
         work: when it is done, they are there.
     """
 
-    columns: Columns
-    wires: Tensor
+    chunk: Chunk
+    payload: Tensor
     work: Work
 
 
 def compressed_mean(
-    compress: Callable[[Tensor, Columns], None],
+    compress: Callable[[Tensor, Chunk], None],
     feedback: Feedback,
     compressor: Compressor,
     backend: Backend,
     back: Backend | None = None,
-    columns: Sequence[Columns] | None = None,
-    live: Tensor | None = None,
-) -> Generator[Work, None, list[Arrival]]:
+    chunks: Sequence[Chunk] | None = None,
+    active: Tensor | None = None,
+) -> Generator[Work, None, list[InFlightChunk]]:
     """The mean over all ranks of what each compresses, still as bytes: the same on every rank.
 
     All is compressed, and started to be sent, by the call; the task that it returns does not hold ``compress``.
@@ -89,20 +89,20 @@ def compressed_mean(
         1. every rank compresses its input and sends chunk r to rank r; rank r takes the mean of what it receives
         2. rank r compresses its mean and sends it to all
 
-    What a rank sends is 2 (W-1) rows of ``compressor.nbytes(D / W)`` bytes, in 2 collectives. In several columns it is
+    What a rank sends is 2 (W-1) rows of ``compressor.nbytes(D / W)`` bytes, in 2 collectives. In several chunks it is
     about the same number of bytes and 2 collectives for each, and while some are on their way, others are compressed.
     Nothing but ``feedback.next_worker`` and ``feedback.next_server`` is written; the caller commits them.
 
     Args:
-        compress: writes the given columns of the input to the wire rows given, (W, nbytes(stop - start)) uint8, and
+        compress: writes the given chunks of the input to the wire rows given, (W, nbytes(stop - start)) uint8, and
             what is lost to ``feedback.next_worker``.
         feedback: this rank's residuals, of D elements; D a multiple of W.
         compressor: the same on every rank.
         backend: the ranks, W of them.
         back: the line for the way back, if it is another one.
-        columns: what to send at a time, multiples of ``compressor.grain``; None for all of it.
-        live: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Dead elements (bit 0) become 0 in
-            the server's residual and in the result.
+        chunks: what to send at a time, multiples of ``compressor.chunk_multiple``; None for all of it.
+        active: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Inactive elements (bit 0) become
+            0 in the server's residual and in the result.
 
     Yields:
         Each collective of the way out; the caller waits for it before it resumes the generator.
@@ -112,78 +112,80 @@ def compressed_mean(
     """
     world, rank = backend.world_size, backend.rank
     server, after = feedback.server, feedback.next_server
-    rows = None if live is None else live.view(world, -1)
+    rows = None if active is None else active.view(world, -1)
 
-    def send(start: int, stop: int) -> tuple[Columns, Tensor, Tensor, Work]:
+    def send(start: int, stop: int) -> tuple[Chunk, Tensor, Tensor, Work]:
         shape = world, compressor.nbytes(stop - start, server.dtype)
         out, received = (torch.empty(shape, dtype=torch.uint8, device=server.device) for _ in range(2))
         compress(out, (start, stop))
         return (start, stop), out, received, backend.all_to_all(received, out)
 
-    def send_back(start: int, stop: int, own: Tensor, received: Tensor) -> Arrival:
+    def send_back(start: int, stop: int, own: Tensor, received: Tensor) -> InFlightChunk:
         mask = None if rows is None else rows[rank, start // 8 : (stop + 7) // 8]
         compressor.reduce(received, server[start:stop], own, mask, after[start:stop])
-        return Arrival((start, stop), received, (back or backend).all_gather(received, own))
+        return InFlightChunk((start, stop), received, (back or backend).all_gather(received, own))
 
-    def turn(sent: list[tuple[Columns, Tensor, Tensor, Work]]) -> Generator[Work, None, list[Arrival]]:
-        arrivals = []
-        for cut, out, received, work in sent:
+    def turn(sent: list[tuple[Chunk, Tensor, Tensor, Work]]) -> Generator[Work, None, list[InFlightChunk]]:
+        in_flight = []
+        for chunk, out, received, work in sent:
             yield work
-            arrivals.append(send_back(*cut, out[rank], received))  # the bytes of out have been sent: the place is free
-        return arrivals
+            in_flight.append(
+                send_back(*chunk, out[rank], received)
+            )  # the bytes of out have been sent: the place is free
+        return in_flight
 
-    return turn([send(*cut) for cut in columns or [(0, server.shape[0])]])
+    return turn([send(*chunk) for chunk in chunks or [(0, server.shape[0])]])
 
 
-def to_node(arrivals: Sequence[Arrival], inside: Backend) -> Generator[Work, None, list[Arrival]]:
+def to_node(in_flight: Sequence[InFlightChunk], inside: Backend) -> Generator[Work, None, list[InFlightChunk]]:
     """What has come to each rank of a node, for all of them: still as bytes, so that nothing more is lost.
 
     Args:
-        arrivals: of the parts that are this rank's, (M, nbytes) each.
+        in_flight: of the parts that are this rank's, (M, nbytes) each.
         inside: the ranks of the node, L of them.
 
     Yields:
-        Each arrival; the caller waits for it before it resumes the generator.
+        Each chunk; the caller waits for it before it resumes the generator.
 
     Returns:
         The same with the rows of all parts, (L M, nbytes), part by part; on their way.
     """
     if inside.world_size == 1:
-        return list(arrivals)
+        return list(in_flight)
     out = []
-    for arrival in arrivals:
-        yield arrival.work
-        wires = arrival.wires.new_empty((inside.world_size, *arrival.wires.shape))
-        work = inside.all_gather(wires.flatten(1), arrival.wires.flatten())
-        out.append(Arrival(arrival.columns, wires.flatten(0, 1), work))
+    for chunk in in_flight:
+        yield chunk.work
+        payload = chunk.payload.new_empty((inside.world_size, *chunk.payload.shape))
+        work = inside.all_gather(payload.flatten(1), chunk.payload.flatten())
+        out.append(InFlightChunk(chunk.chunk, payload.flatten(0, 1), work))
     return out
 
 
 def compressed_all_reduce(
-    x: Tensor, feedback: Feedback, compressor: Compressor, backend: Backend, live: Tensor | None = None
+    x: Tensor, feedback: Feedback, compressor: Compressor, backend: Backend, active: Tensor | None = None
 ) -> Iterator[Work]:
     """x <- the mean of x over all ranks, compressed both ways, in place and with the same bits on every rank.
 
     See :func:`compressed_mean`.
 
     Args:
-        x: (D,) float32 or float64, contiguous; D a multiple of the world size (of 8 W where ``live`` is given).
+        x: (D,) float32 or float64, contiguous; D a multiple of the world size (of 8 W where ``active`` is given).
         feedback: this rank's residuals of x.
         compressor: the same on every rank.
         backend: the ranks.
-        live: as for :func:`compressed_mean`: dead elements have no residual, and come out as 0.
+        active: as for :func:`compressed_mean`: inactive elements have no residual, and come out as 0.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
     """
     rows = x.view(backend.world_size, -1)
-    mask = None if live is None else live.view(backend.world_size, -1)
+    mask = None if active is None else active.view(backend.world_size, -1)
 
-    def compress(wire: Tensor, _: Columns) -> None:
+    def compress(wire: Tensor, _: Chunk) -> None:
         worker, after = feedback.worker_rows(backend.world_size)
         compressor.compress_with_feedback(rows, worker, wire, mask, after)
 
-    (arrival,) = yield from compressed_mean(compress, feedback, compressor, backend, live=live)
-    yield arrival.work
+    (chunk,) = yield from compressed_mean(compress, feedback, compressor, backend, active=active)
+    yield chunk.work
     feedback.commit()
-    compressor.decompress_live(arrival.wires, rows, mask)
+    compressor.decompress_active(chunk.payload, rows, mask)

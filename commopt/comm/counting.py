@@ -1,6 +1,6 @@
 """A backend that counts what another one sends, and keeps a receipt of it.
 
-What a rank sends, in bytes, with W ranks and N bytes given to the verb (what bandwidth-optimal algorithms move):
+What a rank sends, in bytes, with W ranks and N bytes given to the collective (what bandwidth-optimal algorithms move):
 
     all_reduce   2 (W-1) ceil(N / W)      reduce-scatter and all-gather of W equal pieces
     all_to_all     (W-1) N / W            every row but one's own
@@ -23,29 +23,32 @@ from commopt.comm.receipt import Receipt, row_sums
 
 @dataclass
 class Tally:
-    """Bytes sent and calls made, by verb; ``inside`` has those that stay inside a node."""
+    """Bytes sent and calls made, by collective; ``intra_node`` has those that stay inside a node."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    inside: Tally | None = None
+    intra_node: Tally | None = None
 
-    def add(self, verb: str, nbytes: int, inside: bool = False) -> None:
-        if inside:
-            self.inside = self.inside or Tally()
-            self.inside.add(verb, nbytes)
+    def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:
+        if intra_node:
+            self.intra_node = self.intra_node or Tally()
+            self.intra_node.add(collective, nbytes)
             return
-        self.bytes[verb] = self.bytes.get(verb, 0) + nbytes
-        self.calls[verb] = self.calls.get(verb, 0) + 1
+        self.bytes[collective] = self.bytes.get(collective, 0) + nbytes
+        self.calls[collective] = self.calls.get(collective, 0) + 1
 
     def summary(self) -> dict[str, Any]:
-        """``{"bytes": int, "calls": int, "by_verb": {verb: {"bytes": int, "calls": int}}}``, and the same once more as
-        ``"inside"`` if anything was sent inside a node, which the other figures leave out."""
+        """``{"bytes": int, "calls": int, "by_collective": {collective: {"bytes": int, "calls": int}}}``, and the same
+        once more as ``"intra_node"`` if anything was sent inside a node, which the other figures leave out."""
         out: dict[str, Any] = {
             "bytes": sum(self.bytes.values()),
             "calls": sum(self.calls.values()),
-            "by_verb": {verb: {"bytes": self.bytes[verb], "calls": self.calls[verb]} for verb in self.bytes},
+            "by_collective": {
+                collective: {"bytes": self.bytes[collective], "calls": self.calls[collective]}
+                for collective in self.bytes
+            },
         }
-        return out if self.inside is None else out | {"inside": self.inside.summary()}
+        return out if self.intra_node is None else out | {"intra_node": self.intra_node.summary()}
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
@@ -69,9 +72,9 @@ class Traffic:
         """What was counted since the last step ended belongs to no step; it stays in ``total``."""
         self._running = Tally()
 
-    def add(self, verb: str, nbytes: int, inside: bool = False) -> None:
-        self._running.add(verb, nbytes, inside)
-        self.total.add(verb, nbytes, inside)
+    def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:
+        self._running.add(collective, nbytes, intra_node)
+        self.total.add(collective, nbytes, intra_node)
 
 
 class CountingBackend:
@@ -95,7 +98,7 @@ class CountingBackend:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.traffic = traffic or Traffic()
         self.receipt = receipt or Receipt()
-        self._line = self.receipt.new_line()
+        self._order = self.receipt.new_order()
         self._intra_node = intra_node
 
     @property
@@ -103,8 +106,8 @@ class CountingBackend:
         """Those that ``inner`` can send from; None: all."""
         return sends_from(self.inner)
 
-    def _count(self, verb: str, nbytes: int) -> None:
-        self.traffic.add(verb, nbytes, self._intra_node)
+    def _count(self, collective: str, nbytes: int) -> None:
+        self.traffic.add(collective, nbytes, self._intra_node)
 
     def all_reduce(self, x: Tensor) -> Work:
         self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))
@@ -114,7 +117,7 @@ class CountingBackend:
             result = row_sums(x, 1)
             return result.expand(self.world_size if self.rank == 0 else 0), result
 
-        return self._line.watch("all_reduce", work, sums) if self.world_size > 1 else work
+        return self._order.watch("all_reduce", work, sums) if self.world_size > 1 else work
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
         self._count("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1))
@@ -122,7 +125,7 @@ class CountingBackend:
             return self.inner.all_to_all(out, inp)
         sent = row_sums(inp, self.world_size)
         work = self.inner.all_to_all(out, inp)
-        return self._line.watch("all_to_all", work, lambda: (sent, row_sums(out, self.world_size)))
+        return self._order.watch("all_to_all", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
         self._count("all_gather", inp.nbytes * (self.world_size - 1))
@@ -130,7 +133,7 @@ class CountingBackend:
             return self.inner.all_gather(out, inp)
         sent = row_sums(inp, 1).expand(self.world_size)
         work = self.inner.all_gather(out, inp)
-        return self._line.watch("all_gather", work, lambda: (sent, row_sums(out, self.world_size)))
+        return self._order.watch("all_gather", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         self._count("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.comm.meeting import Meeting
-from commopt.comm.schedule import CollectiveError, wait
+from commopt.comm.pipeline import CollectiveError, wait
 from commopt.comm.watch import Roll
 
 AT_EXIT = 2.0
@@ -52,7 +52,7 @@ def _let_go() -> None:
     """
     left = []
     for holder in list(holders):
-        if isinstance(holder, GlooLine):
+        if isinstance(holder, GlooChannel):
             holder.end()
         else:
             left.append(holder.group)
@@ -84,12 +84,12 @@ class GlooWork:
     Args:
         inner: torch's work.
         meeting: where the ranks leave word for each other.
-        line, number: whose collective it is, and its number there.
+        channel, number: whose collective it is, and its number there.
         timeout: seconds that it may take.
     """
 
-    def __init__(self, inner: Any, meeting: Meeting, line: str, number: int, timeout: float) -> None:
-        self.inner, self.meeting, self.line, self.number, self.timeout = inner, meeting, line, number, timeout
+    def __init__(self, inner: Any, meeting: Meeting, channel: str, number: int, timeout: float) -> None:
+        self.inner, self.meeting, self.channel, self.number, self.timeout = inner, meeting, channel, number, timeout
         self._deadline = time.monotonic() + timeout
 
     def wait(self) -> None:
@@ -119,18 +119,18 @@ class GlooWork:
         self.meeting.leave()
 
     def absent(self, states: Sequence[str]) -> Roll:
-        return self.meeting.absent(self.line, self.number, states)
+        return self.meeting.absent(self.channel, self.number, states)
 
 
-class GlooLine:
+class GlooChannel:
     """Some ranks once more, over a raw Gloo group: other groups know nothing of it, nor it of them.
 
     Collectives that are in flight together take ten times as long in one Gloo group as in several.
 
     Args:
         store: where the ranks find each other; no other group uses it.
-        meeting: where they leave word; of all lines of the same ranks.
-        name: of the line there.
+        meeting: where they leave word; of all channels of the same ranks.
+        name: of the channel there.
         timeout: of each collective.
     """
 
@@ -180,24 +180,24 @@ class GlooLine:
         return self._start(self.group.broadcast(x, src))
 
 
-def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: timedelta) -> list[GlooLine]:
-    """A line for each of ``names``; all ranks call this at the same point. They leave no keys in the store.
+def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: timedelta) -> list[GlooChannel]:
+    """A channel for each of ``names``; all ranks call this at the same point. They leave no keys in the store.
 
     Raises:
         CollectiveError: some rank could not be reached.
     """
     where = "opening connections between the ranks"
     try:
-        lines = [GlooLine(dist.PrefixStore(name, store), meeting, name, timeout) for name in names]
+        channels = [GlooChannel(dist.PrefixStore(name, store), meeting, name, timeout) for name in names]
     except RuntimeError as error:
         raise CollectiveError(f"{where}: {error}") from error
-    for line in lines:
-        wait(line.all_reduce(torch.zeros(1)), where)
+    for channel in channels:
+        wait(channel.all_reduce(torch.zeros(1)), where)
     if not lazy():
         for name in names:  # every rank has read the addresses; each takes back its own
             with suppress(RuntimeError):
                 store.delete_key(f"{name}/0/{meeting.rank}")
-    return lines
+    return channels
 
 
 def lazy() -> bool:

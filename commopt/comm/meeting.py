@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """What the ranks of a backend, and of all its lines, say of themselves. A subclass says how they are reached.
+    """What the ranks of a backend, and of all its channels, say of themselves. A subclass says how they are reached.
 
     Args:
         rank, ranks: this rank among them, and the numbers in the world of all of them.
 
     Attributes:
-        started: how many collectives this rank has started, by line.
+        started: how many collectives this rank has started, by channel.
     """
 
     silence = "the other ranks cannot be asked"
@@ -52,10 +52,10 @@ class Meeting:
     def take_back(self) -> None:
         """Withdraws this rank's word."""
 
-    def start(self, line: str) -> int:
-        """The number of a collective that starts on ``line``."""
-        number = self.started.get(line, 0)
-        self.started[line] = number + 1
+    def start(self, channel: str) -> int:
+        """The number of a collective that starts on ``channel``."""
+        number = self.started.get(channel, 0)
+        self.started[channel] = number + 1
         return number
 
     def tell(self, state: str) -> None:
@@ -68,8 +68,8 @@ class Meeting:
         self._heard.clear()
         self.take_back()
 
-    def absent(self, line: str, number: int, states: Sequence[str]) -> Roll:
-        """Who has not started collective ``number`` of ``line``, or does not say that it is in one of ``states``."""
+    def absent(self, channel: str, number: int, states: Sequence[str]) -> Roll:
+        """Who has not started collective ``number`` of ``channel``, or does not say that it is in one of ``states``."""
         others = [r for r in range(len(self.ranks)) if r != self.rank]
         words = self.hear()
         if words is None:
@@ -80,7 +80,7 @@ class Meeting:
             if self._heard.get(r, ("",))[0] != words.get(r):
                 self._heard[r] = (words.get(r, ""), now)
             fresh = word["state"] != "waits" or now - self._heard[r][1] < 0.85 * watch.first_notice()
-            here = word["started"].get(line, 0) > number
+            here = word["started"].get(channel, 0) > number
             late = late or (here and word["state"] == "late")
             if not (here and word["state"] in states and fresh):
                 absent.append(r)

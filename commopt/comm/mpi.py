@@ -1,7 +1,7 @@
 """The backend over MPI, through mpi4py (extra ``commopt[mpi]``): any communicator, no torchrun.
 
-Every verb is one of MPI's non-blocking collectives on the memory of the tensors themselves. What MPI promises, and what
-is done here because it does not:
+Every collective is one of MPI's non-blocking collectives on the memory of the tensors themselves. What MPI promises,
+and what is done here because it does not:
 
 * all ranks get the same bits from an Allreduce (MPI 4.0, section 6.9.6); the order of summation is its own affair, so
   that with more than 2 ranks they may differ in the last bit from those of another backend;
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from commopt.comm.backend import Work
 from commopt.comm.meeting import Meeting
-from commopt.comm.schedule import wait
+from commopt.comm.pipeline import wait
 from commopt.comm.watch import Roll
 
 SPIN = 1e-3
@@ -80,8 +80,8 @@ class MPIBackend:
     Args:
         comm: an intra-communicator of mpi4py; ``MPI.COMM_WORLD`` if None. Collectives of your own on it must come in
             the same order on every rank as everything else; give a ``comm.Dup()`` to be rid of that.
-        timeout: seconds after which a collective that has not completed counts as failed; of lines too, and of making
-            them.
+        timeout: seconds after which a collective that has not completed counts as failed; of channels too, and of
+            making them.
         cuda_aware: whether MPI can read and write the memory of GPUs; None to ask it (Open MPI answers, others count as
             not).
 
@@ -108,9 +108,9 @@ class MPIBackend:
         self.world_size: int = self.comm.Get_size()
         self._types = {torch.float64: mpi.DOUBLE, torch.float32: mpi.FLOAT}
         self._meeting: MPIMeeting | None = None
-        self._line = "0"
+        self._channel = "0"
 
-    def lines(self, n: int) -> list[MPIBackend]:
+    def channels(self, n: int) -> list[MPIBackend]:
         """``n`` duplicates of the communicator. MPI frees them when it ends."""
         return [] if self.world_size == 1 else [self._duplicate() for _ in range(n)]
 
@@ -120,9 +120,9 @@ class MPIBackend:
 
     def _duplicate(self) -> MPIBackend:
         meeting = self._meet()
-        line = MPIBackend(self._copy_of_comm(meeting), self.timeout, self.cuda_aware)
-        line._meeting, line._line = meeting, f"{self._line}.{meeting.started[self._line]}"
-        return line
+        channel = MPIBackend(self._copy_of_comm(meeting), self.timeout, self.cuda_aware)
+        channel._meeting, channel._channel = meeting, f"{self._channel}.{meeting.started[self._channel]}"
+        return channel
 
     def _meet(self) -> MPIMeeting:
         """Where the ranks tell each other who waits. All of them open it, by their first collective."""
@@ -135,9 +135,9 @@ class MPIBackend:
     def _copy_of_comm(self, meeting: MPIMeeting) -> Any:
         """A duplicate of the communicator, waited for: Open MPI 4.1 mixes one under way with other collectives."""
         copy, request = self.comm.Idup()
-        number = meeting.start(self._line)
+        number = meeting.start(self._channel)
         wait(
-            _MPIWork(self._mpi, request, (), None, self.timeout, meeting, self._line, number),
+            _MPIWork(self._mpi, request, (), None, self.timeout, meeting, self._channel, number),
             "duplicating the communicator",
         )
         return copy
@@ -230,8 +230,8 @@ class MPIBackend:
         self._settle(x.device)
         finish = None if result is x else lambda: x.copy_(result, non_blocking=True)
         meeting = self._meet()
-        number = meeting.start(self._line)
-        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout, meeting, self._line, number)
+        number = meeting.start(self._channel)
+        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout, meeting, self._channel, number)
 
 
 _in_flight: set[_MPIWork] = set()
@@ -241,10 +241,10 @@ _in_flight: set[_MPIWork] = set()
 class _MPIWork:
     def __init__(
         self, mpi: Any, request: Any, tensors: tuple[Tensor, ...], finish: Callable[[], Any] | None, timeout: float,
-        meeting: MPIMeeting, line: str, number: int,
+        meeting: MPIMeeting, channel: str, number: int,
     ) -> None:  # fmt: skip
         self._mpi, self._request, self._tensors, self._finish, self.timeout = mpi, request, tensors, finish, timeout
-        self._meeting, self._line, self._number = meeting, line, number
+        self._meeting, self._channel, self._number = meeting, channel, number
         self._deadline = time.monotonic() + timeout
         self._error: Exception | None = None
         _in_flight.add(self)
@@ -285,7 +285,7 @@ class _MPIWork:
         self._meeting.leave()
 
     def absent(self, states: Sequence[str]) -> Roll:
-        return self._meeting.absent(self._line, self._number, states)
+        return self._meeting.absent(self._channel, self._number, states)
 
     def _complete(self) -> bool:
         """Whether the collective has come to an end, be it a bad one."""

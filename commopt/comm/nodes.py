@@ -12,39 +12,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Backend, Work, check_backend, message_device, open_control, open_lines, sends_from
-from commopt.comm.schedule import wait
+from commopt.comm.backend import Backend, Work, check_backend, message_device, open_channels, open_control, sends_from
+from commopt.comm.pipeline import wait
 from commopt.comm.torch import TorchBackend
 
 
 class NodesBackend:
-    """All ranks, seen as M nodes of L ranks each. The verbs are those of all ranks together.
+    """All ranks, seen as M nodes of L ranks each. The collectives are those of all ranks together.
 
     Args:
-        everyone: all M L ranks.
-        inside: those of this rank's node, L of them.
-        between: those that have this rank's place in the other nodes, M of them. Every node has the same order of
+        world: all M L ranks.
+        intra_node: those of this rank's node, L of them.
+        inter_node: those that have this rank's place in the other nodes, M of them. Every node has the same order of
             places, and every place the same order of nodes.
 
     Attributes:
-        places: of every rank, by rank: its node, and its place in that.
+        grid: of every rank, by rank: its node, and its place in that.
 
     Raises:
         ValueError: on every rank, if on any of them the three do not fit together; before that, if one of them lacks
-            a verb.
+            a collective.
     """
 
-    def __init__(self, everyone: Backend, inside: Backend, between: Backend) -> None:
-        for name, backend in (("everyone", everyone), ("inside", inside), ("between", between)):
+    def __init__(self, world: Backend, intra_node: Backend, inter_node: Backend) -> None:
+        for name, backend in (("world", world), ("intra_node", intra_node), ("inter_node", inter_node)):
             check_backend(backend, name)
-        self.everyone, self.inside, self.between = everyone, inside, between
-        self.rank, self.world_size = everyone.rank, everyone.world_size
-        self.places = _check_grid(everyone, inside, between, message_device(self))
+        self.world, self.intra_node, self.inter_node = world, intra_node, inter_node
+        self.rank, self.world_size = world.rank, world.world_size
+        self.grid = _check_grid(world, intra_node, inter_node, message_device(self))
 
     @property
     def devices(self) -> tuple[str, ...] | None:
         """Those that all three can send from."""
-        each = [d for d in map(sends_from, (self.everyone, self.inside, self.between)) if d is not None]
+        each = [d for d in map(sends_from, (self.world, self.intra_node, self.inter_node)) if d is not None]
         return tuple(sorted(set(each[0]).intersection(*each[1:]))) if each else None
 
     @classmethod
@@ -62,48 +62,53 @@ class NodesBackend:
         if mesh.size() != dist.get_world_size():
             raise ValueError(
                 f"the mesh of nodes must hold all {dist.get_world_size()} ranks of the default process group, got "
-                f"{mesh.size()}; for some of them give backend=NodesBackend(everyone, inside, between), with a group "
-                "of your own for everyone"
+                f"{mesh.size()}; for some of them give backend=NodesBackend(world, intra_node, inter_node), with a "
+                "group of your own for world"
             )
         return cls(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend(mesh.get_group(0)))
 
     def all_reduce(self, x: Tensor) -> Work:
-        return self.everyone.all_reduce(x)
+        return self.world.all_reduce(x)
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
-        return self.everyone.all_to_all(out, inp)
+        return self.world.all_to_all(out, inp)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
-        return self.everyone.all_gather(out, inp)
+        return self.world.all_gather(out, inp)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
-        return self.everyone.broadcast(x, src)
+        return self.world.broadcast(x, src)
 
     def control(self) -> Backend:
         """Everyone's channel for small messages."""
-        return open_control(self.everyone)
+        return open_control(self.world)
 
-    def lines(self, n: int) -> list[NodesBackend]:
-        """``n`` lines inside and between nodes; none where one of the two has none."""
+    def channels(self, n: int) -> list[NodesBackend]:
+        """``n`` channels inside and between nodes; none where one of the two has none."""
         levels = []
-        for level in (self.inside, self.between):
-            lines = open_lines(level, n) if level.world_size > 1 else [level] * n  # one rank alone needs no lines
-            levels.append(lines)
+        for level in (self.intra_node, self.inter_node):
+            channels = (
+                open_channels(level, n) if level.world_size > 1 else [level] * n
+            )  # one rank alone needs no channels
+            levels.append(channels)
         out = []
-        for inside, between in zip(*levels):
-            line = object.__new__(type(self))
-            line.__dict__.update(self.__dict__, inside=inside, between=between)
-            out.append(line)
+        for intra_node, inter_node in zip(*levels):
+            channel = object.__new__(type(self))
+            channel.__dict__.update(self.__dict__, intra_node=intra_node, inter_node=inter_node)
+            out.append(channel)
         return out
 
 
-def _check_grid(everyone: Backend, inside: Backend, between: Backend, device: torch.device) -> list[tuple[int, int]]:
-    """Returns (between.rank, inside.rank) of every rank. Raises ValueError on every rank unless these are the places of
-    a grid of all ranks, whose rows are the groups ``inside`` and whose columns are the groups ``between``."""
-    mine = torch.tensor([between.rank, inside.rank, between.world_size, inside.world_size], device=device)
-    table = mine.new_empty(everyone.world_size, 4)
+def _check_grid(
+    world: Backend, intra_node: Backend, inter_node: Backend, device: torch.device
+) -> list[tuple[int, int]]:
+    """Returns (inter_node.rank, intra_node.rank) of every rank. Raises ValueError on every rank unless these are the
+    places of a grid of all ranks, whose rows are the groups ``intra_node`` and whose columns are the groups
+    ``inter_node``."""
+    mine = torch.tensor([inter_node.rank, intra_node.rank, inter_node.world_size, intra_node.world_size], device=device)
+    table = mine.new_empty(world.world_size, 4)
     where = "construction of NodesBackend"
-    wait(everyone.all_gather(table, mine), where)
+    wait(world.all_gather(table, mine), where)
     rows: list[list[int]] = table.tolist()
     _, _, nodes, places = rows[0]
     for rank, row in enumerate(rows):
@@ -113,21 +118,20 @@ def _check_grid(everyone: Backend, inside: Backend, between: Backend, device: to
                 f"sees {nodes} of {places}"
             )
     grid = [(node, place) for node, place, _, _ in rows]
-    if nodes * places != everyone.world_size or len(set(grid)) != everyone.world_size:
+    if nodes * places != world.world_size or len(set(grid)) != world.world_size:
         raise ValueError(
-            f"{nodes} nodes of {places} ranks are not the {everyone.world_size} ranks of everyone, each in a place of "
-            "its own"
+            f"{nodes} nodes of {places} ranks are not the {world.world_size} ranks of world, each in a place of its own"
         )
     wrong = ""
-    for name, group, axis in (("inside", inside, 0), ("between", between, 1)):
+    for name, group, axis in (("intra_node", intra_node, 0), ("inter_node", inter_node, 1)):
         expected = [r for _, r in sorted((row[1 - axis], r) for r, row in enumerate(rows) if row[axis] == mine[axis])]
         there = mine.new_empty(group.world_size, 1)
-        wait(group.all_gather(there, torch.tensor([everyone.rank], device=device)), f"{where}, the ranks {name}")
+        wait(group.all_gather(there, torch.tensor([world.rank], device=device)), f"{where}, the ranks {name}")
         found = there.flatten().tolist()
         if found != expected:
             wrong = wrong or f"{name} has ranks {found} where it should have {expected}"
     failed = torch.tensor([float(bool(wrong))], device=device)
-    wait(everyone.all_reduce(failed), where)
+    wait(world.all_reduce(failed), where)
     if wrong:
         raise ValueError(wrong)
     if failed.item() > 0:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm.backend import Backend, Work, message_device
-from commopt.comm.schedule import wait
+from commopt.comm.pipeline import wait
 
 if TYPE_CHECKING:
     from commopt.comm.counting import CountingBackend
@@ -35,9 +35,9 @@ class MessageDamaged(RuntimeError):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A collective that is complete: its verb, and the sums of the rows that were given and got."""
+    """A collective that is complete: its collective, and the sums of the rows that were given and got."""
 
-    verb: str
+    collective: str
     sent: Tensor
     received: Tensor
 
@@ -48,15 +48,15 @@ class Receipt:
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[int, int], _Entry]] = []
-        self._lines = 0
+        self._orders = 0
 
-    def new_line(self) -> Line:
+    def new_order(self) -> Order:
         """The collectives of one backend, which have an order of their own. Called in one order on every rank."""
-        self._lines += 1
-        return Line(self, self._lines)
+        self._orders += 1
+        return Order(self, self._orders)
 
-    def add(self, place: tuple[int, int], entry: _Entry) -> None:
-        self._entries.append((place, entry))
+    def add(self, position: tuple[int, int], entry: _Entry) -> None:
+        self._entries.append((position, entry))
 
     def clear(self) -> None:
         """Forgets."""
@@ -76,16 +76,16 @@ class Receipt:
         return int(sent.sum() - received.sum())
 
 
-class Line:
+class Order:
     """The collectives of one backend, in order."""
 
     def __init__(self, receipt: Receipt, number: int) -> None:
         self._receipt, self._number, self._calls = receipt, number, 0
 
-    def watch(self, verb: str, work: Work, sums: Callable[[], tuple[Tensor, Tensor]]) -> Work:
+    def watch(self, collective: str, work: Work, sums: Callable[[], tuple[Tensor, Tensor]]) -> Work:
         """``work``, entered when it is complete; ``sums()`` gives what was sent and received then."""
         self._calls += 1
-        return _Receipted(work, self._receipt, (self._number, self._calls), verb, sums)
+        return _Receipted(work, self._receipt, (self._number, self._calls), collective, sums)
 
 
 class _Receipted:
@@ -95,18 +95,18 @@ class _Receipted:
         self,
         work: Work,
         receipt: Receipt,
-        place: tuple[int, int],
-        verb: str,
+        position: tuple[int, int],
+        collective: str,
         sums: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        self._work, self._receipt, self._place, self._verb = work, receipt, place, verb
+        self._work, self._receipt, self._position, self._collective = work, receipt, position, collective
         self._sums: Callable[[], tuple[Tensor, Tensor]] | None = sums
         self.is_completed = work.is_completed
 
     def wait(self) -> Any:
         result = self._work.wait()
         if self._sums is not None:
-            self._receipt.add(self._place, _Entry(self._verb, *self._sums()))
+            self._receipt.add(self._position, _Entry(self._collective, *self._sums()))
             self._sums = None
         return result
 
@@ -165,17 +165,17 @@ def _tell(receipt: Receipt, backend: Backend) -> str:
         sent, received = pieces[:, i, 0], pieces[:, i, 1]
         if int(sent.sum() - received.sum()) == 0:
             continue
-        if entry.received.numel() == world and entry.verb in ("all_to_all", "all_gather"):
+        if entry.received.numel() == world and entry.collective in ("all_to_all", "all_gather"):
             wrong = (sent != received.T).nonzero().tolist()  # sent[s, r] is for r, received[r, s] from s
             pairs = ", ".join(f"rank {r} received from rank {s}" for s, r in wrong[:3])
-            return f"{entry.verb}: what {pairs} is not what was sent"
-        if entry.verb == "all_reduce":
+            return f"{entry.collective}: what {pairs} is not what was sent"
+        if entry.collective == "all_reduce":
             results = received[:, 0].tolist()
             odd = [rank for rank, result in enumerate(results) if 2 * results.count(result) <= world]
             if len(odd) == world:
                 return "all_reduce: the ranks received different results"
             return f"all_reduce: the result on rank {', '.join(map(str, odd))} is another than on the others"
-        return f"{entry.verb}: {told}"
+        return f"{entry.collective}: {told}"
     return told
 
 

@@ -23,7 +23,7 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
     else the default process group; else one rank alone, until :func:`refuse_if_left_out` finds a process group.
 
     Raises:
-        ValueError: if both are given, or ``backend`` lacks a verb.
+        ValueError: if both are given, or ``backend`` lacks a collective.
     """
     if backend is not None:
         if process_group is not None:

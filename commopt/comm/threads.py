@@ -25,7 +25,7 @@ from commopt.comm.watch import Roll
 
 T = TypeVar("T")
 Call = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A collective: the ranks it is of, their line, and its number on that."""
+"""A collective: the ranks it is of, their channel, and its number on that."""
 
 
 class ThreadWorld:
@@ -71,9 +71,9 @@ class ThreadWorld:
             raise failed
         return results
 
-    def post(self, call: Call, rank: int, verb: str, x: Tensor) -> None:
+    def post(self, call: Call, rank: int, collective: str, x: Tensor) -> None:
         with self.changed:
-            self.posted.setdefault(call, {})[rank] = (verb, x)
+            self.posted.setdefault(call, {})[rank] = (collective, x)
             self.changed.notify_all()
 
     def complete(self, call: Call) -> bool:
@@ -94,9 +94,9 @@ class ThreadWorld:
             if not ready:
                 raise TimeoutError(f"collective {number}: only ranks {sorted(self.posted.get(call, {}))} joined")
             posts = self.posted[call]
-            verbs = {posts[rank][0] for rank in posts}
-            if len(verbs) > 1:
-                raise RuntimeError(f"collective {number}: ranks called different verbs: {sorted(verbs)}")
+            collectives = {posts[rank][0] for rank in posts}
+            if len(collectives) > 1:
+                raise RuntimeError(f"collective {number}: ranks called different collectives: {sorted(collectives)}")
             self.taken[call] = self.taken.get(call, 0) + 1
             if self.taken[call] == len(members):
                 del self.posted[call], self.taken[call]
@@ -151,7 +151,7 @@ class ThreadBackend:
     """
 
     def __init__(
-        self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None, _line: tuple[int, ...] = ()
+        self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None, _channel: tuple[int, ...] = ()
     ) -> None:
         self.world = world
         self.members = tuple(range(world.world_size)) if members is None else tuple(members)
@@ -159,11 +159,11 @@ class ThreadBackend:
             raise ValueError(f"rank {rank} of the world is not one of the ranks {list(self.members)}")
         self.rank = self.members.index(rank)
         self.world_size = len(self.members)
-        self.line = _line
+        self.channel = _channel
         self.calls = 0
         self._branches = itertools.count()
 
-    def lines(self, n: int) -> list[ThreadBackend]:
+    def channels(self, n: int) -> list[ThreadBackend]:
         """``n`` backends that count calls by themselves."""
         return [self.part(range(self.world_size)) for _ in range(n)]
 
@@ -174,7 +174,7 @@ class ThreadBackend:
     def part(self, ranks: Sequence[int]) -> ThreadBackend:
         """Some of the ranks, this one among them, in the order given. All of them must call this equally often."""
         members = [self.members[rank] for rank in ranks]
-        return type(self)(self.world, self.members[self.rank], members, (*self.line, next(self._branches)))
+        return type(self)(self.world, self.members[self.rank], members, (*self.channel, next(self._branches)))
 
     def nodes(self, ranks_per_node: int) -> NodesBackend:
         """The ranks as nodes of ``ranks_per_node`` that follow each other.
@@ -188,9 +188,9 @@ class ThreadBackend:
         inside = self.part(range(node * ranks_per_node, (node + 1) * ranks_per_node))
         return NodesBackend(self, inside, self.part(range(place, self.world_size, ranks_per_node)))
 
-    def _start(self, verb: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
-        call, self.calls = (self.members, self.line, self.calls), self.calls + 1
-        self.world.post(call, self.members[self.rank], verb, give.clone())
+    def _start(self, collective: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
+        call, self.calls = (self.members, self.channel, self.calls), self.calls + 1
+        self.world.post(call, self.members[self.rank], collective, give.clone())
         return _ThreadWork(self.world, call, self.members[self.rank], finish)
 
     def all_reduce(self, x: Tensor) -> Work:

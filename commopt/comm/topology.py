@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commopt.comm.backend import Backend, LocalBackend, open_control, open_lines
+from commopt.comm.backend import Backend, LocalBackend, open_channels, open_control
 from commopt.comm.counting import CountingBackend, Traffic
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.receipt import Receipt
@@ -51,7 +51,7 @@ class Topology:
     def channels(self, n: int) -> list[Channel]:
         """``n`` more channels of the same ranks, empty where the backend has none. All ranks must call this at the
         same point; it may communicate."""
-        return [self._channel(line) for line in open_lines(self.backend, n)]
+        return [self._channel(channel) for channel in open_channels(self.backend, n)]
 
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
@@ -63,7 +63,7 @@ class Topology:
         world = self._counted(backend)
         if not isinstance(backend, NodesBackend):
             return Channel(world, LocalBackend(), world)
-        return Channel(world, self._counted(backend.inside, intra_node=True), self._counted(backend.between))
+        return Channel(world, self._counted(backend.intra_node, intra_node=True), self._counted(backend.inter_node))
 
     def _counted(self, backend: Backend, intra_node: bool = False) -> CountingBackend:
         return CountingBackend(backend, self.traffic, self.receipt, intra_node)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from commopt.comm.backend import Work, message_device
-from commopt.comm.gloo import GlooLine, GlooWork, connect, holders
+from commopt.comm.gloo import GlooChannel, GlooWork, connect, holders
 from commopt.comm.meeting import Meeting, StoreMeeting
-from commopt.comm.schedule import wait
+from commopt.comm.pipeline import wait
 
 logger = logging.getLogger("commopt")
 
@@ -52,7 +52,7 @@ class TorchBackend:
         self.group = _process_group(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self._own: GlooLine | GroupLine | None = None
+        self._own: GlooChannel | GroupChannel | None = None
         self._meeting: Meeting | None = None
         holders.add(self)
 
@@ -73,8 +73,8 @@ class TorchBackend:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.own().broadcast(x, src)
 
-    def lines(self, n: int) -> list[GlooLine]:
-        """``n`` lines of the same ranks and timeout; none unless this group is Gloo.
+    def channels(self, n: int) -> list[GlooChannel]:
+        """``n`` channels of the same ranks and timeout; none unless this group is Gloo.
 
         NCCL has no use for them: waiting for it does not block, and groups whose collectives start in different orders
         on different ranks could block each other.
@@ -83,17 +83,17 @@ class TorchBackend:
             return []
         return self._connect(n)
 
-    def control(self) -> GlooLine | TorchBackend:
-        """The same ranks over a Gloo line, for small messages on the CPU; itself where torch has no Gloo."""
+    def control(self) -> GlooChannel | TorchBackend:
+        """The same ranks over a Gloo channel, for small messages on the CPU; itself where torch has no Gloo."""
         if self.world_size == 1 or not dist.is_gloo_available():
             return self
         return self._connect(1)[0]
 
-    def own(self) -> GlooLine | GroupLine:
-        """What the verbs go over. All ranks must call this, or a verb, at the same point the first time."""
+    def own(self) -> GlooChannel | GroupChannel:
+        """What the collectives go over. All ranks must call this, or a collective, at the same point the first time."""
         if self._own is None:
             if self.world_size == 1:
-                self._own = GroupLine(self.group)
+                self._own = GroupChannel(self.group)
             elif self._is_gloo():
                 self._own = self._connect(1, _OverGroup(self))[0]
             else:
@@ -103,8 +103,8 @@ class TorchBackend:
     def _is_gloo(self) -> bool:
         return dist.get_backend(self.group) == "gloo"
 
-    def _connect(self, n: int, over: Any = None) -> list[GlooLine]:
-        """``n`` Gloo lines, on whose name the ranks agree ``over`` some connection there is."""
+    def _connect(self, n: int, over: Any = None) -> list[GlooChannel]:
+        """``n`` Gloo channels, on whose name the ranks agree ``over`` some connection there is."""
         # not a count of groups: ranks may have different numbers of them
         name = torch.tensor([secrets.randbits(62)], device=message_device(self))
         names = name.new_empty(self.world_size, 1)
@@ -112,12 +112,12 @@ class TorchBackend:
         store = dist.PrefixStore(f"commopt/{names[0].item()}", _store(self.group))
         meeting = self._meeting or _meeting(self.group, dist.PrefixStore("at", store))
         self._meeting = meeting
-        lines = [f"{names[0].item()}/{i}" for i in range(n)]
-        return connect(dist.PrefixStore("commopt", _store(self.group)), meeting, lines, timeout_of(self.group))
+        channels = [f"{names[0].item()}/{i}" for i in range(n)]
+        return connect(dist.PrefixStore("commopt", _store(self.group)), meeting, channels, timeout_of(self.group))
 
 
-class GroupLine:
-    """The verbs over a process group as it is."""
+class GroupChannel:
+    """The collectives over a process group as it is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Any = group
@@ -138,7 +138,7 @@ class GroupLine:
         return dist.broadcast(x, dist.get_global_rank(self.group, src), group=self.group, async_op=True)
 
 
-class _OverGroup(GroupLine):
+class _OverGroup(GroupChannel):
     """The Gloo group that a backend was given, for what opens connections of its own."""
 
     def __init__(self, backend: TorchBackend) -> None:
@@ -171,14 +171,14 @@ def _options(group: dist.ProcessGroup) -> Any:
     return group._get_backend(kinds.get("cuda") or next(iter(kinds.values()))).options
 
 
-def _twin(backend: TorchBackend) -> GroupLine:
+def _twin(backend: TorchBackend) -> GroupChannel:
     """Another process group of the same ranks, backend, timeout and options; made once for each group."""
     group = backend.group
     if group not in _twins:
         # torch names the new group by how many a process has; where that differs, the ranks would not meet
         count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=message_device(backend))
         counts = count.new_empty(backend.world_size, 1)
-        wait(GroupLine(group).all_gather(counts, count), "opening connections between the ranks")
+        wait(GroupChannel(group).all_gather(counts, count), "opening connections between the ranks")
         if counts.unique().numel() > 1:
             if backend.rank == 0:
                 logger.warning(
@@ -186,9 +186,9 @@ def _twin(backend: TorchBackend) -> GroupLine:
                     "optimizers' messages: use the group given for nothing else, or make groups on all ranks alike",
                     counts.flatten().tolist(),
                 )
-            return GroupLine(group)
+            return GroupChannel(group)
         _twins[group] = second_group(group)
-    return GroupLine(_twins[group])
+    return GroupChannel(_twins[group])
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -1,6 +1,6 @@
 """No rank waits in silence: who is waited for, said now and then, and in the error.
 
-Work that can say who is missing has, besides the verbs of :class:`commopt.comm.Work`,
+Work that can say who is missing has, besides the collectives of :class:`commopt.comm.Work`,
 
     wait_for(seconds) -> bool       waits at most so long; whether ``wait()`` would return, or raise, at once
     tell(state)                     lets the others know that this rank is here: "waits", "late" or "failed"

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from commopt import ops
 
-WIRE_ALIGN = 16
-"""Bytes of a wire row are a multiple of this, so that rows can be viewed as float32 and float64."""
+PAYLOAD_ALIGN = 16
+"""Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
 
 
 def align(nbytes: int) -> int:
-    """``nbytes`` rounded up to a whole number of wire units."""
-    return -(-nbytes // WIRE_ALIGN) * WIRE_ALIGN
+    """``nbytes`` rounded up to a whole number of payload units."""
+    return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
 
 
 def unpack_bits(bits: Tensor, n: int) -> Tensor:
@@ -71,8 +71,8 @@ class FrozenAdam:
     decay: float
 
 
-Columns = tuple[int, int]
-"""The columns [start, stop) of every row."""
+Chunk = tuple[int, int]
+"""The chunk [start, stop) of every row."""
 
 
 class Compressor(ABC):
@@ -82,143 +82,147 @@ class Compressor(ABC):
     gives.
 
     Attributes:
-        grain: where a row may be cut and its pieces be compressed by themselves, to the same values: at multiples of
-            this many elements, itself a multiple of 8. None: nowhere.
+        chunk_multiple: where a row may be cut and its pieces be compressed by themselves, to the same values: at
+            multiples of this many elements, itself a multiple of 8. None: nowhere.
     """
 
     @property
-    def grain(self) -> int | None:
+    def chunk_multiple(self) -> int | None:
         return None
 
     @abstractmethod
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
-        """Exact size in bytes of the wire row of ``n`` values of ``dtype``; a multiple of 16."""
+        """Exact size in bytes of the payload row of ``n`` values of ``dtype``; a multiple of 16."""
 
     @abstractmethod
-    def compress(self, x: Tensor, wire: Tensor) -> None:
-        """Writes C[x] to ``wire``. x: (r, n) float32 or float64, unchanged; wire: (r, nbytes(n)) uint8."""
+    def compress(self, x: Tensor, payload: Tensor) -> None:
+        """Writes C[x] to ``payload``. x: (r, n) float32 or float64, unchanged; payload: (r, nbytes(n)) uint8."""
 
     @abstractmethod
-    def decompress(self, wire: Tensor, out: Tensor) -> None:
-        """Writes to ``out`` (r, n) the values that ``wire`` (r, nbytes(n)) stands for; the same bits on every rank."""
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        """Writes to ``out`` (r, n) the values that ``payload`` (r, nbytes(n)) stands for; the same bits on every
+        rank."""
 
-    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Whether rows can be right: 0-d bool. What they hold of numbers must be finite, and no less than it can be.
 
         Asked before anything is done with rows that have come from other ranks. Here there is nothing to ask.
 
         Args:
-            wire: (r, nbytes(n, dtype)) uint8.
+            payload: (r, nbytes(n, dtype)) uint8.
             n, dtype: values of a row.
         """
-        return torch.ones((), dtype=torch.bool, device=wire.device)
+        return torch.ones((), dtype=torch.bool, device=payload.device)
 
-    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None, columns: Columns | None = None) -> None:
-        """As :meth:`decompress`, with 0 at the dead elements of ``live`` (as below).
+    def decompress_active(
+        self, payload: Tensor, out: Tensor, active: Tensor | None, chunk: Chunk | None = None
+    ) -> None:
+        """As :meth:`decompress`, with 0 at the inactive elements of ``active`` (as below).
 
         Args:
-            wire: rows of the columns only.
-            out: (r, n), written in the columns.
-            live: of whole rows.
-            columns: as for :meth:`compress_momentum`.
+            payload: rows of the chunk only.
+            out: (r, n), written in the chunk.
+            active: of whole rows.
+            chunk: as for :meth:`compress_momentum`.
         """
-        assert columns in (None, (0, out.shape[1])), "a compressor with a grain decompresses columns itself"
-        self.decompress(wire, out)
-        if live is not None:
-            ops.zero_dead_(out.view(-1), live.view(-1))
+        assert chunk in (None, (0, out.shape[1])), "a compressor with a chunk_multiple decompresses chunk itself"
+        self.decompress(payload, out)
+        if active is not None:
+            ops.zero_dead_(out.view(-1), active.view(-1))
 
     def compress_with_feedback(
-        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+        self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:
         """Sends C[x + error] and keeps what was lost: new_error <- (x + error) - C[x + error].
 
         Args:
             x: (r, n) float32 or float64, unchanged.
             error: (r, n) like x, the residual.
-            wire: (r, nbytes(n)) uint8, written.
-            live: (r, ceil(n / 8)) uint8 bit mask, least significant bit first, or None for all. A dead element (bit 0)
-                counts as absent: it enters as 0, and its residual stays 0 whatever the row decodes to at its place.
+            payload: (r, nbytes(n)) uint8, written.
+            active: (r, ceil(n / 8)) uint8 bit mask, least significant bit first, or None for all. An inactive element
+                (bit 0) counts as absent: it enters as 0, and its residual stays 0 whatever the row decodes to at its
+                place.
             new_error: like error, written; None is ``error`` itself, which otherwise is unchanged.
         """
         rest = torch.add(x, error, out=error if new_error is None else new_error)
-        if live is not None:
-            rest.mul_(unpack_bits(live, x.shape[1]))
-        self.compress(rest, wire)
+        if active is not None:
+            rest.mul_(unpack_bits(active, x.shape[1]))
+        self.compress(rest, payload)
         sent = torch.empty_like(rest)
-        self.decompress(wire, sent)
-        if live is not None:
-            sent.mul_(unpack_bits(live, x.shape[1]))
+        self.decompress(payload, sent)
+        if active is not None:
+            sent.mul_(unpack_bits(active, x.shape[1]))
         rest.sub_(sent)
 
     def compress_momentum(
         self,
         momentum: Momentum | None,
         error: Tensor,
-        wire: Tensor,
-        live: Tensor | None,
+        payload: Tensor,
+        active: Tensor | None,
         new_error: Tensor,
-        columns: Columns | None = None,
+        chunk: Chunk | None = None,
     ) -> None:
         """As :meth:`compress_with_feedback`, of a momentum that need not be formed in memory.
 
         Args:
             momentum: of r * n elements; unchanged. None is 0: the residual alone is sent.
-            error, live: as above.
-            wire: as above, but rows of the columns only.
+            error, active: as above.
+            payload: as above, but rows of the chunk only.
             new_error: as above; may be ``error``.
-            columns: what to work on, or None for all; only if there is a ``grain``, of which they are multiples (or
-                end with the row).
+            chunk: what to work on, or None for all; only if there is a ``chunk_multiple``, of which they are multiples
+                (or end with the row).
         """
-        assert columns in (None, (0, error.shape[1])), "a compressor with a grain compresses columns itself"
+        assert chunk in (None, (0, error.shape[1])), "a compressor with a chunk_multiple compresses chunk itself"
         if momentum is None:
             x = torch.zeros_like(error)
         else:
             x = torch.empty_like(error)
             ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x.view(-1))
-        self.compress_with_feedback(x.view_as(error), error, wire, live, new_error)
+        self.compress_with_feedback(x.view_as(error), error, payload, active, new_error)
 
     def decompress_adam(
-        self, wire: Tensor, m: Tensor, then: FrozenAdam, live: Tensor | None, columns: Columns | None = None
+        self, payload: Tensor, m: Tensor, update: FrozenAdam, active: Tensor | None, chunk: Chunk | None = None
     ) -> None:
-        """As :meth:`decompress_live` to ``m``, and then moves the parameters along it.
+        """As :meth:`decompress_active` to ``m``, and update moves the parameters along it.
 
         Args:
-            wire: (r, nbytes(n)) uint8; rows of the columns only.
+            payload: (r, nbytes(n)) uint8; rows of the chunk only.
             m: (r n,) float32 or float64, written.
-            then: how parameters move.
-            live: (r, ceil(n / 8)) as above.
-            columns: as for :meth:`compress_momentum`.
+            update: how parameters move.
+            active: (r, ceil(n / 8)) as above.
+            chunk: as for :meth:`compress_momentum`.
         """
-        rows = m.view(wire.shape[0], -1)
-        assert columns in (None, (0, rows.shape[1])), "a compressor with a grain decompresses columns itself"
-        self.decompress_live(wire, rows, live)
-        places = [slice(o, o + p.numel()) for o, p in zip(then.offsets, then.params)]
-        ms, vs = ([flat[at].view(p.shape) for at, p in zip(places, then.params)] for flat in (m, then.v))
-        corrections = then.sqrt_bias_corrections2
-        ops.frozen_adam_apply_(then.params, ms, vs, then.step_sizes, corrections, then.eps, then.decay)
+        rows = m.view(payload.shape[0], -1)
+        assert chunk in (None, (0, rows.shape[1])), "a compressor with a chunk_multiple decompresses chunk itself"
+        self.decompress_active(payload, rows, active)
+        places = [slice(o, o + p.numel()) for o, p in zip(update.offsets, update.params)]
+        ms, vs = ([flat[at].view(p.shape) for at, p in zip(places, update.params)] for flat in (m, update.v))
+        corrections = update.sqrt_bias_corrections2
+        ops.frozen_adam_apply_(update.params, ms, vs, update.step_sizes, corrections, update.eps, update.decay)
 
-    def decompress_mean(self, wire: Tensor, out: Tensor) -> None:
-        """Writes to ``out`` (n,) the mean over the rows of ``wire`` (r, nbytes(n)), summed in row order."""
+    def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
+        """Writes to ``out`` (n,) the mean over the rows of ``payload`` (r, nbytes(n)), summed in row order."""
         row = torch.empty_like(out).unsqueeze(0)
         out.zero_()
-        for i in range(wire.shape[0]):
-            self.decompress(wire[i : i + 1], row)
+        for i in range(payload.shape[0]):
+            self.decompress(payload[i : i + 1], row)
             out.add_(row[0])
-        out.div_(wire.shape[0])
+        out.div_(payload.shape[0])
 
-    def reduce(self, wires: Tensor, error: Tensor, own: Tensor, live: Tensor | None, new_error: Tensor) -> None:
-        """What a server does: :meth:`decompress_mean`, then :meth:`compress_with_feedback` of that mean.
+    def reduce(self, payloads: Tensor, error: Tensor, own: Tensor, active: Tensor | None, new_error: Tensor) -> None:
+        """What a server does: :meth:`decompress_mean`, update :meth:`compress_with_feedback` of that mean.
 
         Args:
-            wires: (r, nbytes(n)) uint8, a row of each rank.
+            payloads: (r, nbytes(n)) uint8, a row of each rank.
             error: (n,) float32 or float64, the residual.
-            own: (nbytes(n),) uint8, written; no row of ``wires``.
-            live: (ceil(n / 8),) as above, or None.
+            own: (nbytes(n),) uint8, written; no row of ``payloads``.
+            active: (ceil(n / 8),) as above, or None.
             new_error: like error, written; may be ``error``.
         """
         mean = torch.empty_like(error)
-        self.decompress_mean(wires, mean)
-        mask = None if live is None else live.unsqueeze(0)
+        self.decompress_mean(payloads, mean)
+        mask = None if active is None else active.unsqueeze(0)
         row = error.unsqueeze(0)
         out = row if new_error is error else new_error.unsqueeze(0)
         self.compress_with_feedback(mean.unsqueeze(0), row, own.unsqueeze(0), mask, out)

@@ -24,28 +24,28 @@ class Feedback:
     """Residuals of one compressed all-reduce over ``world_size`` ranks.
 
     Compression reads ``worker`` and ``server`` and writes ``next_worker`` and ``next_server``; ``commit()`` makes the
-    next ones the present ones. They are the same tensors (and commit() changes nothing) unless ``undoable``.
+    next ones the present ones. They are the same tensors (and commit() changes nothing) unless ``double_buffered``.
 
     Attributes:
         worker: (D,), of what this rank sends; D is a multiple of world_size.
         server: (D / world_size,), of the chunk that this rank averages.
-        undoable: whether the residuals stay what they were until commit(). Costs the memory of both once more, from
-            the first compression on.
+        double_buffered: whether the residuals stay what they were until commit(). Costs the memory of both once more,
+            from the first compression on.
     """
 
     worker: Tensor
     server: Tensor
-    undoable: bool = False
+    double_buffered: bool = False
     _next: tuple[Tensor, Tensor] | None = field(init=False, default=None, repr=False)
 
     @classmethod
     def zeros(
-        cls, numel: int, world_size: int, dtype: torch.dtype, device: torch.device, undoable: bool = False
+        cls, numel: int, world_size: int, dtype: torch.dtype, device: torch.device, double_buffered: bool = False
     ) -> Feedback:
         """Residuals of a buffer of ``numel`` elements before anything was sent."""
         worker = torch.zeros(numel, dtype=dtype, device=device)
         server = torch.zeros(numel // world_size, dtype=dtype, device=device)
-        return cls(worker, server, undoable=undoable)
+        return cls(worker, server, double_buffered=double_buffered)
 
     @property
     def next_worker(self) -> Tensor:
@@ -60,10 +60,10 @@ class Feedback:
     def worker_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """``worker`` and ``next_worker``, both (rows, D / rows); one tensor if they are one."""
         worker = self.worker.view(rows, -1)
-        return worker, self.next_worker.view(rows, -1) if self.undoable else worker
+        return worker, self.next_worker.view(rows, -1) if self.double_buffered else worker
 
     def _after(self) -> tuple[Tensor, Tensor]:
-        if not self.undoable:
+        if not self.double_buffered:
             return self.worker, self.server
         if self._next is None:
             self._next = torch.empty_like(self.worker), torch.empty_like(self.server)
@@ -71,15 +71,15 @@ class Feedback:
 
     def spare(self, worker: Sequence[slice], server: Sequence[slice]) -> Spared:
         """What the compression to come shall leave as it is, for :meth:`commit`: elements of ``worker`` and of
-        ``server``, which take no part in it. Costs their memory once more, or nothing if ``undoable``."""
+        ``server``, which take no part in it. Costs their memory once more, or nothing if ``double_buffered``."""
 
-        def now(owed: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
-            return [(at, owed[at] if self.undoable else owed[at].clone()) for at in places]
+        def now(residual: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
+            return [(at, residual[at] if self.double_buffered else residual[at].clone()) for at in places]
 
         return now(self.worker, worker), now(self.server, server)
 
     def commit(self, spared: Spared = NOTHING) -> None:
-        """The compression under way has happened: what it owes is what is owed, but for what is spared."""
+        """The compression under way has happened: what it owes is what is residual, but for what is spared."""
         for i, kept in enumerate(spared):
             for at, values in kept:
                 self._after()[i][at] = values

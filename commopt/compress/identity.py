@@ -17,20 +17,20 @@ class Identity(Compressor):
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         return align(n * dtype.itemsize)
 
-    def compress(self, x: Tensor, wire: Tensor) -> None:
+    def compress(self, x: Tensor, payload: Tensor) -> None:
         used = x.shape[1] * x.element_size()
-        wire[:, :used].copy_(x.view(torch.uint8))
-        wire[:, used:] = 0
+        payload[:, :used].copy_(x.view(torch.uint8))
+        payload[:, used:] = 0
 
-    def decompress(self, wire: Tensor, out: Tensor) -> None:
-        out.view(torch.uint8).copy_(wire[:, : out.shape[1] * out.element_size()])
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).copy_(payload[:, : out.shape[1] * out.element_size()])
 
-    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return wire.view(dtype)[:, :n].isfinite().all()
+    def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return payload.view(dtype)[:, :n].isfinite().all()
 
     def compress_with_feedback(
-        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+        self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:
         rest = torch.add(x, error, out=error if new_error is None else new_error)
-        self.compress(rest, wire)
+        self.compress(rest, payload)
         rest.zero_()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Columns, Compressor, FrozenAdam, Momentum
+from commopt.compress.compressor import Chunk, Compressor, FrozenAdam, Momentum
 
 _NORMS = {"l1": 1, "l2": 2}
 
@@ -28,7 +28,7 @@ _NORMS = {"l1": 1, "l2": 2}
 class Sign(Compressor):
     """One bit an element and a float32 scale a block.
 
-    A wire row is ``[float32 scales][sign bits, least significant first, 1 = not negative][zeros up to a multiple of
+    A payload row is ``[float32 scales][sign bits, least significant first, 1 = not negative][zeros up to a multiple of
     16]``.
 
     Args:
@@ -50,59 +50,61 @@ class Sign(Compressor):
             raise ValueError(f"norm must be 'l1' or 'l2', got {self.norm!r}")
 
     @property
-    def grain(self) -> int | None:
+    def chunk_multiple(self) -> int | None:
         return self.block
 
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         return ops.sign_nbytes(n, self.block or 0)
 
-    def compress(self, x: Tensor, wire: Tensor) -> None:
-        ops.sign_compress(x, wire, self.block or 0, _NORMS[self.norm])
+    def compress(self, x: Tensor, payload: Tensor) -> None:
+        ops.sign_compress(x, payload, self.block or 0, _NORMS[self.norm])
 
-    def is_sound(self, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = wire.view(torch.float32)[:, : -(-n // (self.block or n or 1))]
+    def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        scales = payload.view(torch.float32)[:, : -(-n // (self.block or n or 1))]
         return ((scales >= 0) & (scales < float("inf"))).all()
 
-    def decompress(self, wire: Tensor, out: Tensor) -> None:
-        ops.sign_decompress(wire, out, self.block or 0)
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        ops.sign_decompress(payload, out, self.block or 0)
 
-    def decompress_live(self, wire: Tensor, out: Tensor, live: Tensor | None, columns: Columns | None = None) -> None:
-        if columns is None:
-            ops.sign_decompress(wire, out, self.block or 0, live)
+    def decompress_active(
+        self, payload: Tensor, out: Tensor, active: Tensor | None, chunk: Chunk | None = None
+    ) -> None:
+        if chunk is None:
+            ops.sign_decompress(payload, out, self.block or 0, active)
         else:  # no parameter moves along it
             flat = out.view(-1)
-            ops.sign_decompress_adam_(wire, flat, flat, [], [], [], [], 0.0, 1.0, self.block or 0, live, *columns)
+            ops.sign_decompress_adam_(payload, flat, flat, [], [], [], [], 0.0, 1.0, self.block or 0, active, *chunk)
 
     def compress_with_feedback(
-        self, x: Tensor, error: Tensor, wire: Tensor, live: Tensor | None = None, new_error: Tensor | None = None
+        self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:
-        ops.sign_compress_with_feedback(x, error, wire, self.block or 0, _NORMS[self.norm], live, new_error)
+        ops.sign_compress_with_feedback(x, error, payload, self.block or 0, _NORMS[self.norm], active, new_error)
 
     def compress_momentum(
         self,
         momentum: Momentum | None,
         error: Tensor,
-        wire: Tensor,
-        live: Tensor | None,
+        payload: Tensor,
+        active: Tensor | None,
         new_error: Tensor,
-        columns: Columns | None = None,
+        chunk: Chunk | None = None,
     ) -> None:
         of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
         ops.sign_compress_momentum(
-            of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), wire,
-            self.block or 0, _NORMS[self.norm], live, *(columns or ()),
+            of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), payload,
+            self.block or 0, _NORMS[self.norm], active, *(chunk or ()),
         )  # fmt: skip
 
     def decompress_adam(
-        self, wire: Tensor, m: Tensor, then: FrozenAdam, live: Tensor | None, columns: Columns | None = None
+        self, payload: Tensor, m: Tensor, update: FrozenAdam, active: Tensor | None, chunk: Chunk | None = None
     ) -> None:
         ops.sign_decompress_adam_(
-            wire, m, then.v, then.params, then.offsets, then.step_sizes, then.sqrt_bias_corrections2, then.eps,
-            then.decay, self.block or 0, live, *(columns or ()),
+            payload, m, update.v, update.params, update.offsets, update.step_sizes, update.sqrt_bias_corrections2,
+            update.eps, update.decay, self.block or 0, active, *(chunk or ()),
         )  # fmt: skip
 
-    def decompress_mean(self, wire: Tensor, out: Tensor) -> None:
-        ops.sign_decompress_mean(wire, out, self.block or 0)
+    def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
+        ops.sign_decompress_mean(payload, out, self.block or 0)
 
-    def reduce(self, wires: Tensor, error: Tensor, own: Tensor, live: Tensor | None, new_error: Tensor) -> None:
-        ops.sign_reduce(wires, error, new_error, own, self.block or 0, _NORMS[self.norm], live)
+    def reduce(self, payloads: Tensor, error: Tensor, own: Tensor, active: Tensor | None, new_error: Tensor) -> None:
+        ops.sign_reduce(payloads, error, new_error, own, self.block or 0, _NORMS[self.norm], active)

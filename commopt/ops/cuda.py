@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commopt.ops import catalogue, reference
 from commopt.ops import tiles as t
-from commopt.ops.launch import launch, provider, with_warning
+from commopt.ops.cuda_module import launch, provider, with_warning
 
 SUM_TILE = 16384
 """Elements of a partial sum of squares."""

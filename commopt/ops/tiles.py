@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops.launch import launch
+from commopt.ops.cuda_module import launch
 
 LARGEST = 8192
 """Elements of the largest block that one team of threads does in one pass: 1024 threads of 8."""

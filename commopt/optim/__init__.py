@@ -6,8 +6,8 @@ from commopt.optim.guard import Guard, NotFinite, ReplicasDiffer
 from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.qsparse import QSparseLocalSGD
-from commopt.optim.schedules import SyncPolicy, VariancePolicy
 from commopt.optim.state import join_state_dict, split_state_dict
 from commopt.optim.zero_one_adam import ZeroOneAdam
 

@@ -510,7 +510,7 @@ class CommOptimizer(PackedOptimizer):
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""
         where, names = f"{type(self).__name__}, step {number}", [name for name, _ in self.replicated()]
-        self._right = self.guard.judge(table, names, where)
+        self._right = self.guard.decide(table, names, where)
         if self._right is not None and self.topology.rank == 0:
             what = describe_difference(table, names)
             logger.error("%s: %s; after this step all have what rank %d has", where, what, self._right)
@@ -528,9 +528,9 @@ class CommOptimizer(PackedOptimizer):
 
         Returns:
             phase: of the next step.
-            step, total: traffic of the last step, and of all since construction, ``{"bytes", "calls", "by_verb"}``;
-                bytes are those that this rank sends, beyond its node if it has one; ``"inside"`` has the others
-                (:mod:`commopt.comm.counting` has the formulas).
+            step, total: traffic of the last step, and of all since construction, ``{"bytes", "calls",
+                "by_collective"}``; bytes are those that this rank sends, beyond its node if it has one;
+                ``"intra_node"`` has the others (:mod:`commopt.comm.counting` has the formulas).
             fp32_bytes: what a float32 all-reduce of all parameters would send in a step.
             ratio: fp32_bytes over the bytes of the last step; None if it sent nothing.
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.

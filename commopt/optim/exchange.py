@@ -22,16 +22,16 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.comm import (
-    Arrival,
     Backend,
     Channel,
+    InFlightChunk,
     Work,
     compressed_mean,
     mean_over_all,
     reduce_scatter,
     to_node,
 )
-from commopt.compress import Columns, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.compress import Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, within, without
 from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
@@ -63,7 +63,7 @@ def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: StepContext
 
     It is not formed: the compressor does that. ``m`` is a flat buffer of ``bucket``.
     """
-    if bucket.places > 1:
+    if bucket.local_world_size > 1:
         part = yield from reduce_scatter(bucket.pack_gradients(ctx.scale), ctx.send.intra_node)
         return Momentum(bucket.part(m), [part], [0], beta, 1 - beta)
     grads = bucket.gradients()
@@ -85,7 +85,7 @@ def compressed_mean_of(
     then nothing that outlives the step has changed, but for residuals that are not double-buffered.
 
     Args:
-        local: what this rank compresses, (padded / places,); let go of when it is compressed.
+        local: what this rank compresses, (padded / local_world_size,); let go of when it is compressed.
         bucket: has the residuals, and a variance.
         compressor: the same on every rank.
         ctx: the step.
@@ -99,8 +99,8 @@ def compressed_mean_of(
     active = without(active_mask(bucket), runs)
     server = feedback.server.numel()
     kept = feedback.spare(
-        within(runs, bucket.place * feedback.worker.numel(), feedback.worker.numel()),
-        within(runs, bucket.share * server, server),
+        within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),
+        within(runs, bucket.shard_index * server, server),
     )
     sending = feedback
     if scaling is not None:
@@ -109,18 +109,18 @@ def compressed_mean_of(
         local if scaling is None else None, sending, bucket, compressor, ctx.send, ctx.reply, active
     )
     del local
-    arrivals = yield from on_the_way
+    in_flight = yield from on_the_way
     yield ctx.barrier
-    for arrival in arrivals:
-        yield arrival.work
-        start, stop = arrival.columns
-        ctx.confirmed.note(compressor.is_sound(arrival.wires, stop - start, bucket.dtype))
+    for chunk in in_flight:
+        yield chunk.work
+        start, stop = chunk.chunk
+        ctx.confirmed.note(compressor.is_sound(chunk.payload, stop - start, bucket.dtype))
     yield ctx.confirmed
     if scaling is not None:
         torch._foreach_div_(bucket.part_views(sending.worker), scaling)
-        torch._foreach_div_(bucket.shares(sending.server, bucket.share), scaling)
+        torch._foreach_div_(bucket.shares(sending.server, bucket.shard_index), scaling)
     feedback.commit(kept)
-    return Received(arrivals, bucket, compressor, active, runs, scaling)
+    return Received(in_flight, bucket, compressor, active, runs, scaling)
 
 
 class Received:
@@ -128,30 +128,30 @@ class Received:
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        in_flight: Sequence[InFlightChunk],
         bucket: StateBucket,
         compressor: Compressor,
         active: Tensor,
         absent: Sequence[Run],
         scaling: Sequence[float] | None,
     ) -> None:
-        self._arrivals, self._bucket, self._compressor = arrivals, bucket, compressor
+        self._in_flight, self._bucket, self._compressor = in_flight, bucket, compressor
         self._active, self._absent, self._scaling = active.view(bucket.world_size, -1), absent, scaling
 
     def into(self, m: Tensor, update: FrozenAdam) -> None:
         """Writes the mean to ``m``, a flat buffer of the bucket, but for the absent, and moves parameters along it."""
         kept = [(slice(*run), m[slice(*run)].clone()) for run in self._absent]
-        for arrival in self._arrivals:
-            self._compressor.decompress_adam(arrival.wires, m, update, self._active, arrival.columns)
+        for chunk in self._in_flight:
+            self._compressor.decompress_adam(chunk.payload, m, update, self._active, chunk.chunk)
         for at, values in kept:
             m[at] = values
 
     def values(self) -> Tensor:
         """The mean, (padded,), a new tensor; what it has for the absent means nothing."""
         mean = torch.empty(self._bucket.padded, dtype=self._bucket.dtype, device=self._bucket.device)
-        for arrival in self._arrivals:
-            rows = mean.view(arrival.wires.shape[0], -1)
-            self._compressor.decompress_live(arrival.wires, rows, self._active, arrival.columns)
+        for chunk in self._in_flight:
+            rows = mean.view(chunk.payload.shape[0], -1)
+            self._compressor.decompress_active(chunk.payload, rows, self._active, chunk.chunk)
         if self._scaling is not None:
             torch._foreach_div_(self._bucket.views(mean), self._scaling)
         return mean
@@ -165,12 +165,12 @@ def start_mean(
     send: Channel,
     reply: Channel,
     active: Tensor | None,
-) -> Generator[Work, None, list[Arrival]]:
+) -> Generator[Work, None, list[InFlightChunk]]:
     """Compresses ``local`` + residual at once, starts to send it, and returns the task that takes the mean and brings
     it to all ranks: :func:`commopt.comm.compressed_mean` between the nodes, and to all ranks of each.
 
     Args:
-        local: what this rank compresses, (padded / places,); None for 0. The task does not hold it.
+        local: what this rank compresses, (padded / local_world_size,); None for 0. The task does not hold it.
         feedback: the residuals.
         bucket: what this is of.
         compressor: the same on every rank.
@@ -181,21 +181,21 @@ def start_mean(
     mask = None if active is None else bucket.part(active)
     rows = None if mask is None else mask.view(nodes, -1)
 
-    def compress(wire: Tensor, columns: Columns) -> None:
+    def compress(wire: Tensor, chunk: Chunk) -> None:
         worker, after = feedback.worker_rows(nodes)
-        compressor.compress_momentum(local, worker, wire, rows, after, columns)
+        compressor.compress_momentum(local, worker, wire, rows, after, chunk)
 
     between = compressed_mean(
-        compress, feedback, compressor, send.inter_node, reply.inter_node, bucket.columns or None, mask
+        compress, feedback, compressor, send.inter_node, reply.inter_node, bucket.chunks or None, mask
     )  # fmt: skip
     return _shared_in_node(between, reply.intra_node)
 
 
 def _shared_in_node(
-    between: Generator[Work, None, list[Arrival]], inside: Backend
-) -> Generator[Work, None, list[Arrival]]:
-    arrivals = yield from between
-    return (yield from to_node(arrivals, inside))
+    between: Generator[Work, None, list[InFlightChunk]], inside: Backend
+) -> Generator[Work, None, list[InFlightChunk]]:
+    in_flight = yield from between
+    return (yield from to_node(in_flight, inside))
 
 
 def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Sequence[float]) -> Feedback:
@@ -205,9 +205,9 @@ def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: S
     torch.add(feedback.worker, local.m, alpha=local.beta, out=worker)
     ops.momentum(worker, local.grads, local.offsets, 1.0, local.alpha, worker)
     torch._foreach_mul_(bucket.part_views(worker), scaling)
-    if feedback.undoable:
+    if feedback.double_buffered:
         server.copy_(feedback.server)
-    torch._foreach_mul_(bucket.shares(server, bucket.share), scaling)
+    torch._foreach_mul_(bucket.shares(server, bucket.shard_index), scaling)
     return Feedback(worker, server)
 
 

@@ -70,7 +70,7 @@ class Guard:
         """Whether the run ends after so many skipped steps in a row."""
         return self.max_skipped is not None and skipped >= self.max_skipped
 
-    def judge(self, table: Sequence[Sequence[int]], names: Sequence[str], where: str) -> int | None:
+    def decide(self, table: Sequence[Sequence[int]], names: Sequence[str], where: str) -> int | None:
         """What follows from the digests of all ranks: None if they agree, or the rank whose replica the others are to
         get after the step.
 

@@ -271,7 +271,7 @@ class StepInFlight:
         ctx = StepContext(starter.sign(bucket) * scale, average, send, reply, self)
         self.started += 1
         early = reply is not send and starter.has_stages(bucket)
-        self.pipeline.launch(starter.task(bucket, ctx), where, early)
+        self.pipeline.start(starter.task(bucket, ctx), where, early)
 
 
 def _complete(bucket: StateBucket) -> bool:

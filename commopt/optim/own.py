@@ -24,7 +24,7 @@ buckets."""
 MIXED = -2
 """The rank in the origin of a part that no rank has saved like that."""
 
-_WHOSE = ("rank", "world_size", "layout", "nodes", "share")
+_WHOSE = ("rank", "world_size", "layout", "nodes", "shard_index")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 NAMES = frozenset(

@@ -208,9 +208,9 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Sets in which columns a new bucket is sent, and makes the residuals of that."""
-        bucket.columns = bucket.cut(capacity, self.compressor.grain)
+        bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
         if self.topology.nodes > 1:
-            numel = bucket.padded // bucket.places
+            numel = bucket.padded // bucket.local_world_size
             bucket.feedback = Feedback.zeros(numel, self.topology.nodes, bucket.dtype, bucket.device, self.overlap)
 
     def follow_parameters(self) -> bool:

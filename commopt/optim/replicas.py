@@ -95,7 +95,7 @@ def take_mean(topology: Topology, buckets: Sequence[StateBucket]) -> None:
 def average_exactly(topology: Topology, flat: Tensor, where: str) -> None:
     """``flat``, shape (padded,) of a bucket, <- its mean over all ranks; ``where`` says in an error what it was."""
     pipeline = Pipeline()
-    pipeline.launch(mean_over_all(flat, topology.channel, topology.channel), where)
+    pipeline.start(mean_over_all(flat, topology.channel, topology.channel), where)
     pipeline.finish()
     if topology.world_size > 1:
         confirm(topology.world, True, where)

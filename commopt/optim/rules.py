@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commopt import ops
 
-QUIET = 0.1
+VANISHING = 0.1
 """Root mean square of a momentum over that of sqrt(v), below which it counts as died down. It is more than 0.2 where
 gradients are nothing but noise."""
 
@@ -23,7 +23,7 @@ def adam_(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    clocks: list[tuple[float, float]],
+    counts: list[tuple[float, float]],
     group: dict[str, Any],
 ) -> None:
     """One step of Adam with decoupled weight decay (AdamW), operation for operation as ``torch.optim.Adam``.
@@ -34,7 +34,7 @@ def adam_(
     Args:
         params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
         grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state.
-        clocks: (t, t') of each parameter, this step included: how often m and v have been updated.
+        counts: (t, t') of each parameter, this step included: how often m and v have been updated.
         group: lr, betas, eps, weight_decay.
     """
     if not params:
@@ -47,7 +47,7 @@ def adam_(
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     denominators = torch._foreach_sqrt(exp_avg_sqs)
-    step_sizes, sqrt_corrections = bias_corrections(clocks, group)
+    step_sizes, sqrt_corrections = bias_corrections(counts, group)
     torch._foreach_div_(denominators, sqrt_corrections)
     torch._foreach_add_(denominators, group["eps"])
     torch._foreach_addcdiv_(work, exp_avgs, denominators, [-s for s in step_sizes])
@@ -203,14 +203,14 @@ def trust_ratios(params: list[Tensor], updates: list[Tensor], group: dict[str, A
 def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[float]:
     """What to multiply each momentum by so that its root mean square becomes 1, over the elements with v > 0.
 
-    A momentum that has died down counts with :data:`QUIET` of the root mean square of sqrt(v). 1 where v is 0
+    A momentum that has died down counts with :data:`VANISHING` of the root mean square of sqrt(v). 1 where v is 0
     everywhere, and for an empty tensor.
     """
     if not exp_avgs:
         return []
     counts = torch.stack([v.count_nonzero().to(exp_avgs[0].device) for v in exp_avg_sqs]).tolist()
     sums = zip(counts, square_sums(exp_avgs), square_sums(list(torch._foreach_sqrt(exp_avg_sqs))))
-    return [1 / max((m / n) ** 0.5, QUIET * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
+    return [1 / max((m / n) ** 0.5, VANISHING * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
 
 
 def square_norm(tensors: list[Tensor]) -> float:
@@ -263,11 +263,11 @@ def scaled_gradient(p: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return grad if scale == 1 else grad * scale
 
 
-def bias_corrections(clocks: list[tuple[float, float]], group: dict[str, Any]) -> tuple[list[float], list[float]]:
+def bias_corrections(counts: list[tuple[float, float]], group: dict[str, Any]) -> tuple[list[float], list[float]]:
     """lr / (1 - b1^t) and sqrt(1 - b2^t') for each (t, t')."""
     (beta1, beta2), lr = group["betas"], group["lr"]
-    step_sizes = [float(lr / (1 - beta1**t)) for t, _ in clocks]
-    return step_sizes, [(1 - beta2**t) ** 0.5 for _, t in clocks]
+    step_sizes = [float(lr / (1 - beta1**t)) for t, _ in counts]
+    return step_sizes, [(1 - beta2**t) ** 0.5 for _, t in counts]
 
 
 def weight_decay_factor(group: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
-from commopt.optim.state import MERGED, RANK_LOCAL
+from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
 from commopt.optim.state_bucket import StateBucket
 
 Entries = dict[Any, dict[str, Any]]
@@ -60,13 +60,8 @@ def own_states(
 
 def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequence[StateBucket]) -> None:
     """Raises ValueError if what is loaded is of another model, or from before names were changed."""
-    part = given.get("residuals") or {}
-    old = [key for group in given["param_groups"] for key in OUTDATED if key in group]
-    if old or (part and "shard_index" not in part):
-        raise ValueError(
-            "the loaded state was saved before commopt 0.1.0, whose names of state are others: load it with the "
-            "version that has saved it, or begin a new run from the weights of the model"
-        )
+    old = [{"outdated": key} for group in given["param_groups"] for key in OUTDATED if key in group]
+    refuse_outdated(given.get("residuals") or {}, *old)
     ids = [i for group in given["param_groups"] for i in group["params"]]
     if len(ids) != len(params):
         return  # torch raises, and says why
@@ -199,8 +194,8 @@ def _share_of(
         return whole[start : start + part.numel()].view(part.shape)
 
     return (
-        own(worker, bucket.place, feedback.worker, mine["worker_error"]),
-        own(server, bucket.share, feedback.server, mine["server_error"]),
+        own(worker, bucket.local_rank, feedback.worker, mine["worker_error"]),
+        own(server, bucket.shard_index, feedback.server, mine["server_error"]),
     )
 
 

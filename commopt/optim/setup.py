@@ -17,7 +17,7 @@ from commopt.optim.digest import digest
 SETUP_BYTES = 768
 """Bytes of the row that each rank all-gathers at construction."""
 
-WIRE_FORMAT = 1
+PAYLOAD_FORMAT = 1
 """Goes up when what compressors or collectives send changes its layout."""
 
 _DIGEST = 16
@@ -66,7 +66,7 @@ def versions(devices: Sequence[str]) -> dict[str, str]:
     import commopt
 
     known = {"versions of commopt": commopt.__version__, "versions of torch": torch.__version__}
-    known["wire formats"] = str(WIRE_FORMAT)
+    known["payload formats"] = str(PAYLOAD_FORMAT)
     if "cpu" in devices:
         known["instruction sets of torch (ATEN_CPU_CAPABILITY)"] = torch.backends.cpu.get_cpu_capability()
     return known

@@ -58,25 +58,38 @@ def join_state_dict(
         raise ValueError(
             f"rank-local states must come from every rank of one world, in order; got (rank, size) {saved}"
         )
+    refuse_outdated(*rank_locals)
     same = (len(saved), _nodes(rank_locals[0])) == (world_size, nodes or world_size)
     mine = rank_locals[rank] if same else _merge(rank_locals)
     return {**replicated, "residuals": mine}
 
 
+def refuse_outdated(*parts: StateDict) -> None:
+    """Raises ValueError for a rank's own part of a state that was saved before names were changed."""
+    if any(part and "shard_index" not in part for part in parts):
+        raise ValueError(
+            "the loaded state was saved before commopt 0.1.0, whose names of state are others: load it with the "
+            "version that has saved it, or begin a new run from the weights of the model"
+        )
+
+
 def _nodes(part: StateDict) -> int:
-    return part["nodes"] if "nodes" in part else part["world_size"]  # as before there were nodes
+    return int(part["nodes"])
 
 
 def _merge(parts: Sequence[StateDict]) -> StateDict:
-    """The residuals of all ranks together: the mean of the workers', place by place where nodes have several, and the
-    servers' end to end. Of all else that is a rank's own, the mean."""
+    """The residuals of all ranks together: the mean of the workers', local rank by local rank where nodes have several,
+    and the servers' end to end. Of all else that is a rank's own, the mean."""
     nodes = _nodes(parts[0])
-    parts = sorted(parts, key=lambda part: part["share"] if "share" in part else part["rank"])
-    places = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
+    parts = sorted(parts, key=lambda part: part["shard_index"])
+    by_local_rank = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
     merged: StateDict = _mean_of([_without_residuals(part) for part in parts])
     for key, entry in parts[0]["state"].items():
         if "worker_error" in entry:
-            workers = [torch.stack([part["state"][key]["worker_error"] for part in place]).mean(0) for place in places]
+            workers = [
+                torch.stack([part["state"][key]["worker_error"] for part in parts_of_nodes]).mean(0)
+                for parts_of_nodes in by_local_rank
+            ]
             merged["state"][key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
             merged["state"][key]["server_error"] = torch.cat([part["state"][key]["server_error"] for part in parts])
     return {**merged, "rank": MERGED}

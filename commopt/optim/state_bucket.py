@@ -9,47 +9,48 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import Bucket
-from commopt.compress import Columns, Feedback
+from commopt.compress import Chunk, Feedback
 
 
 @dataclass
 class StateBucket(Bucket):
     """A bucket with all state of its parameters. Its compressed mean leaves residuals (None on one node, which
-    compresses nothing), and is sent in columns.
+    compresses nothing), and is sent in chunks.
 
-    With nodes of several ranks, each rank compresses a part of the bucket: that of its place in the node.
+    With nodes of several ranks, each rank compresses a part of the bucket: the one of its local rank.
 
     Attributes:
-        place, places: of this rank in its node, and how many there are.
-        share: which of ``world_size`` equal shares this rank averages; they are in the order of places, and of nodes
-            within.
+        local_rank, local_world_size: of this rank in its node, and how many there are.
+        shard_index: which of ``world_size`` equal shards this rank averages; they are in the order of local ranks, and
+            of nodes within.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
     """
 
-    place: int = 0
-    places: int = 1
-    share: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    shard_index: int = 0
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
-    columns: list[Columns] = field(init=False, default_factory=list)
+    chunks: list[Chunk] = field(init=False, default_factory=list)
     active: Tensor | None = field(init=False, default=None)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
 
     def part(self, flat: Tensor) -> Tensor:
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
-        return flat.view(self.places, -1)[self.place]
+        return flat.view(self.local_world_size, -1)[self.local_rank]
 
     def part_views(self, part: Tensor) -> list[Tensor]:
-        """What of each parameter lies in the part of this rank, (padded / places,), as views; some are empty."""
-        return self.views(part) if self.places == 1 else self.shares(part, self.place)
+        """What of each parameter lies in the part of this rank, (padded / local_world_size,), as views; some are
+        empty."""
+        return self.views(part) if self.local_world_size == 1 else self.shares(part, self.local_rank)
 
     def residuals(self) -> list[dict[str, Tensor]]:
         """The residuals of each parameter on this rank, as views; empty on one node."""
         if self.feedback is None:
             return []
-        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.share)
+        workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.shard_index)
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
     def tensors(self, name: str, indices: Sequence[int] | None = None) -> list[Tensor]:

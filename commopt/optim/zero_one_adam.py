@@ -56,9 +56,9 @@ from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
+from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, weight_decay_factor
 from commopt.optim.saving import Entries
-from commopt.optim.schedules import SyncPolicy, VariancePolicy
 from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
@@ -299,7 +299,7 @@ class ZeroOneAdam(CommOptimizer):
         u.add_(m, alpha=beta1 * since.share)
         grads = bucket.gradients()
         local = Momentum(u, [g for g, _ in grads], [o for _, o in grads], 1.0, (1 - beta1) * ctx.scale * since.share)
-        if bucket.places == 1:
+        if bucket.local_world_size == 1:
             return local
         ops.momentum(u, local.grads, local.offsets, 1.0, local.alpha, u)
         part = yield from reduce_scatter(u, ctx.send.intra_node)

@@ -180,8 +180,8 @@ class OuterOptimizer(PackedOptimizer):
         nodes = self.topology.nodes
         if self.compressor is None or nodes == 1:
             return
-        numel = bucket.padded // bucket.places
-        bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, undoable=True)
+        numel = bucket.padded // bucket.local_world_size
+        bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, double_buffered=True)
 
     # groups -----------------------------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class OuterOptimizer(PackedOptimizer):
             commopt.optim.ReplicasDiffer: they differ, and cannot be repaired, or shall not.
         """
         names = [name for name, _ in self.replicated()]
-        right = self.guard.judge(table, names, where)
+        right = self.guard.decide(table, names, where)
         self._check_next = right is not None
         if right is not None:
             if self.topology.rank == 0:

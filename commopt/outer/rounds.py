@@ -166,7 +166,7 @@ def mean_pseudo_gradients(
         pipeline = Pipeline()
         for i, (bucket, flat) in enumerate(zip(buckets, flats)):
             what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()})"
-            pipeline.launch(mean_pseudo_gradient(flat, bucket, compressor, topology.channel), what)
+            pipeline.start(mean_pseudo_gradient(flat, bucket, compressor, topology.channel), what)
         pipeline.finish()
     if topology.world_size > 1:
         confirm(topology.world, square_norm(flats) < float("inf"), where)
@@ -203,11 +203,11 @@ def mean_pseudo_gradient(
         yield from mean_over_all(flat, channel, channel)
         return
     part = flat
-    if bucket.places > 1:  # this rank stands for its node, in its part of the bucket
+    if bucket.local_world_size > 1:  # this rank stands for its node, in its part of the bucket
         part = yield from reduce_scatter(flat, channel.intra_node)
     active = padding_mask(bucket)
     local = Momentum(part, [], [], 1.0, 0.0)
     mask = active.view(channel.world.world_size, -1)
-    for arrival in (yield from start_mean(local, feedback, bucket, compressor, channel, channel, active)):
-        yield arrival.work
-        compressor.decompress_live(arrival.wires, flat.view(channel.world.world_size, -1), mask, arrival.columns)
+    for chunk in (yield from start_mean(local, feedback, bucket, compressor, channel, channel, active)):
+        yield chunk.work
+        compressor.decompress_active(chunk.payload, flat.view(channel.world.world_size, -1), mask, chunk.chunk)

@@ -35,7 +35,7 @@ from commopt.probe.measure import (
 )  # fmt: skip
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
 from commopt.probe.predict import Costs, Model, break_even, predict, rehearse
-from commopt.probe.report import VERBS, Result, render, to_json
+from commopt.probe.report import COLLECTIVES, Result, render, to_json
 
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for another before it gives up."""
@@ -174,8 +174,8 @@ def fit_costs(world_size: int, samples: dict[str, list[Sample]], lost: dict[str,
     loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
     return Costs(
         world_size=world_size,
-        link={verb: fit_line(*columns(samples[verb])) for verb in VERBS},
-        loss={verb: loss[verb.removesuffix("_bf16")] for verb in VERBS},
+        link={verb: fit_line(*columns(samples[verb])) for verb in COLLECTIVES},
+        loss={verb: loss[verb.removesuffix("_bf16")] for verb in COLLECTIVES},
         adamw=local.adamw,
         copies=local.copies,
         onebit=local.onebit,

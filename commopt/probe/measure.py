@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_lines, run, wait
+from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_channels, run, wait
 from commopt.compress import Compressor, Feedback
 from commopt.optim.base import CHANNELS
 
@@ -63,9 +63,9 @@ class Stand:
     def __init__(self, backend: Backend, control: TorchBackend, device: torch.device) -> None:
         self.backend, self.control, self.device = backend, control, device
         self.world_size = backend.world_size
-        self._lines = open_lines(backend, 2 * CHANNELS)
+        self._lines = open_channels(backend, 2 * CHANNELS)
 
-    def lines(self, place: int) -> tuple[Backend, Backend]:
+    def channels(self, place: int) -> tuple[Backend, Backend]:
         """The lines of the bucket at ``place``: out, and back."""
         if not self._lines:
             return self.backend, self.backend
@@ -160,8 +160,8 @@ def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[
     row = max(16, size // world // 16 * 16)
     out, inp = (torch.zeros(places, world, row, dtype=torch.uint8, device=stand.device) for _ in range(2))
     starts: dict[str, Callable[[int], Work]] = {
-        "all_to_all": lambda i: stand.lines(i)[0].all_to_all(out[i], inp[i]),
-        "all_gather": lambda i: stand.lines(i)[1].all_gather(out[i], inp[i, 0]),
+        "all_to_all": lambda i: stand.channels(i)[0].all_to_all(out[i], inp[i]),
+        "all_gather": lambda i: stand.channels(i)[1].all_gather(out[i], inp[i, 0]),
     }
     return starts[verb], (world - 1) * row
 
@@ -181,7 +181,7 @@ def compressed(stand: Stand, sizes: Sequence[int], compressor: Compressor) -> li
         x = torch.randn(numel, device=stand.device)
         feedback = Feedback.zeros(numel, world, x.dtype, x.device)
         nbytes = 2 * (world - 1) * compressor.nbytes(numel // world)
-        return nbytes, lambda: run([compressed_all_reduce(x, feedback, compressor, stand.lines(0)[0])])
+        return nbytes, lambda: run([compressed_all_reduce(x, feedback, compressor, stand.channels(0)[0])])
 
     return stand.sweep(sizes, prepare)
 

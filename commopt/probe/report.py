@@ -16,7 +16,7 @@ from commopt.probe.options import Options
 from commopt.probe.predict import Costs, Model, Step, adamw_seconds
 
 WIDTH = 96
-VERBS = {
+COLLECTIVES = {
     "all_reduce": "all-reduce, float32",
     "all_reduce_bf16": "all-reduce, bf16",
     "all_to_all": "all-to-all of bytes",
@@ -81,7 +81,7 @@ def render(result: Result) -> str:
         f"a model of {count(options.params)} parameters, {options.step_time:g} s per step on one device",
         "",
         f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit error':>12}{'computing lost to 1 MB':>26}",
-        *(_network(result, verb) for verb in VERBS),
+        *(_network(result, verb) for verb in COLLECTIVES),
         "",
         f"{'message':>12}{'all-reduce':>14}{'compressed':>14}{'':>10}",
         *_sizes(result),
@@ -105,7 +105,7 @@ def render(result: Result) -> str:
 def _network(result: Result, verb: str) -> str:
     line, loss = result.costs.link[verb], result.costs.loss[verb]
     return (
-        f"{VERBS[verb]:24}{seconds(line.latency):>12}{bandwidth(line):>16}{result.misfit[verb]:>11.0%} "
+        f"{COLLECTIVES[verb]:24}{seconds(line.latency):>12}{bandwidth(line):>16}{result.misfit[verb]:>11.0%} "
         f"{seconds(loss(2**20)):>26}"
     )
 

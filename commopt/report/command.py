@@ -14,7 +14,7 @@ from commopt.train.files import replace
 
 PAGE = "report.html"
 IN_SHORT = ("run", "steps", "held-out loss", "MB sent", "less than fp32", "seconds")
-"""Columns that a terminal has room for."""
+"""Chunk that a terminal has room for."""
 
 
 def report(argv: Sequence[str]) -> Path:

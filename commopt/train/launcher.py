@@ -1,6 +1,6 @@
 """torchrun without a second report of a mistake that the trainer has already named.
 
-    python -m commopt.train.launch --standalone --nproc-per-node=2 -m commopt train CONFIG.yaml
+    python -m commopt.train.launcher --standalone --nproc-per-node=2 -m commopt train CONFIG.yaml
 
 takes torchrun's arguments and does what torchrun does. But where the processes end with exit code 2, which is one clear
 line from the trainer, torchrun's traceback and table of failures would bury that line.

@@ -49,11 +49,11 @@ class _Running:
 class Pipeline:
     """Tasks that run in turn: while one waits for the network, the others compute.
 
-    ``launch()`` starts a task, up to its first collective; ``finish()`` runs all tasks to their end. In between,
+    ``start()`` starts a task, up to its first collective; ``finish()`` runs all tasks to their end. In between,
     ``progress()`` takes tasks that were launched as ``early`` on to ``barrier``, in launch order, as far as what they
     wait for is done: it never waits. That is how a pipeline is driven while something else computes, and then what
-    tasks start after their launch must go over lines of its own (:func:`commopt.comm.open_lines`), because when that
-    is differs from rank to rank. After the barrier they start no more.
+    tasks start after their launch must go over channels of its own (:func:`commopt.comm.open_channels`), because when
+    that is differs from rank to rank. After the barrier they start no more.
 
     Args:
         barrier: work on which tasks may be stopped for good. Its errors are passed on as they are.
@@ -67,7 +67,7 @@ class Pipeline:
         self._early: deque[_Running] = deque()
         self._later: deque[_Running] = deque()
 
-    def launch(self, task: Task, where: str = "a collective", early: bool = False) -> None:
+    def start(self, task: Task, where: str = "a collective", early: bool = False) -> None:
         """Starts ``task``; ``where`` says in an error what it was about."""
         self._advance(task, where, self._early if early else self._later)
 
@@ -171,5 +171,5 @@ def run_interleaved(tasks: Iterable[Task]) -> None:
     """All tasks in turn, each started in list order."""
     pipeline = Pipeline()
     for task in tasks:
-        pipeline.launch(task)
+        pipeline.start(task)
     pipeline.finish()
