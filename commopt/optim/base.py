@@ -524,7 +524,7 @@ class CommOptimizer(PackedOptimizer):
         return phases.pop() if len(phases) == 1 else "mixed"
 
     def comm_stats(self) -> dict[str, Any]:
-        """What this rank has sent, and what compression still owes. Local: communicates nothing.
+        """What this rank has sent, and the residual of compression. Local: communicates nothing.
 
         Returns:
             phase: of the next step.
@@ -550,7 +550,7 @@ class CommOptimizer(PackedOptimizer):
         }
 
     def _norms(self) -> tuple[float, float]:
-        """2-norms of what this rank's compression owes, and of what is compressed."""
+        """2-norms of this rank's worker residual, and of what is compressed."""
         residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
         return residual, square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
 

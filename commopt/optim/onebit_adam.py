@@ -10,7 +10,8 @@ linear. There compression with error feedback works: what one step loses, the ne
 
 Where this differs from the paper and its usual implementation:
 
-* Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The clock of b2 stops with v: if it ran on, the
+* Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The step counter of b2 stops with v: if it ran
+on, the
   step size would grow by 1 / sqrt(1 - b2^T_w) after the switch.
 * Scales by block instead of one for the whole buffer (``Sign(block=None)`` is the nearest to the paper), and with that
   masks: coordinates with v = 0 at the switch never had a gradient. Signs would move them by lr * scale / eps; here they

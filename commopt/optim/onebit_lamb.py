@@ -21,8 +21,8 @@ Where this differs from the paper and its usual implementation:
 
 * The common magnitude is 1, where the paper takes the mean over all tensors: compressing a multiple gives the multiple,
   so only the ratios between tensors count. So k depends on nothing but its tensor.
-* A momentum that has died down, to less than a tenth of the root mean square of sqrt(v), counts with that tenth: there
-  is no division by 0, and no k that makes a silent tensor drown its neighbours.
+* A momentum that has vanished, to less than a tenth of the root mean square of sqrt(v), counts with that tenth: there
+  is no division by 0, and no k that makes a tensor with a vanishing momentum drown its neighbours.
 * c_avg is divided by 1 - b3^n, n being how often a ratio was averaged: it starts at 0 and would be too small after a
   short warm-up. A tensor without any ratio by then (its weights were 0, or the state was that of another optimizer)
   takes the first one it has in the compressed phase.

@@ -284,7 +284,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the parameters are the mean of all replicas, for evaluating or saving the model; they come
-        back afterwards, to the bit, and training goes on as if nothing had happened. All ranks must enter it at the
+        back afterwards, to the bit, and training continues as if nothing had happened. All ranks must enter it at the
         same point.
 
         ::

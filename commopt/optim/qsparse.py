@@ -65,7 +65,7 @@ class QSparseLocalSGD(CSER):
         return KeptError(bucket)
 
     def _norms(self) -> tuple[float, float]:
-        """2-norms of e_i, which the next reset still owes, and of the momentum. How far x_i is from the anchor is no
+        """2-norms of e_i, which the next reset adds, and of the momentum. How far x_i is from the anchor is no
         error: it has not been compressed yet."""
         flats = [bucket.buffers for bucket in self.buckets]
         errors, momenta = ([b[name] for b in flats if name in b] for name in ("error", "momentum_buffer"))

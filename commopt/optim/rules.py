@@ -14,7 +14,7 @@ from torch import Tensor
 from commopt import ops
 
 VANISHING = 0.1
-"""Root mean square of a momentum over that of sqrt(v), below which it counts as died down. It is more than 0.2 where
+"""Root mean square of a momentum over that of sqrt(v), below which it counts as vanished. It is more than 0.2 where
 gradients are nothing but noise."""
 
 
@@ -203,7 +203,7 @@ def trust_ratios(params: list[Tensor], updates: list[Tensor], group: dict[str, A
 def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[float]:
     """What to multiply each momentum by so that its root mean square becomes 1, over the elements with v > 0.
 
-    A momentum that has died down counts with :data:`VANISHING` of the root mean square of sqrt(v). 1 where v is 0
+    A momentum that has vanished counts with :data:`VANISHING` of the root mean square of sqrt(v). 1 where v is 0
     everywhere, and for an empty tensor.
     """
     if not exp_avgs:

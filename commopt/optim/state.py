@@ -6,7 +6,7 @@ of their own between two rounds. A checkpoint therefore holds the replicated par
     replicated, mine = split_state_dict(optimizer.state_dict())        # save both; `replicated` on one rank only
     optimizer.load_state_dict(join_state_dict(replicated, all_of_mine, rank, world_size))
 
-At the same world size, and with the same nodes, the result is exact. Else what compression still owes is kept: every
+At the same world size, and with the same nodes, the result is exact. Else no residual is lost: every
 new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Of all else that
 is a rank's own (with local steps: parameters, momenta, the state of a base optimizer), new ranks start from the mean.
 """

@@ -24,7 +24,8 @@ Where this differs from the paper and its usual implementation:
   lr = 0 divides nothing by 0; and rounds at successive steps are those of 1-bit Adam.
 * At T_v the exact mean gradient feeds the momentum too, and nothing is compressed. So T_v at every step is Adam.
   v is refreshed before it is used: in the paper's order the first step divides by eps.
-* Bias correction as in ``torch.optim.Adam``, with the clock of b2 counting refreshes. Between two rounds c keeps the
+* Bias correction as in ``torch.optim.Adam``, with the step counter of b2 counting refreshes. Between two rounds c keeps
+the
   correction of the first step, so that one number G serves all elements.
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m.
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
@@ -337,14 +338,16 @@ class ZeroOneAdam(CommOptimizer):
         return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, counts, over), decay=interval.decay)
 
     @staticmethod
-    def _place(bucket: StateBucket, then: FrozenAdam, mean: Tensor) -> None:
+    def _place(bucket: StateBucket, update: FrozenAdam, mean: Tensor) -> None:
         """x = x_a - G mean / D, where ``mean`` is a flat buffer: this rank's u_i / G, or that of all ranks."""
-        _to_anchor(bucket, then)
-        means, variances = _views(mean, then), _views(then.v, then)
-        corrections = then.sqrt_bias_corrections2
-        ops.frozen_adam_apply_(then.params, means, variances, then.step_sizes, corrections, then.eps, then.decay)
+        _to_anchor(bucket, update)
+        means, variances = _views(mean, update), _views(update.v, update)
+        corrections = update.sqrt_bias_corrections2
+        ops.frozen_adam_apply_(
+            update.params, means, variances, update.step_sizes, corrections, update.eps, update.decay
+        )
 
-    def _apart(self) -> Iterator[tuple[StateBucket, dict[str, Any], FrozenAdam]]:
+    def _differing(self) -> Iterator[tuple[StateBucket, dict[str, Any], FrozenAdam]]:
         """The buckets that differ between ranks, with their groups, and how their parameters have come from the
         anchor."""
         owner = self.group_of()
@@ -357,12 +360,12 @@ class ZeroOneAdam(CommOptimizer):
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
-        for bucket, _, then in self._apart():
+        for bucket, _, update in self._differing():
             mean = bucket.buffers["mean_momentum"].clone()
             where = f"synchronisation between rounds, bucket with {bucket.describe()}"
             replicas.average_exactly(self.topology, mean, where)
             ops.zero_dead_(mean, active_mask(bucket))
-            self._place(bucket, then, mean)
+            self._place(bucket, update, mean)
             bucket.buffers["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
@@ -383,7 +386,7 @@ class ZeroOneAdam(CommOptimizer):
         lost = bool(differ) and (origin is None or origin[0] == MIXED)
         if differ and not self.owns(origin):
             nothing = "the local steps since the last round count as steps without a gradient"
-            consequence = nothing if lost else "every rank goes on from where that one was"
+            consequence = nothing if lost else "every rank continues from where that one was"
             self.report_not_own(origin, "its momenta between two rounds", consequence)
         if lost:
             return {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in entries.items()}
@@ -396,7 +399,7 @@ class ZeroOneAdam(CommOptimizer):
         """Puts the parameters where the state says they are, between two rounds."""
         super().loaded(entries, origin)
         alone = self.topology.nodes == 1
-        for bucket, _, update in self._apart():
+        for bucket, _, update in self._differing():
             self._place(bucket, update, bucket["mean_momentum"])
             if alone:
                 bucket["mean_momentum"].zero_()
@@ -412,14 +415,14 @@ def _next(group: dict[str, Any]) -> Interval:
     return Interval(group["local_steps"] + 1, lr_sum, group["local_decay"] * weight_decay_factor(group), share)
 
 
-def _to_anchor(bucket: StateBucket, then: FrozenAdam) -> None:
-    for p, anchor in zip(then.params, _views(bucket.buffers["anchor"], then)):
+def _to_anchor(bucket: StateBucket, update: FrozenAdam) -> None:
+    for p, anchor in zip(update.params, _views(bucket.buffers["anchor"], update)):
         p.copy_(anchor)
 
 
-def _views(flat: Tensor, then: FrozenAdam) -> list[Tensor]:
+def _views(flat: Tensor, update: FrozenAdam) -> list[Tensor]:
     """What of ``flat`` belongs to the parameters that move."""
-    return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(then.offsets, then.params)]
+    return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(update.offsets, update.params)]
 
 
 def _numbers(name: str, policy: Any) -> dict[str, Any]:
