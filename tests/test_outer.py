@@ -773,4 +773,5 @@ def _periods_2_and_5(cls, backend):
 
 
 def test_the_backend_is_counted():
-    assert isinstance(LocalSGD(Toy().parameters(), lr=1e-2, backend=LocalBackend()).backend, CountingBackend)
+    optimizer = LocalSGD(Toy().parameters(), lr=1e-2, backend=LocalBackend())
+    assert isinstance(optimizer.topology.world, CountingBackend)
