@@ -79,7 +79,7 @@ class Late(ThreadBackend):
 
     def _start(self, verb: str, give: Tensor, finish: Any) -> Any:
         work = super()._start(verb, give, finish)
-        draw = random.Random(f"{self.world.run_number} {self.members} {self.rank} {self.line} {self.calls}")
+        draw = random.Random(f"{self.world.run_number} {self.members} {self.rank} {self.channel} {self.calls}")
         done, late = work.is_completed, time.monotonic() + draw.choice([0, 0, 1e-3, 4e-3])
         work.is_completed = lambda: time.monotonic() > late and done()
         return work
