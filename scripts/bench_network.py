@@ -3,7 +3,7 @@
 
     scripts/bench_network.py --hosts 2 --rate 100mbit,1gbit --methods none,ddp,ddp_powersgd4,onebit_adam
     scripts/bench_network.py --hosts 2,3,4,8 --rate none --methods ddp,onebit_adam --rounds 2     # bytes per rank
-    scripts/bench_network.py --update-docs     # docs/speed.md and docs/network.png, from benchmarks/network.json, no run
+    scripts/bench_network.py --update-docs     # docs/speed.md, docs/network.png; from benchmarks/network.json, no run
 
 A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
