@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from commopt.ops import launch
+from commopt.ops import cuda_module
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 STREAM = 0xABC0
@@ -32,7 +32,7 @@ def build(target: Path, sources: Path | None = None) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be run on the CPU")
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
-    include = f"-I{sources or launch.folder()}"
+    include = f"-I{sources or cuda_module.folder()}"
     subprocess.run([compiler, *flags, include, str(HERE / "kernels.cpp"), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
     library.argument_size.restype = ctypes.c_size_t
@@ -56,7 +56,7 @@ class FakeCupy(ModuleType):
         return SimpleNamespace(ptr=pointer)
 
     def RawModule(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
-        assert code == launch.source()
+        assert code == cuda_module.source()
         assert isinstance(options, tuple)
         return SimpleNamespace(get_function=lambda name: lambda *a, **k: self._run(name, *a, **k))
 
@@ -80,7 +80,7 @@ class FakeCupy(ModuleType):
 def installed(library: ctypes.CDLL) -> Iterator[FakeCupy]:
     """Makes commopt find the fake, and torch have a current stream; the operators then work on CPU tensors."""
     fake = FakeCupy(library)
-    caches = (launch._module, launch._kernel, launch._stream)
+    caches = (cuda_module._module, cuda_module._kernel, cuda_module._stream)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", fake)
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -11,6 +11,7 @@ from commopt.comm import (
     CountingBackend,
     LocalBackend,
     MPIBackend,
+    Topology,
     TorchBackend,
     all_reduce_bytes,
     compressed_all_reduce,
@@ -51,10 +52,10 @@ def conformance(backend: Backend) -> None:
 
 def apart(backend: Backend) -> None:
     """What a backend's control channel must do: it conforms, and its order is its own."""
-    counting = CountingBackend(backend)
-    control = counting.control()
+    topology = Topology(backend)
+    control = topology.control()
     conformance(control)
-    assert counting.total.calls["all_gather"] == 1
+    assert topology.traffic.total.calls["all_gather"] == 1
     x, y = torch.full((5,), float(backend.rank)), torch.full((3,), 2.0 * backend.rank)
     starts = [lambda: backend.all_reduce(x), lambda: control.all_reduce(y)]
     for work in [start() for start in (starts if backend.rank % 2 else reversed(starts))]:
@@ -84,8 +85,8 @@ def test_the_control_channel_of_nodes_is_of_everyone_and_one_rank_is_its_own():
     on_threads(4, lambda backend: apart(backend.nodes(2)))
     alone = LocalBackend()
     assert open_control(alone) is alone
-    counting = CountingBackend(alone)
-    assert counting.control() is counting
+    topology = Topology(alone)
+    assert topology.control() is topology.world
 
 
 def test_gloo_with_three_processes():
@@ -118,14 +119,14 @@ def test_mpi(world_size):
     on_mpi(world_size, on_communicators)
 
 
-def test_threads_notice_ranks_that_call_different_verbs():
+def test_threads_notice_ranks_that_call_different_collectives():
     def diverge(backend):
         if backend.rank == 0:
             backend.all_reduce(torch.zeros(1)).wait()
         else:
             backend.broadcast(torch.zeros(1)).wait()
 
-    with pytest.raises(RuntimeError, match="different verbs"):
+    with pytest.raises(RuntimeError, match="different collectives"):
         on_threads(2, diverge)
 
 
@@ -135,12 +136,12 @@ def test_counted_bytes(world_size):
         counting = CountingBackend(backend)
         counting.all_reduce(torch.zeros(10)).wait()
         counting.all_to_all(torch.zeros(world_size, 7), torch.zeros(world_size, 7)).wait()
-        counting.end_step()
+        counting.traffic.end_step()
         counting.all_gather(torch.zeros(world_size, 3), torch.zeros(3)).wait()
         counting.broadcast(torch.zeros(world_size)).wait()
-        first = counting.step.summary()
-        counting.end_step()
-        return first, counting.step.summary(), counting.total.summary()
+        first = counting.traffic.step.summary()
+        counting.traffic.end_step()
+        return first, counting.traffic.step.summary(), counting.traffic.total.summary()
 
     w = world_size
     for first, second, total in on_threads(world_size, count):

@@ -89,7 +89,7 @@ def made_too_early(rank: int, world_size: int) -> None:
     optimizer = LocalSGD(base, period=2)
     train(model, optimizer, range(2), rank, world_size)
     for kept in (alone, pickle.loads(pickle.dumps(alone)), pickle.loads(pickle.dumps(optimizer)).base):
-        assert kept.backend.world_size == 1
+        assert kept.topology.world_size == 1
         kept.step()
 
 

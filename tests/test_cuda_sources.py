@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import BLOCKS, FLAVOURS, new_wire
 
-from commopt.ops import catalogue, cuda, launch, reference, tiles
+from commopt.ops import catalogue, cuda, cuda_module, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
@@ -59,10 +59,10 @@ def compile_cuda(text: str, arch: str) -> tuple[int, str, str, bytes]:
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_the_sources_compile(arch):
-    status, log, ptx, code = compile_cuda(launch.source(), arch)
+    status, log, ptx, code = compile_cuda(cuda_module.source(), arch)
     assert status == 0, log
     assert log.strip("\0\n") == ""
-    assert ptx.count(".entry") == launch.source().count("__global__")
+    assert ptx.count(".entry") == cuda_module.source().count("__global__")
     # Denormals are kept where CuPy asks for them to be flushed: no float arithmetic but our own instructions.
     assert [line for line in ptx.splitlines() if ".ftz" in line] == []
     assert code.startswith(b"\x7fELF")
@@ -70,12 +70,12 @@ def test_the_sources_compile(arch):
 
 
 def test_a_broken_source_does_not_compile():
-    status, log, _, _ = compile_cuda(launch.source().replace("__popc(alive)", "__popc(alife)"), "sm_80")
+    status, log, _, _ = compile_cuda(cuda_module.source().replace("__popc(alive)", "__popc(alife)"), "sm_80")
     assert status != 0
     assert "compress.cu" in log
     assert "alife" in log
     # an instruction that does not exist is found by the assembler only
-    status, _, _, code = compile_cuda(launch.source().replace("fma.rn.f32", "fma.rm.f31"), "sm_80")
+    status, _, _, code = compile_cuda(cuda_module.source().replace("fma.rn.f32", "fma.rm.f31"), "sm_80")
     assert status != 0
     assert not code
 
@@ -246,7 +246,7 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "total": tiles.Total,
         "frozen_adam": tiles.Entries,
     }
-    assert len(sizes) == launch.source().count("__global__")
+    assert len(sizes) == cuda_module.source().count("__global__")
     for name, struct in sizes.items():
         assert library.argument_size(name.encode()) == ctypes.sizeof(struct), name
 
@@ -266,25 +266,25 @@ def test_providers_are_registered_and_take_what_the_reference_takes():
 def test_without_cupy_the_reference_serves_and_one_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
-    assert launch.provider() == "reference"
+    assert cuda_module.provider() == "reference"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    launch._warn.cache_clear()
+    cuda_module._warn.cache_clear()
     x, mask = torch.ones(8), torch.empty(1, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, logger="commopt"):
         for _ in range(2):
-            launch.with_warning(reference.pack_nonzero)(x, mask)
+            cuda_module.with_warning(reference.pack_nonzero)(x, mask)
     assert mask.tolist() == [255]
     assert len(caplog.records) == 1
     assert "commopt[cuda13]" in caplog.text
-    launch._warn.cache_clear()
+    cuda_module._warn.cache_clear()
 
 
 def test_the_provider_is_named_without_importing_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
-    assert launch.provider() == "cupy"
+    assert cuda_module.provider() == "cupy"
     monkeypatch.setenv("COMMOPT_NATIVE", "0")
-    assert launch.provider() is None
+    assert cuda_module.provider() is None
 
 
 def test_a_cupy_that_fails_is_an_error_and_not_a_fallback(fake, monkeypatch):
@@ -292,8 +292,8 @@ def test_a_cupy_that_fails_is_an_error_and_not_a_fallback(fake, monkeypatch):
         raise OSError("no libnvrtc")
 
     monkeypatch.setattr(fake, "RawModule", broken)
-    launch._module.cache_clear()
-    launch._kernel.cache_clear()
+    cuda_module._module.cache_clear()
+    cuda_module._kernel.cache_clear()
     with pytest.raises(RuntimeError, match=r"no libnvrtc.*commopt\[cuda.*COMMOPT_NATIVE=0"):
         RUN.pack_nonzero(torch.ones(8), torch.empty(1, dtype=torch.uint8))
-    launch._kernel.cache_clear()
+    cuda_module._kernel.cache_clear()

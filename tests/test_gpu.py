@@ -15,13 +15,13 @@ from test_ops import BLOCKS, FLAVOURS, bits_equal, new_wire
 from worlds import on_threads
 
 from commopt import ops
-from commopt.ops import launch
+from commopt.ops import cuda_module
 
-SERVED = launch.provider() == "cupy"
+SERVED = cuda_module.provider() == "cupy"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not SERVED, reason=f"no CuPy: install {launch.extra()}"),
+    pytest.mark.skipif(not SERVED, reason=f"no CuPy: install {cuda_module.extra()}"),
 ]
 
 F64 = torch.float64

@@ -40,11 +40,11 @@ from worlds import (
 from commopt import OneBitAdam, attach
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import (
-    CountingBackend,
     MPIBackend,
     NodesBackend,
     ThreadBackend,
     ThreadWorld,
+    Topology,
     TorchBackend,
     mean_over_all,
     run,
@@ -334,9 +334,9 @@ def test_what_leaves_a_node_is_divided_by_its_ranks(nodes, places, freeze_step):
 def test_the_mean_over_all_is_one(nodes, places):
     def ours(backend):
         x = torch.randn(nodes * places * 5, generator=torch.Generator().manual_seed(backend.rank), dtype=torch.float64)
-        counted = CountingBackend(backend.nodes(places))
-        run([mean_over_all(x, counted, counted)])
-        return x, counted.total.summary()["bytes"]
+        topology = Topology(backend.nodes(places))
+        run([mean_over_all(x, topology.channel, topology.channel)])
+        return x, topology.traffic.total.summary()["bytes"]
 
     world = nodes * places
     each = [
@@ -407,7 +407,7 @@ def test_with_other_nodes_what_compression_owes_is_kept(old, new):
         state = {i: {**optimizer.state[p], **optimizer.residuals.get(p, {})} for i, p in enumerate(model.parameters())}
         copied = {i: {k: v.clone() for k, v in s.items()} for i, s in state.items()}
         train(model, optimizer, range(8, 11), backend.rank, world)
-        return optimizer.share, copied, params_of(model)
+        return optimizer.topology.shard_index, copied, params_of(model)
 
     loaded = on_threads(new[0] * (new[1] or 1), load)
     assert all(same_bits(loaded[0][2], params) for _, _, params in loaded)

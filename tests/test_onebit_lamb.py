@@ -532,7 +532,7 @@ def test_a_tensor_that_is_sent_in_pieces_gives_the_same_bits(overlap, places):
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.skipped_steps == 1
-        return params_of(nn.ParameterList(params)), tensors_in(optimizer.state_dict()), optimizer.buckets[0].columns
+        return params_of(nn.ParameterList(params)), tensors_in(optimizer.state_dict()), optimizer.buckets[0].chunks
 
     whole, cut = (on_threads(4, partial(run, bucket_mb=mb)) for mb in (25, 0.003))
     for a, b in zip(whole, cut):

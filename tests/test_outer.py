@@ -712,7 +712,7 @@ def test_the_mean_model_is_shown_and_taken_back(cls):
                 inside = params_of(model)
                 saved = optimizer.state_dict()
                 for call, *given in ((optimizer.step,), (optimizer.synchronize,), (optimizer.load_state_dict, saved)):
-                    with pytest.raises(RuntimeError, match="where parameters are lent; leave it first"):
+                    with pytest.raises(RuntimeError, match="where the parameters are the mean of all replicas; leave it first"):
                         call(*given)
             assert same_bits(own, params_of(model))
             assert same_bits(_all_tensors(saved), _all_tensors(optimizer.state_dict()))
@@ -773,4 +773,5 @@ def _periods_2_and_5(cls, backend):
 
 
 def test_the_backend_is_counted():
-    assert isinstance(LocalSGD(Toy().parameters(), lr=1e-2, backend=LocalBackend()).backend, CountingBackend)
+    optimizer = LocalSGD(Toy().parameters(), lr=1e-2, backend=LocalBackend())
+    assert isinstance(optimizer.topology.world, CountingBackend)

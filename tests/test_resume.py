@@ -239,3 +239,28 @@ def test_moving_or_casting_the_model_after_construction_moves_the_state():
     a, b = on_threads(2, run)
     logging.getLogger("commopt").setLevel(logging.NOTSET)
     assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("where", ["the own part", "a parameter group", "the parts of all ranks"])
+def test_a_state_from_before_names_were_changed_is_refused_and_changes_nothing(where):
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=1, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        state, before = optimizer.state_dict(), params_of(model)
+        if where == "the own part":
+            state["residuals"]["share"] = state["residuals"].pop("shard_index")
+        elif where == "a parameter group":
+            state["param_groups"][0]["met_step"] = 0
+        shared, part = split_state_dict(state)
+        with pytest.raises(ValueError, match="saved before commopt 0.1.0"):
+            if where == "the parts of all ranks":
+                del part["shard_index"]
+                join_state_dict(shared, [part], 0, 2)
+            optimizer.load_state_dict(state)
+        assert same_bits(before, params_of(model))
+        train(model, optimizer, range(3, 5), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)

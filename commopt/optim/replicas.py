@@ -109,7 +109,7 @@ def reaching_others(topology: Topology, buckets: Sequence[StateBucket], where: s
     Raises:
         commopt.comm.CollectiveError: begins with ``where``, or with where in it the collective was.
     """
-    now = topology.world_size
+    now = topology.backend.world_size
     had = next((bucket.world_size for bucket in buckets), now)
     if now != had:
         raise CollectiveError(f"{where}: the backend has {now} ranks now, it had {had}; {_REMEDY}")

@@ -53,12 +53,12 @@ def join_state_dict(
     """
     if not any(rank_locals):
         return replicated
+    refuse_outdated(*rank_locals)
     saved = [(part["rank"], part["world_size"]) for part in rank_locals]
     if saved != [(r, len(saved)) for r in range(len(saved))]:
         raise ValueError(
             f"rank-local states must come from every rank of one world, in order; got (rank, size) {saved}"
         )
-    refuse_outdated(*rank_locals)
     same = (len(saved), _nodes(rank_locals[0])) == (world_size, nodes or world_size)
     mine = rank_locals[rank] if same else _merge(rank_locals)
     return {**replicated, "residuals": mine}
