@@ -3,7 +3,7 @@
 
     scripts/bench_network.py --hosts 2 --rate 100mbit,1gbit --methods none,ddp,ddp_powersgd4,onebit_adam
     scripts/bench_network.py --hosts 2,3,4,8 --rate none --methods ddp,onebit_adam --rounds 2     # bytes per rank
-    scripts/bench_network.py --update-readme          # and docs/network.png, from benchmarks/network.json, no run
+    scripts/bench_network.py --update-docs     # docs/speed.md, docs/network.png; from benchmarks/network.json, no run
 
 A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
 from network_rank import METHODS
-from network_report import caveats, draw, table, title, update_readme
+from network_report import caveats, draw, table, title, update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
@@ -173,7 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the runs of other beds and models in that file")
     parser.add_argument("--png", type=Path, help="draw the runs into this file")
     parser.add_argument(
-        "--update-readme", action="store_true", help=f"its tables and picture from {FIGURES.name}; no run"
+        "--update-docs", action="store_true", help=f"their tables and picture from {FIGURES.name}; no run"
     )
     args = parser.parse_args()
     try:
@@ -189,9 +189,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if args.update_readme:
+    if args.update_docs:
         kept = json.loads(FIGURES.read_text())["runs"]
-        update_readme(kept, ROOT / "README.md")
+        update_page(kept, ROOT / "docs" / "speed.md")
         draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")
         return 0
     exit_on_signals()

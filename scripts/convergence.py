@@ -2,7 +2,7 @@
 """Does a compressed run learn what the plain one learns? Every optimizer against its uncompressed counterpart.
 
     scripts/convergence.py [--tasks gpt,bert,digits] [--methods ...] [--seeds 0,1,2] [--ranks 4] [--json FILE]
-    scripts/convergence.py --update-readme      # the README's table from benchmarks/convergence.json, no run
+    scripts/convergence.py --update-docs     # the tables of docs/convergence.md and README.md, no run
 
 The same data, steps, seeds and learning rates for both, on real processes over Gloo (scripts/convergence_tasks.py has
 all settings). Passed is what ends with a mean held-out loss within the spread of its counterpart: no more above the
@@ -28,7 +28,7 @@ from convergence_tasks import TASKS
 ROOT = Path(__file__).resolve().parent.parent
 RANK = ROOT / "scripts" / "convergence_rank.py"
 FIGURES = ROOT / "benchmarks" / "convergence.json"
-MARKS = "<!-- convergence: made by scripts/convergence.py --update-readme -->", "<!-- /convergence -->"
+MARKS = "<!-- convergence: made by scripts/convergence.py --update-docs -->", "<!-- /convergence -->"
 
 Record = dict[str, Any]
 
@@ -110,11 +110,33 @@ def table(rows: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def update_readme(rows: list[Record]) -> None:
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    readme.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+def summary(rows: list[Record]) -> str:
+    """A row for each optimizer as a Markdown table: its gap on every task, and what it sends."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    head = ["optimizer", "against", *(f"gap, {task}" for task in tasks), "sent"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for method in dict.fromkeys(row["method"] for row in rows if "gap" in row):
+        found = {row["task"]: row for row in rows if row["method"] == method}
+        gaps = [f"{row['gap']:+.3f}" + ("" if row["passed"] else " ✗") for row in found.values()]
+        sent = [100 * row["sent"] for row in found.values()]
+        low, high = f"{min(sent):.0f}", f"{max(sent):.0f}"
+        cells = [method, next(iter(found.values()))["counterpart"], *gaps, low if low == high else f"{low} to {high}"]
+        lines.append("| " + " | ".join(cells) + " % |")
+    return "\n".join(lines)
+
+
+def put(text: str, path: Path) -> None:
+    """Replaces what stands between the marks of a page."""
+    before, begin, rest = path.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (begin and end):
+        raise SystemExit(f"{path} has no {MARKS[0]} ... {MARKS[1]}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def update_docs(rows: list[Record], root: Path = ROOT) -> None:
+    put(table(rows), root / "docs" / "convergence.md")
+    put(summary(rows), root / "README.md")
 
 
 def arguments() -> argparse.Namespace:
@@ -126,7 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, help="keep the run folders here, for `commopt report`")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if an optimizer learns less")
-    parser.add_argument("--update-readme", action="store_true", help=f"its table from {FIGURES.name}; no run")
+    parser.add_argument("--update-docs", action="store_true", help=f"their tables from {FIGURES.name}; no run")
     args = parser.parse_args()
     args.tasks = args.tasks.split(",")
     for task in args.tasks:
@@ -149,8 +171,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if args.update_readme:
-        update_readme(json.loads(FIGURES.read_text())["rows"])
+    if args.update_docs:
+        update_docs(json.loads(FIGURES.read_text())["rows"])
         return 0
     runs = [
         (task, method, seed)

@@ -216,7 +216,7 @@ DRILLS = (
     Drill(
         "damaged-files",
         "bits flipped and files cut, anywhere in a run folder",
-        "`--resume=auto` goes on from the last good checkpoint, to the bit, or ends with one line",
+        "`--resume=auto` continues from the last good checkpoint, to the bit, or ends with one line",
         (
             "test_train_damage.py",
             "test_train_checkpoint.py::test_damage_is_named_and_auto_takes_the_one_before",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- network: made by scripts/bench_network.py --update-readme -->", "<!-- /network -->"
+BEGIN, END = "<!-- network: made by scripts/bench_network.py --update-docs -->", "<!-- /network -->"
 
 
 def title(run: dict[str, Any]) -> str:
@@ -77,13 +77,13 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def update_readme(runs: list[dict[str, Any]], readme: Path) -> None:
+def update_page(runs: list[dict[str, Any]], page: Path) -> None:
     """Replaces what stands between the two markers."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
+    before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"{readme} has no {BEGIN} ... {END}")
-    readme.write_text(f"{before}{begin}\n{summary(runs)}\n{end}{after}")
+        raise SystemExit(f"{page} has no {BEGIN} ... {END}")
+    page.write_text(f"{before}{begin}\n{summary(runs)}\n{end}{after}")
 
 
 def summary(runs: list[dict[str, Any]]) -> str:

@@ -43,7 +43,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / proces
 # order, and then so does the launcher. SIGUSR1 is for this script alone: a batch system may send it to all processes of
 # a job, and it ends those that do not ignore it.
 trap '' USR1
-setsid python -m commopt.train.launch "${where[@]}" --nproc-per-node="$processes" -m commopt train "$@" &
+setsid python -m commopt.train.launcher "${where[@]}" --nproc-per-node="$processes" -m commopt train "$@" &
 launcher=$!
 
 forward() { # SIGNAL: to the trainers, or to torchrun where it has not started them yet

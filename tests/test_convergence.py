@@ -36,6 +36,19 @@ FROZEN = {
 """Mean of the held-out loss over the seeds, and what was sent of what float32 sends."""
 
 
+def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
+    rows = json.loads(convergence.FIGURES.read_text())["rows"]
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/convergence.md"):
+        page = (ROOT / name).read_text()
+        (tmp_path / name).write_text(page.replace("| OneBitAdam |", "| another |"))
+    convergence.update_docs(rows, tmp_path)
+    for name in ("README.md", "docs/convergence.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text()
+    with pytest.raises(SystemExit, match="has no"):
+        convergence.put("", ROOT / "LICENSE")
+
+
 def learns_less(row: dict[str, Any], method: str) -> bool:
     """Whether the loss is above what is frozen by more than another seed, or a processor that rounds otherwise, can
     make of it."""

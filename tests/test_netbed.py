@@ -249,22 +249,27 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_readme_is_made_from_the_figures(tmp_path: Path) -> None:
+def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
     method = {"label": "Some", "seconds_median": 0.25, "to_none": 1.5, "to_bound": 1.25, "bytes_per_host": 2e6}
     run = {"hosts": 2, "cores": 2, "ranks_per_host": 1, "bed": "namespaces", "parameters": 5e6, "others_share": 0.0}
     runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3}}} for rate in ("1gbit", "none")]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
-    network_report.update_readme(runs, readme)
-    text = readme.read_text()
+    page = tmp_path / "speed.md"
+    page.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
+    network_report.update_page(runs, page)
+    text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "250 ms, 1.50 x, 1.25 x" in text
     assert "2.00 MB, 3" in text
     assert "old" not in text
-    readme.write_text("no markers")
+    page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no"):
-        network_report.update_readme(runs, readme)
+        network_report.update_page(runs, page)
+
+
+def test_the_page_that_is_committed_has_the_figures_that_are() -> None:
+    runs = json.loads((SCRIPTS.parent / "benchmarks" / "network.json").read_text())["runs"]
+    assert network_report.summary(runs) in (SCRIPTS.parent / "docs" / "speed.md").read_text()
 
 
 def test_with_hosts_as_nodes_half_as_much_leaves_a_host_of_two_ranks(start: Started, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """CSER: SGD with compressed updates, whose error is kept in the local model and reset (Xie et al., arXiv 2007.13221).
 
+Read first: tests/oracle_cser.py, the same on plain lists of floats.
+
 Error feedback keeps what compression loses for later; at high compression it comes too late. CSER gives it to the local
 model at once. The models of the ranks come apart by that, and every H steps they are brought together again, in part:
 

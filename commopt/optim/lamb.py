@@ -1,5 +1,7 @@
 """LAMB: Adam whose step is, tensor by tensor, a fixed share of the weights (You et al., arXiv 1904.00962, Algorithm 2).
 
+Read first: tests/oracle_lamb.py, the same on plain lists of floats.
+
     m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2;   u = m / (sqrt(v) + eps) + wd x
     x = x - lr c u,        c = ||x|| / ||u|| of each tensor, kept in [min_coeff, max_coeff]; 1 if one of them is 0
 

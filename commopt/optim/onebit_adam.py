@@ -1,5 +1,7 @@
 """1-bit Adam: Adam whose momentum travels as signs (Tang et al., arXiv 2102.02888, Algorithm 1).
 
+Read first: tests/oracle.py, the same on plain lists of floats.
+
 Adam is not linear in the gradient, because of its variance v. So v is learnt first, with plain Adam on averaged
 gradients; once it has settled it is frozen, and what is left, momentum SGD with a fixed scale per coordinate, is
 linear. There compression with error feedback works: what one step loses, the next one sends.

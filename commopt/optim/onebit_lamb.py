@@ -1,5 +1,7 @@
 """1-bit LAMB: LAMB whose momentum travels as signs (Li et al., arXiv 2104.06069, Algorithm 1).
 
+Read first: tests/oracle_lamb.py, the same on plain lists of floats.
+
 LAMB gives every tensor a step in proportion to its weights. With a variance that stands and a momentum of signs, as in
 1-bit Adam, that ratio goes wrong. So it is averaged while LAMB still runs, and later only corrected, by a variance that
 is rebuilt from what the momentum has done.

@@ -1,6 +1,8 @@
 """QSparse-local-SGD (Basu et al., arXiv 1906.02367) and EF-SGD (Karimireddy et al., arXiv 1901.09847), as CSER whose
 error is kept apart.
 
+Read first: tests/oracle_cser.py, the same on plain lists of floats.
+
     every step:               x_i = x_i - p_i                              (p_i as in CSER)
     at each H-th step, then:  e_i = e_i + x_i - a;   q_i = C(e_i);   e_i = e_i - q_i
                               a = a + mean_i q_i;    x_i = a

@@ -1,5 +1,7 @@
 """0/1 Adam: Adam that sends one bit or nothing (Lu et al., arXiv 2202.06009, Algorithm 1).
 
+Read first: tests/oracle_zero_one.py, the same on plain lists of floats.
+
 Two ideas. The variance v changes slowly, so it is refreshed from exact gradients ever more rarely, at the steps T_v,
 and the momentum is compressed from the start: there is no warm-up in full precision. And once v stands still, ranks
 take steps on their own between the steps T_u, at which they send what they have gathered. Every step is of one kind:

@@ -1,5 +1,7 @@
 """Local SGD: local steps and plain averaging (Stich, arXiv 1805.09767); with AdamW inside, local AdamW.
 
+Read first: tests/oracle_outer.py, the same on plain lists of floats.
+
     x_i <- x;   period local steps of the base on x_i;   x <- mean_i x_i
 
 Where this differs from the paper: the mean is taken of the ways x - x_i, in float32, and x is kept in float32, so that

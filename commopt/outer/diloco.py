@@ -1,5 +1,7 @@
 """DiLoCo: AdamW inside, Nesterov momentum outside (Douillard et al., arXiv 2311.08105, Algorithm 1).
 
+Read first: tests/oracle_outer.py, the same on plain lists of floats.
+
     x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i)
     b <- m b + D
     x <- x - a (D + m b)                    which is torch.optim.SGD(nesterov=True) on the gradient D

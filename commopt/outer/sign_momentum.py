@@ -1,5 +1,7 @@
 """Distributed sign momentum with local steps (Yu et al., arXiv 2411.17866, Algorithm 1).
 
+Read first: tests/oracle_outer.py, the same on plain lists of floats.
+
     x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i) / lr
     u = b1 m + (1-b1) D
     x <- x - a lr (sign(u) + wd x)

@@ -1,5 +1,7 @@
 """SlowMo: slow momentum on top of local steps (Wang, Tantia, Ballas, Rabbat, arXiv 1910.00643, Algorithm 1).
 
+Read first: tests/oracle_outer.py, the same on plain lists of floats.
+
     x_i <- x;   period local steps of the base on x_i;   D = mean_i (x - x_i)
     u <- b u + D / lr
     x <- x - a lr u
