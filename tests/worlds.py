@@ -3,6 +3,7 @@ use."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import math
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,30 @@ from torch import Tensor, nn
 from commopt.comm import ThreadBackend, ThreadWorld
 
 
-def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any]) -> list[Any]:
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """The threads that are started meanwhile stay on one core, where the system knows of that.
+
+    Only one of them can hold Python's lock. Where it goes from core to core with every operation of torch, that costs
+    more than twice the processor time of all they compute, and makes nothing faster. Each worker of pytest-xdist has a
+    core for itself.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any], timeout: float = 60.0) -> list[Any]:
     """``fn(backend)`` on every rank of a world of threads; the results by rank."""
-    return ThreadWorld(world_size).run(fn)
+    with on_one_core():
+        return ThreadWorld(world_size, timeout).run(fn)
 
 
 class Toy(nn.Module):
