@@ -1,7 +1,8 @@
 """How the tests run, and what the trainer's share: a small corpus with its prepared form, and a pair of processes.
 
-A test with three lists of parameters or more runs with some of their combinations, see pairs.py.
-"""
+A test with three lists of parameters or more runs with some of their combinations, see pairs.py. Processes are forks of
+one server, see forks.py. Files run side by side (pytest -n 2 --dist=loadfile): a file's tests share worlds of processes,
+and one that waits for what is late leaves the cores to another."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forks import start_server
 from pairs import covering, lists_of
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="all combinations of a test's parameters; by default some, in which each pair of values occurs",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist have one server of forks together."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        start_server()
 
 
 @pytest.hookimpl(trylast=True)
