@@ -84,7 +84,7 @@ def test_overlap_changes_no_bit_where_parameters_come_and_go(cls, settings):
         early = 0
         for step in range(20):
             give(params, some_of(some_grads(SIZES, step, backend.rank), step, backend.rank))
-            early += optimizer._flight.launched if optimizer._flight is not None else 0
+            early += optimizer._in_flight.started if optimizer._in_flight is not None else 0
             optimizer.step()
         assert (early > 0) == overlap
         return params_of(nn.ParameterList(params)), tensors_in(optimizer.state_dict())
@@ -112,7 +112,7 @@ def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):
             gone = {0} if step % 3 == 0 else {1} if step % 3 == 1 and backend.rank == 0 else set()
             give(params, [None if i in gone else g for i, g in enumerate(grads)])
             optimizer.step()
-        assert all((len(bucket.columns) > 2) == (bucket_mb < 1) for bucket in optimizer.buckets)
+        assert all((len(bucket.chunks) > 2) == (bucket_mb < 1) for bucket in optimizer.buckets)
         return params_of(nn.ParameterList(params)), tensors_in(optimizer.state_dict())
 
     for a, b in zip(*(on_threads(3, partial(run, bucket_mb=mb)) for mb in (25, 0.003))):
@@ -257,7 +257,7 @@ def test_between_rounds_a_gradient_that_is_missing_everywhere_is_zeros():
         )
         for step in range(20):
             grads: list[Any] = list(some_grads(SIZES, step, backend.rank))
-            local = optimizer.is_local(optimizer.param_groups[0]) or optimizer.apart
+            local = optimizer.is_local(optimizer.param_groups[0]) or optimizer.replicas_differ
             if step % 2 and step > 2:
                 grads[0] = torch.zeros(SIZES[0], dtype=torch.float64) if explicit and local else None
             before = everything_of(optimizer, params[0])
@@ -353,7 +353,7 @@ def test_only_what_is_absent_here_holds_buckets_back_until_the_ranks_agree():
             if step == 5 and backend.rank == 0:
                 model.bias.requires_grad_(False)
             model(tokens(step, backend.rank, 2)).backward()
-            started = optimizer._flight.launched
+            started = optimizer._in_flight.started
             holder = next(i for i, b in enumerate(optimizer.buckets) if any(p is model.bias for p in b.params))
             assert started == (holder if step == 5 and backend.rank == 0 else len(optimizer.buckets) - 1)
             model.bias.requires_grad_(True)

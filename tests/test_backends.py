@@ -15,7 +15,7 @@ from commopt.comm import (
     all_reduce_bytes,
     compressed_all_reduce,
     open_control,
-    open_lines,
+    open_channels,
     run,
     run_interleaved,
 )
@@ -99,7 +99,7 @@ def on_communicators() -> None:
     conformance(MPIBackend())
     conformance(CountingBackend(MPIBackend()))
     apart(MPIBackend())
-    for line in open_lines(MPIBackend(), 2):
+    for line in open_channels(MPIBackend(), 2):
         conformance(line)
     world = MPI.COMM_WORLD
     part = world.Split(color=0 if world.rank else MPI.UNDEFINED, key=-world.rank)
@@ -144,9 +144,9 @@ def test_counted_bytes(world_size):
 
     w = world_size
     for first, second, total in on_threads(world_size, count):
-        assert first["by_verb"]["all_reduce"] == {"bytes": 2 * (w - 1) * -(-40 // w), "calls": 1}
-        assert first["by_verb"]["all_to_all"] == {"bytes": (w - 1) * 28, "calls": 1}
-        assert second["by_verb"] == {
+        assert first["by_collective"]["all_reduce"] == {"bytes": 2 * (w - 1) * -(-40 // w), "calls": 1}
+        assert first["by_collective"]["all_to_all"] == {"bytes": (w - 1) * 28, "calls": 1}
+        assert second["by_collective"] == {
             "all_gather": {"bytes": (w - 1) * 12, "calls": 1},
             "broadcast": {"bytes": (w - 1) * 4, "calls": 1},
         }

@@ -472,7 +472,7 @@ def test_hyper_parameters_of_a_base_may_differ_between_ranks():
         optimizer = EVERY["DiLoCo"](model.parameters(), lr=1e-2, backend=backend)
         optimizer.param_groups[0]["weight_decay"] = 0.1 * backend.rank
         train(model, optimizer, range(3), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return params_of(model)
 
     a, b = on_threads(2, run)

@@ -170,7 +170,7 @@ def saved_by_tool(name: str, folder: str, tool: bool, met: bool, rank: int) -> d
     start = params_of(model)
     model.train_on(optimizer, range(BETWEEN, BETWEEN + 4), rank)
     optimizer.synchronize()
-    return {"before": before, "start": start, "end": params_of(model), "lines": log.lines}
+    return {"before": before, "start": start, "end": params_of(model), "channels": log.lines}
 
 
 def saved_exactly(name: str, folder: str, rank: int, world_size: int) -> bool:
@@ -214,7 +214,7 @@ def test_what_tools_for_distributed_checkpoints_save_is_never_taken_for_what_it_
                 a, b = first[name, tool, met], second[name, tool, met]
                 assert same_bits(a["start"], b["start"]), (name, tool, met)
                 assert same_bits(a["end"], b["end"]), (name, tool, met)
-                lines = a["lines"] + b["lines"]
+                lines = a["channels"] + b["channels"]
                 own = [line for line in lines if "what is each rank's own" in line or "no rank's own part" in line]
                 if met or name not in APART:
                     assert same_bits(a["start"], a["before"]), (name, tool, met)

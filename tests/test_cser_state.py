@@ -295,7 +295,7 @@ def test_overlap_gives_the_same_bits_and_is_under_way_in_backward(variant, world
         optimizer, early = make(variant, model, backend, overlap=overlap), 0
         for step in range(9):
             backward(model, step, backend.rank, world_size)
-            early += optimizer._flight.launched if optimizer._flight is not None else 0
+            early += optimizer._in_flight.started if optimizer._in_flight is not None else 0
             optimizer.step()
         if kind is Used:
             assert (early > 0) == overlap
@@ -395,7 +395,7 @@ def test_over_many_steps_the_ratio_is_that_of_the_paper():
             [p], compressor=RandomBlocks(64, 8), reset_compressor=RandomBlocks(4, 8), period=16, backend=backend,
             guard=Guard(check_every=None),
         )  # fmt: skip
-        optimizer.backend.meter.total.bytes.clear()
+        optimizer.topology.traffic.total.bytes.clear()
         for _ in range(160):
             p.grad = torch.ones_like(p)
             optimizer.step()
@@ -503,12 +503,12 @@ def test_it_knows_when_all_ranks_have_the_same_model(arguments, expected):
     def run(backend):
         model, apart = Toy(), []
         optimizer = CSER(model.parameters(), lr=0.1, momentum=0.9, period=3, backend=backend, **arguments)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         for step in range(7):
             train(model, optimizer, range(step, step + 1), backend.rank, 2)
-            apart.append((optimizer.apart, params_of(model)))
+            apart.append((optimizer.replicas_differ, params_of(model)))
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return apart
 
     for (apart, a), (_, b), known in zip(*on_threads(2, run), expected):
@@ -518,7 +518,7 @@ def test_it_knows_when_all_ranks_have_the_same_model(arguments, expected):
 class OneLine(ThreadBackend):
     """As NCCL: buckets have no lines, but the ranks agree on a channel of its own."""
 
-    def lines(self, n: int) -> list[ThreadBackend]:
+    def channels(self, n: int) -> list[ThreadBackend]:
         return []
 
 

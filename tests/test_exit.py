@@ -17,7 +17,7 @@ rank, port, alone = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "alone"
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 backend = TorchBackend()
 how = sys.argv[3]
-lines = backend.lines(300 if how == "many" else 3)
+lines = backend.channels(300 if how == "many" else 3)
 if how == "many":
     from commopt.comm import gloo
     gloo.AT_EXIT = 0.5  # for one of them
@@ -61,7 +61,7 @@ from commopt.comm import TorchBackend, gloo
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 gloo.AT_EXIT = 0.1
-lines = TorchBackend().lines(2)
+lines = TorchBackend().channels(2)
 
 class Last:
     def __del__(self, write=os.write, sleep=time.sleep):

@@ -312,7 +312,7 @@ def test_a_freeze_step_changed_on_one_rank_is_an_error_and_no_hang():
 
 @pytest.mark.parametrize(
     "fact",
-    ["versions of commopt", "versions of torch", "wire formats", "instruction sets of torch (ATEN_CPU_CAPABILITY)"],
+    ["versions of commopt", "versions of torch", "payload formats", "instruction sets of torch (ATEN_CPU_CAPABILITY)"],
 )
 def test_another_version_or_instruction_set_is_refused_by_name(fact):
     here, real = threading.local(), setup.versions

@@ -80,7 +80,7 @@ def test_every_optimizer_goes_when_it_is_deleted_and_takes_its_hooks(name):
             model(tokens(5, backend.rank, 2))
         train(model, optimizer, range(5, 7), backend.rank, 2)
         assert len(calls) == 7
-        gone = [weakref.ref(optimizer), weakref.ref(optimizer.backend)]
+        gone = [weakref.ref(optimizer), weakref.ref(optimizer.topology)]
         del optimizer
         assert [ref() for ref in gone] == [None, None]
         assert hooks_of(model) == 0
@@ -140,11 +140,11 @@ def test_one_that_could_not_be_made(kind):
 
         class Noted(kind):
             def check_settings(self) -> None:
-                backends.append(weakref.ref(self.backend))
+                backends.append(weakref.ref(self.topology))
                 super().check_settings()
 
             def own_settings(self) -> list[Any]:
-                backends.append(weakref.ref(self.backend))
+                backends.append(weakref.ref(self.topology))
                 return super().own_settings()
 
         with refused(ValueError):

@@ -105,7 +105,7 @@ def test_overlap_changes_no_bit(world_size, nodes):
             if step == 23 and rank == 1:
                 model.bias.grad.fill_(math.nan)
             if step == 23 and overlap:
-                assert optimizer.flight().launched > 1, "a round after local steps starts in backward"
+                assert optimizer.step_in_flight().started > 1, "a round after local steps starts in backward"
                 with pytest.raises(ValueError if rank == 1 else RuntimeError):  # the edit is refused
                     optimizer.step()
             else:
@@ -219,7 +219,7 @@ def test_nan_in_a_round_is_skipped_by_all_and_the_round_comes_again(step, caplog
         assert optimizer.state_dict()["param_groups"] == groups
         assert (kind(optimizer), optimizer.skipped_steps) == (what, 1)
         train(model, optimizer, range(step, step + 1), backend.rank, 3)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return params_of(model)
 
     results = on_threads(3, run)
@@ -592,7 +592,7 @@ def test_inside_averaged_the_model_is_the_mean_and_afterwards_as_it_was(dtype):
             train(model, optimizer, range(step, step + 1), backend.rank, 3)
             traffic.append(optimizer.comm_stats()["step"]["bytes"])
             if look:
-                before, calls, apart = params_of(model), backend.calls, optimizer.apart
+                before, calls, apart = params_of(model), backend.calls, optimizer.replicas_differ
                 with optimizer.averaged():
                     with optimizer.averaged():
                         seen.append((before, params_of(model)))
@@ -646,7 +646,7 @@ def test_synchronize_ends_the_local_steps_with_the_mean(nodes):
         apart = params_of(model)
         optimizer.synchronize()
         met, calls = params_of(model), backend.calls
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         optimizer.synchronize()
         assert backend.calls == calls
         kinds = []
@@ -694,4 +694,4 @@ def test_optimizers_without_local_steps_have_nothing_to_synchronise():
     optimizer.synchronize()
     with optimizer.averaged(), pytest.raises(RuntimeError, match="leave it first"):
         optimizer.step()
-    assert not optimizer.apart
+    assert not optimizer.replicas_differ

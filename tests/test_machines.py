@@ -31,7 +31,7 @@ PYTHON = """
 case "$1 $2" in
 "-c "*) echo 8 ;;
 "-m commopt") if [ -n "${MISTAKE:-}" ]; then echo "commopt: error: $MISTAKE" >&2; exit 2; fi ;;
-"-m commopt.train.launch")
+"-m commopt.train.launcher")
     printf '%s\\n' "$@" >"$LOG/launch-${COMMOPT_MACHINE:-}"
     printf '%s\\n' "${GLOO_SOCKET_IFNAME:-}" >"$LOG/environment-${COMMOPT_MACHINE:-}"
     if [ -n "${TRAINER:-}" ]; then bash -c "$TRAINER" & wait $!; fi ;;

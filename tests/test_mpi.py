@@ -53,7 +53,7 @@ def scene_crossed_lines(backend: MPIBackend) -> list[float]:
     """Two lines, used in opposite orders by odd and even ranks."""
     xs = [torch.full((1000,), float(backend.rank)), torch.full((1000,), 10.0 * backend.rank)]
     order = [0, 1] if backend.rank % 2 else [1, 0]
-    lines = comm.open_lines(backend, 2)
+    lines = comm.open_channels(backend, 2)
     for work in [lines[i].all_reduce(xs[i]) for i in order]:
         work.wait()
     return [x[0].item() for x in xs]

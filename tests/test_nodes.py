@@ -302,10 +302,10 @@ def sent(backend: Any, numel: int, freeze_step: int) -> tuple[int, int, int, flo
         x.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + backend.rank))
         optimizer.step()
     stats = optimizer.comm_stats()
-    world = optimizer.backend.world_size
+    world = optimizer.topology.world_size
     leaving = stats["step"]["bytes"] - (world - 1) * AGREEMENT_BYTES
     owed = sum(t.numel() for t in optimizer.residuals[x].values()) / numel
-    return leaving, stats["step"].get("inside", {"bytes": 0})["bytes"], stats["fp32_bytes"], owed
+    return leaving, stats["step"].get("intra_node", {"bytes": 0})["bytes"], stats["fp32_bytes"], owed
 
 
 @pytest.mark.parametrize(("nodes", "places"), [(2, 2), (2, 4), (3, 2)])
@@ -546,7 +546,7 @@ def test_over_gloo_with_a_mesh():
         for a, b in zip(mine["attached"][0], bits[rank][0]):
             torch.testing.assert_close(a, b, rtol=0.1, atol=5e-3)
         assert same_bits(mine["attached"][0], ranks[0]["attached"][0])
-        assert mine["stats"]["inside"]["by_verb"].keys() == {"all_to_all", "all_gather"}
+        assert mine["stats"]["intra_node"]["by_collective"].keys() == {"all_to_all", "all_gather"}
         assert "1 dimension, or 2 for nodes of several ranks, got 3" in mine["cube"]
         assert "one size" in mine["disagree"] or "each in a place of its own" in mine["disagree"]
         if rank >= 2:
@@ -568,7 +568,7 @@ def over_mpi(backend: Any = None) -> tuple[list[Tensor], str]:
     model = Used()
     optimizer = OneBitAdam(
         model.parameters(), lr=1e-2, freeze_step=4, bucket_mb=3e-4, compressor=Sign(block=16), overlap=True,
-        backend=NodesBackend(everyone, inside, between),
+        backend=NodesBackend(world, intra_node, inter_node),
     )  # fmt: skip
     train(model, optimizer, range(STEPS), rank, 4)
     text = ""

@@ -522,8 +522,8 @@ def test_bytes_counted_are_those_of_the_closed_form(world_size, compressor: Comp
             continue
         assert warmup["step"]["bytes"] == agreement + sum(2 * (w - 1) * 4 * n for n in rows)
         assert compressed["step"]["bytes"] == agreement + sum(2 * (w - 1) * compressor.nbytes(n) for n in pieces)
-        assert compressed["step"]["by_verb"]["all_to_all"]["calls"] == len(pieces)
-        assert compressed["step"]["by_verb"]["all_gather"]["calls"] == len(pieces) + 2
+        assert compressed["step"]["by_collective"]["all_to_all"]["calls"] == len(pieces)
+        assert compressed["step"]["by_collective"]["all_gather"]["calls"] == len(pieces) + 2
         assert compressed["fp32_bytes"] == 2 * (w - 1) * math.ceil(4 * sum(sizes) / w)
         assert compressed["ratio"] == compressed["fp32_bytes"] / compressed["step"]["bytes"]
         assert compressed["total"]["bytes"] > warmup["step"]["bytes"] + compressed["step"]["bytes"]  # and construction

@@ -506,9 +506,9 @@ def test_overlap_is_under_way_in_backward():
         model = Used()
         optimizer = make(model, backend, overlap=True, bucket_mb=1.2e-4)
         train(model, optimizer, range(6), backend.rank, 2)
-        before = optimizer.backend.total.calls["all_to_all"]
+        before = optimizer.topology.traffic.total.calls["all_to_all"]
         backward(model, 6, backend.rank, 2)
-        assert optimizer.backend.total.calls["all_to_all"] - before == len(optimizer.buckets) - 1 > 2
+        assert optimizer.topology.traffic.total.calls["all_to_all"] - before == len(optimizer.buckets) - 1 > 2
         optimizer.step()
 
     on_threads(2, run)

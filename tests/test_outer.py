@@ -14,7 +14,7 @@ from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Sign
 from commopt.outer import RandomSign, RandomSignOrZero
-from commopt.outer.agreement import ROUND_BYTES
+from commopt.outer.rounds import ROUND_BYTES
 from commopt.outer.signs import uniform
 
 METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum}
@@ -381,11 +381,11 @@ def test_bytes_are_those_of_the_ledger(cls):
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
             sent = optimizer.comm_stats()["step"]
             if step % 4 < 3:
-                assert sent == {"bytes": 0, "calls": 0, "by_verb": {}}
+                assert sent == {"bytes": 0, "calls": 0, "by_collective": {}}
                 continue
             ways = sum(all_reduce_bytes(4 * bucket.padded, world_size) for bucket in optimizer.buckets)
             agreement = (world_size - 1) * ROUND_BYTES
-            assert sent["by_verb"] == {
+            assert sent["by_collective"] == {
                 "all_gather": {"bytes": agreement, "calls": 2},
                 "all_reduce": {"bytes": ways, "calls": len(optimizer.buckets)},
             }
@@ -404,7 +404,7 @@ def test_bytes_of_compressed_ways_are_those_of_the_ledger():
         train(model, optimizer, range(2), backend.rank, 2)
         (bucket,) = optimizer.buckets
         row = compressor.nbytes(bucket.padded // 2)
-        assert optimizer.comm_stats()["step"]["by_verb"] == {
+        assert optimizer.comm_stats()["step"]["by_collective"] == {
             "all_gather": {"bytes": ROUND_BYTES + row, "calls": 3},
             "all_to_all": {"bytes": row, "calls": 1},
         }
@@ -415,8 +415,8 @@ def test_bytes_of_compressed_ways_are_those_of_the_ledger():
         moved = sum(
             float((p.detach() - q.detach()).square().sum()) for p, q in zip(model.parameters(), Toy().parameters())
         )
-        assert stats["way_norm"] == pytest.approx(moved**0.5 / (0.7 * 1.9), rel=1e-5)
-        assert stats["residual_ratio"] == stats["residual_norm"] / stats["way_norm"]
+        assert stats["pseudo_gradient_norm"] == pytest.approx(moved**0.5 / (0.7 * 1.9), rel=1e-5)
+        assert stats["residual_ratio"] == stats["residual_norm"] / stats["pseudo_gradient_norm"]
 
     on_threads(2, run)
 
@@ -515,7 +515,7 @@ def test_an_optimizer_of_ours_as_the_base_stays_on_its_rank():
     def run(backend):
         model, same = Toy(), Toy()
         optimizer = LocalSGD(model.parameters(), OneBitAdam, lr=1e-2, period=4, backend=backend)
-        assert optimizer.base.backend.world_size == 1
+        assert optimizer.base.topology.world_size == 1
         adam = LocalSGD(same.parameters(), torch.optim.Adam, lr=1e-2, period=4, backend=backend)
         train(model, optimizer, range(4), backend.rank, 2)
         train(same, adam, range(4), backend.rank, 2)
@@ -560,10 +560,10 @@ def test_models_that_were_changed_differently_on_each_rank_become_one_again(cls,
         if backend.rank == 1:
             model.weight.data += 0.5
         train(model, optimizer, range(2, 4), backend.rank, 2)
-        assert not optimizer.apart
-        assert "broadcast" in optimizer.comm_stats()["step"]["by_verb"]
+        assert not optimizer.replicas_differ
+        assert "broadcast" in optimizer.comm_stats()["step"]["by_collective"]
         train(model, optimizer, range(4, 6), backend.rank, 2)
-        assert "broadcast" not in optimizer.comm_stats()["step"]["by_verb"]
+        assert "broadcast" not in optimizer.comm_stats()["step"]["by_collective"]
         return params_of(model), tensors_in(optimizer.state_dict())
 
     (a, state_a), (b, state_b) = on_threads(2, run)
@@ -644,10 +644,10 @@ def test_parameters_that_are_not_finite_on_one_rank_stop_the_synchronisation_on_
         for x, y in zip(outer, after):
             assert same_bits([t for e in x.values() for t in e.values()], [t for e in y.values() for t in e.values()])
         assert optimizer.skipped_rounds == 1
-        assert optimizer.apart
+        assert optimizer.replicas_differ
         model.weight.data.copy_(kept)
         train(model, optimizer, range(4, 5), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         assert optimizer.comm_stats()["rounds"] == 2
         return params_of(model)
 
@@ -703,7 +703,7 @@ def test_the_mean_model_is_shown_and_taken_back(cls):
                 backend.all_reduce(p).wait()
             total = optimizer.comm_stats()["total"]["bytes"]
             with optimizer.averaged():
-                if optimizer.apart:
+                if optimizer.replicas_differ:
                     sent = sum(all_reduce_bytes(4 * bucket.padded, 3) for bucket in optimizer.buckets)
                     agreement = all_reduce_bytes(4, 3)
                     confirmed = len(optimizer.buckets) * 2 * CONFIRMATION_BYTES
@@ -736,22 +736,22 @@ def test_synchronize_ends_a_round_early(cls):
     def run(backend):
         model = Toy()
         optimizer = cls(model.parameters(), lr=1e-2, period=5, backend=backend)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         assert optimizer.phase == "local"
         train(model, optimizer, range(2), backend.rank, 2)
-        assert optimizer.apart
+        assert optimizer.replicas_differ
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         assert optimizer.comm_stats()["rounds"] == 1
         calls = optimizer.comm_stats()["total"]["calls"]
         early = params_of(model)
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         assert optimizer.comm_stats()["total"]["calls"] == calls
         train(model, optimizer, range(2, 6), backend.rank, 2)
         assert optimizer.phase == "synchronizing"
         train(model, optimizer, range(6, 7), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return early, params_of(model)
 
     (early, a), (also, b) = on_threads(2, run)

@@ -68,7 +68,7 @@ def after_a_rank_has_gone(rank, world_size):
 def scenes(rank, world_size):
     under_ddp(rank, world_size)
     ours = LocalSGD(Toy().parameters(), OneBitAdam, lr=1e-2)  # the base does not take the default group
-    assert (ours.backend.world_size, ours.base.backend.world_size) == (world_size, 1)
+    assert (ours.topology.world_size, ours.base.topology.world_size) == (world_size, 1)
     return trained(None, rank, world_size), after_a_rank_has_gone(rank, world_size)
 
 

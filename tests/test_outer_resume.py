@@ -98,7 +98,7 @@ def test_at_another_world_size_the_mean_of_what_is_each_ranks_own_is_kept(cls, o
         moments = [t.clone() for t in all_tensors(optimizer.base.state_dict()["state"])]
         owed = [t.clone() for t in all_tensors([list(e.values()) for e in optimizer.residuals.values()])]
         train(model, optimizer, range(6, 8), backend.rank, new)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return start, moments, params_of(model), owed, anchors
 
     loaded = on_threads(new, load)
@@ -242,7 +242,7 @@ def test_moving_or_casting_the_model_between_synchronisations_moves_the_state(cl
         for entry in optimizer.base.state.values():
             entry.update({k: v.double() for k, v in entry.items() if k != "step"})
         train(model, optimizer, range(7, 8), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return params_of(model)
 
     a, b = on_threads(2, run)
@@ -354,7 +354,7 @@ def test_a_group_added_between_synchronisations_joins_the_round():
         with pytest.raises(ValueError, match="period must be the same in all parameter groups, got 3 and 4"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "period": 3})
         train(model, optimizer, range(2, 4), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         assert optimizer.base.state[model.embedding]["step"] == 2
         lr = -1.0 if backend.rank == 0 else 1e-2
         with pytest.raises(ValueError, match="lr must be a number >= 0, got -1"):
@@ -580,7 +580,7 @@ def test_a_base_that_fails_at_a_synchronisation_stops_all_ranks():
         with pytest.raises(error, match=message):
             optimizer.step()
         train(model, optimizer, range(2, 3), backend.rank, 2)
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return params_of(model)
 
     a, b = on_threads(2, run)
@@ -646,10 +646,10 @@ def test_a_process_group_that_shrinks_between_synchronisations(cls, fault):
         assert same_bits(params_of(model), own)
         assert optimizer.base.state[model.weight]["step"] == 8
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         train(model, optimizer, range(8, 14), backend.rank, 2)
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         return params_of(model)
 
     a, b = on_threads(2, second)
@@ -731,7 +731,7 @@ def test_on_one_rank_evaluation_is_never_reported_and_synchronize_does_nothing(c
         train(model, optimizer, range(step, step + 1))
         train(same, reference, range(step, step + 1))
         optimizer.synchronize()
-        assert not optimizer.apart
+        assert not optimizer.replicas_differ
         model.eval()(tokens(0, 0, 1))
     assert caplog.text == ""
     assert same_bits(params_of(model), params_of(same))

@@ -85,8 +85,8 @@ def test_a_tensor_that_is_sent_in_pieces_gives_the_same_bits(world_size, overlap
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.skipped_steps == 1
-        pieces = [len(bucket.columns) for bucket in optimizer.buckets]
-        calls = optimizer.comm_stats()["step"]["by_verb"]["all_to_all"]["calls"]
+        pieces = [len(bucket.chunks) for bucket in optimizer.buckets]
+        calls = optimizer.comm_stats()["step"]["by_collective"]["all_to_all"]["calls"]
         return params_of(model), tensors_in(optimizer.state_dict()), pieces, calls
 
     whole = on_threads(world_size, partial(run, bucket_mb=25))
@@ -159,7 +159,7 @@ def test_a_gradient_that_one_rank_lacks():
 class OneLine(ThreadBackend):
     """As NCCL: no lines, so that all ranks must start their buckets in one order; they agree on another."""
 
-    def lines(self, n: int) -> list[ThreadBackend]:
+    def channels(self, n: int) -> list[ThreadBackend]:
         return []
 
 
@@ -221,9 +221,9 @@ def test_all_buckets_but_the_last_start_in_backward():
         assert buckets >= 4
         seen = []
         for t in range(6):
-            calls = dict(optimizer.backend.total.calls)
+            calls = dict(optimizer.topology.traffic.total.calls)
             backward(model, t, backend.rank, 2)
-            now = optimizer.backend.total.calls
+            now = optimizer.topology.traffic.total.calls
             seen.append({verb: now[verb] - calls.get(verb, 0) for verb in now})
             optimizer.step()
         assert seen[3]["all_reduce"] == buckets - 1
@@ -238,9 +238,9 @@ def test_without_overlap_nothing_is_sent_in_backward():
         model = Used()
         optimizer = optimizer_of(model, backend, False)
         train(model, optimizer, range(6), backend.rank, 2)
-        before = dict(optimizer.backend.total.calls)
+        before = dict(optimizer.topology.traffic.total.calls)
         backward(model, 6, backend.rank, 2)
-        assert optimizer.backend.total.calls == before
+        assert optimizer.topology.traffic.total.calls == before
         optimizer.step()
 
     on_threads(2, run)
@@ -254,12 +254,12 @@ def test_accumulation_in_no_sync_sends_nothing_and_gives_the_same_bits(overlap):
         for t in range(STEPS):
             model.zero_grad()
             first, second = tokens(t, backend.rank, 2).chunk(2)
-            before = dict(optimizer.backend.total.calls)
+            before = dict(optimizer.topology.traffic.total.calls)
             with optimizer.no_sync():
                 (model(first) / 2).backward()
-            assert optimizer.backend.total.calls == before
+            assert optimizer.topology.traffic.total.calls == before
             (model(second) / 2).backward()
-            assert (optimizer.backend.total.calls == before) == (not overlap)
+            assert (optimizer.topology.traffic.total.calls == before) == (not overlap)
             optimizer.step()
         return params_of(model)
 
@@ -292,8 +292,8 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors():
                 optimizer.zero_grad()
                 sum((p * (backend.rank + 1.0)).sum() for p in params).backward()
                 optimizer.step()
-            by_verb = optimizer.comm_stats()["step"]["by_verb"]
-            return {verb: entry["calls"] for verb, entry in by_verb.items()}
+            by_collective = optimizer.comm_stats()["step"]["by_collective"]
+            return {verb: entry["calls"] for verb, entry in by_collective.items()}
 
         return on_threads(2, run)[0]
 
@@ -308,9 +308,9 @@ def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
             for _ in range(3):
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(backend.rank))
                 optimizer.step()
-            by_verb = optimizer.comm_stats()["step"]["by_verb"]
+            by_collective = optimizer.comm_stats()["step"]["by_collective"]
             agreement = (world_size - 1) * AGREEMENT_BYTES
-            return by_verb["all_to_all"]["bytes"] + by_verb["all_gather"]["bytes"] - agreement
+            return by_collective["all_to_all"]["bytes"] + by_collective["all_gather"]["bytes"] - agreement
 
         return on_threads(world_size, run)[0]
 

@@ -37,7 +37,7 @@ from commopt.probe.predict import (
     whole_run,
 )
 
-VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
 NOTHING = Line(0.0, 0.0)
 MODEL = Model(params=100_000_000, step_time=0.5, last_params=0, bucket_bytes=25 * 2**20, compressor=Sign())
 
@@ -46,8 +46,8 @@ def costs(link: Line = NOTHING, loss: Line = NOTHING, world_size: int = 2, copie
     """Every verb over the same link. AdamW takes 0.1 s for ``MODEL``, and so does OneBitAdam."""
     return Costs(
         world_size=world_size,
-        link=dict.fromkeys(VERBS, link),
-        loss=dict.fromkeys(VERBS, loss),
+        link=dict.fromkeys(COLLECTIVES, link),
+        loss=dict.fromkeys(COLLECTIVES, loss),
         adamw=1e-9,
         copies={"all_reduce": copies, "all_reduce_bf16": 2 * copies},
         onebit={"agreement": 1e-10, "all_to_all": 3e-10, "all_gather": 2e-10, "end": 4e-10},
@@ -230,7 +230,7 @@ def test_another_bandwidth_keeps_latency_and_proportions() -> None:
     there = at_bandwidth(here, 1e8)
     assert there.link["all_reduce"] == Line(1e-4, pytest.approx(8e-8))
     assert there.link["all_to_all"] == Line(3e-4, pytest.approx(16e-8))
-    bound = at_bandwidth(replace(here, loss=dict.fromkeys(VERBS, Line(0.0, 1e-9))), 1e12)
+    bound = at_bandwidth(replace(here, loss=dict.fromkeys(COLLECTIVES, Line(0.0, 1e-9))), 1e12)
     assert bound.link["all_reduce"].per_byte == pytest.approx(1e-9)  # what its computing takes
     assert at_bandwidth(here, 1e9).link["all_reduce"].per_byte == pytest.approx(8e-9)
 
@@ -363,9 +363,9 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["world_size"] == 2
     assert [s["size"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]
     assert [s["nbytes"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]  # 2 (W-1) / W = 1
-    assert found["samples"].keys() == {*VERBS, "compressed_all_reduce"}
+    assert found["samples"].keys() == {*COLLECTIVES, "compressed_all_reduce"}
     assert all(s["seconds"] > 0 for samples in found["samples"].values() for s in samples)
-    assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(VERBS)
+    assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(COLLECTIVES)
     assert found["costs"]["onebit"].keys() == {"agreement", "all_to_all", "all_gather", "end"}
     assert all(seconds > 0 for seconds in found["costs"]["onebit"].values())
     assert found["steps"].keys() == set(METHODS)

@@ -115,10 +115,10 @@ def run_overlapped(rank: int, world: int) -> dict[str, Any]:
             attach(model, optimizer)
         sent, after = [], []
         optimizer.register_step_pre_hook(
-            lambda o, *_, sent=sent: sent.append(o.backend.total.calls.get("all_to_all", 0))
+            lambda o, *_, sent=sent: sent.append(o.topology.traffic.total.calls.get("all_to_all", 0))
         )
         optimizer.register_step_post_hook(
-            lambda o, *_, after=after: after.append(o.backend.total.calls.get("all_to_all", 0))
+            lambda o, *_, after=after: after.append(o.topology.traffic.total.calls.get("all_to_all", 0))
         )
         for t in range(STEPS):
             step(model, optimizer, t, rank, world, parts)
@@ -212,7 +212,7 @@ def run_mixed(rank: int, world: int) -> dict[str, Any]:
         (work or dist.all_reduce(mine, group=group, async_op=True)).wait()
         with optimizer.averaged():  # replicas of CSER are apart
             params = params_of(model)
-        out[name] = {"params": params, "sum": mine.tolist(), "lines": len(optimizer._lines or [])}
+        out[name] = {"params": params, "sum": mine.tolist(), "channels": len(optimizer._channels or [])}
     if rank == 1:
         dist.new_group([1], backend="cpu:gloo", use_local_synchronization=True)
     group = dist.new_group(ranks, backend="cpu:gloo")
@@ -289,7 +289,7 @@ def run_groups(rank: int, world: int) -> dict[str, Any]:
         alone = OneBitAdam(wrapped.parameters(), process_group=only_rank_0)
         refused("other ranks", lambda: attach(wrapped, alone))
     copied = copy.deepcopy(optimizer)
-    out["copy shares the group"] = copied.backend.inner.group is TorchBackend().group
+    out["copy shares the group"] = copied.topology.backend.group is TorchBackend().group
     return out
 
 
@@ -398,12 +398,12 @@ def test_attached_ddp_averages_in_warm_up_only_and_each_byte_is_counted(ranks):
         assert torch.equal(a["grads"][t], b["grads"][t]) == (t < SETTINGS["freeze_step"])
     bare = ranks[0]["bare"]["stats"]
     for t in (1, STEPS - 1):
-        ddp_calls = a["stats"][t]["by_verb"]["all_reduce"]["calls"]
+        ddp_calls = a["stats"][t]["by_collective"]["all_reduce"]["calls"]
         assert (ddp_calls > 3) == (t < SETTINGS["freeze_step"])
         if t >= SETTINGS["freeze_step"]:
             assert a["stats"][t] == bare[t]
             presence = 8 * sum(p.requires_grad for p in Toy().parameters())
-            assert a["stats"][t]["by_verb"]["all_reduce"] == {"bytes": presence, "calls": 1}
+            assert a["stats"][t]["by_collective"]["all_reduce"] == {"bytes": presence, "calls": 1}
     assert not any("already equal" in line for line in a["log"])
 
 
@@ -490,9 +490,9 @@ def test_overlap_where_the_ranks_start_their_first_bucket_at_different_times(ran
 def test_a_group_that_is_not_gloo_has_a_twin_and_a_control_channel(ranks):
     for r in ranks:
         mixed = r["mixed"]
-        assert (mixed["other"], mixed["timeout"], mixed["control"]) == (True, 77.0, "GlooLine")
+        assert (mixed["other"], mixed["timeout"], mixed["control"]) == (True, 77.0, "GlooChannel")
         for name in ("adam", "cser"):
-            assert mixed[name]["lines"] == 0
+            assert mixed[name]["channels"] == 0
             assert mixed[name]["sum"] == [3.0] * 7
             assert same_bits(mixed[name]["params"], ranks[0]["mixed"][name]["params"])
 

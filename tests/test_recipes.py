@@ -7,7 +7,7 @@ import torch
 from test_configs import ROOT, shipped
 
 from commopt.comm import all_reduce_bytes
-from commopt.optim.schedules import SyncPolicy, VariancePolicy, count_steps
+from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.train.config import Config
 from commopt.train.models import count_parameters, make_model
 

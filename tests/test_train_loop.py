@@ -421,7 +421,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_the_launcher_adds_nothing_to_a_mistake(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "commopt.train.launch", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
+    command = [sys.executable, "-m", "commopt.train.launcher", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
     done = subprocess.run(
         [*command, "train", "--data.corpus=/nowhere", f"--train.run_dir={tmp_path}"],
         capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -436,7 +436,7 @@ def test_sigterm_under_torchrun_saves_and_exits_with_0(tiny: Make, tmp_path: Pat
     """What scripts/pretrain.sh does: torchrun's workers get the signal, end in good order, and so does torchrun."""
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", train={"steps": 100_000, "checkpoint_every": 10**6})))
-    command = [sys.executable, "-m", "commopt.train.launch", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
+    command = [sys.executable, "-m", "commopt.train.launcher", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
     with subprocess.Popen(
         [*command, "train", str(config)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHON_EXEC": python()},

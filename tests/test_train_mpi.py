@@ -54,7 +54,7 @@ class MeansOfMPI(TorchBackend):
     def all_reduce(self, x: torch.Tensor) -> Any:
         return MPIBackend().all_reduce(x)
 
-    def lines(self, n: int) -> list[Any]:
+    def channels(self, n: int) -> list[Any]:
         return []
 
 

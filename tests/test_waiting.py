@@ -425,10 +425,10 @@ def mpi_scenes() -> dict[str, Any]:
     brief = MPIBackend(MPI.COMM_WORLD.Dup(), timeout=1.0)
     wait(brief.all_reduce(torch.zeros(1)), "first")
     MPI.COMM_WORLD.Barrier()
-    out["lines"] = "" if backend.rank == 1 else failure(lambda: brief.lines(1))
+    out["channels"] = "" if backend.rank == 1 else failure(lambda: brief.channels(1))
     MPI.COMM_WORLD.Barrier()
     if backend.rank == 1:
-        failure(lambda: brief.lines(1))
+        failure(lambda: brief.channels(1))
     MPI.COMM_WORLD.Barrier()
     return out
 
@@ -439,7 +439,7 @@ def test_over_mpi_a_late_rank_is_named_and_making_lines_has_the_timeout():
     said = [line for rank in ranks[:2] for line in rank["late"]]
     assert any("step 5, " in line and "waiting for rank 2 for" in line for line in said), said
     for rank in (0, 2):
-        assert ranks[rank]["lines"].startswith("duplicating the communicator: rank 1 did not join within 1 s: ")
+        assert ranks[rank]["channels"].startswith("duplicating the communicator: rank 1 did not join within 1 s: ")
 
 
 # what it costs --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
-from commopt.optim.schedules import count_steps
+from commopt.optim.policies import count_steps
 
 VARIANCE, SYNC = VariancePolicy(kappa=2, stop=8), SyncPolicy(first=2, double_every=8, longest=4)
 """Steps 1, 2, 4, 6 exact, up to 8 compressed, then rounds at 10, 12, 14, 16, 20, 24, ..."""
@@ -225,7 +225,7 @@ def test_replicas_are_bit_identical_after_every_round(world_size, dtype, compres
             train(model, optimizer, range(step, step + 1), backend.rank, world_size)
             momenta = [entry["exp_avg"].clone() for entry in optimizer.state.values()]
             history.append((met, params_of(model) + momenta))
-            assert optimizer.apart == (not met)
+            assert optimizer.replicas_differ == (not met)
         assert all(t.isfinite().all() for t in history[-1][1])
         return history
 

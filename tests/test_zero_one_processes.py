@@ -34,11 +34,11 @@ def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, A
         commopt.attach(wrapped, optimizer)
     met, calls = [], []
     for step in range(26):
-        what, before = kind(optimizer), optimizer.backend.total.summary()["calls"]
+        what, before = kind(optimizer), optimizer.topology.traffic.total.summary()["calls"]
         optimizer.zero_grad()
         wrapped(tokens(step, rank, world_size)).backward()
         optimizer.step()
-        calls.append((what, optimizer.backend.total.summary()["calls"] - before))
+        calls.append((what, optimizer.topology.traffic.total.summary()["calls"] - before))
         if what != "local":
             met.append(params_of(model) + [e["exp_avg"].clone() for e in optimizer.state.values()])
     wrapped.eval()
@@ -54,7 +54,7 @@ def main(rank: int, world_size: int) -> dict[str, Any]:
     out: dict[str, Any] = {"bare": scene(rank, world_size, False)}
     before = len(log.lines)
     out["attached"] = scene(rank, world_size, True)
-    out["lines"] = log.lines[before:]
+    out["channels"] = log.lines[before:]
     out["overlapped"] = scene(rank, world_size, False, overlap=True)
     out["both"] = scene(rank, world_size, True, overlap=True)
     return out
@@ -75,5 +75,5 @@ def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
         assert same_bits(r["attached"]["end"], r["both"]["end"])
         for p, q in zip(r["bare"]["end"], r["attached"]["end"]):  # DDP's buckets sum in another order
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-    assert sum("evaluated between two rounds" in line for line in results[0]["lines"]) == 1
-    assert not any("evaluated" in line for line in results[1]["lines"])
+    assert sum("evaluated between two rounds" in line for line in results[0]["channels"]) == 1
+    assert not any("evaluated" in line for line in results[1]["channels"])
