@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -53,37 +53,21 @@ from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks, replicas
+from commopt.optim.anchored import Interval, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
-from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
+from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
 from commopt.optim.policies import SyncPolicy, VariancePolicy
-from commopt.optim.rules import adam_, weight_decay_factor
+from commopt.optim.rules import adam_
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
 logger = logging.getLogger("commopt")
 
 _POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The steps since the last round, of one parameter group.
-
-    Attributes:
-        steps: how many.
-        lr_sum: of their lr.
-        decay: the product of their 1 - lr wd.
-        share: of the last step in ``lr_sum``, 1 if that is 0: its weight in the mean of the momenta.
-    """
-
-    steps: int
-    lr_sum: float
-    decay: float
-    share: float
 
 
 class ZeroOneAdam(CommOptimizer):
@@ -241,7 +225,7 @@ class ZeroOneAdam(CommOptimizer):
         """Counts the local steps since the last round."""
         for group in self.param_groups:
             if self._kind(group, group["step"]) == "local":
-                now = _next(group)
+                now = next_interval(group)
                 group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
             else:
                 self._end_interval([group])
@@ -263,16 +247,14 @@ class ZeroOneAdam(CommOptimizer):
 
     def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
-        m, since = bucket["exp_avg"], _next(group)
-        absent: list[int] | None = (
-            None if since.steps == 1 else []
-        )  # between rounds a missing gradient is zeros: nobody is absent
+        m, since = bucket["exp_avg"], next_interval(group)
+        absent: list[int] | None = None if since.steps == 1 else []  # between rounds a missing gradient is zeros
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
-        update = self._moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
+        update = moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
         if since.steps > 1:
-            _to_anchor(bucket, update)
+            to_anchor(bucket, update)
         mean.into(m, update)  # m = mean_i u_i / G;  x = x_a - G m / D
         if since.steps > 1:
             bucket["mean_momentum"].zero_()  # u_i = 0, so that all state is the same on all ranks
@@ -280,7 +262,7 @@ class ZeroOneAdam(CommOptimizer):
     def local(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """All other steps: this rank's own, from the anchor."""
         yield ctx.barrier
-        m, u, since = bucket["exp_avg"], bucket["mean_momentum"], _next(group)
+        m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1 = group["betas"][0]
         ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
@@ -289,7 +271,7 @@ class ZeroOneAdam(CommOptimizer):
             u.copy_(m)
         else:
             u.lerp_(m, since.share)  # u_i / G
-        self._place(bucket, self._moves(bucket, group, since, self._increment(bucket, group, since, None)), u)
+        place(bucket, moves(bucket, group, since, self._increment(bucket, group, since, None)), u)
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
@@ -331,24 +313,6 @@ class ZeroOneAdam(CommOptimizer):
 
     # where the parameters are -----------------------------------------------------------------------------------------
 
-    def _moves(self, bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: list[int]) -> FrozenAdam:
-        """How parameters get from the anchor to where ``interval`` has brought them."""
-        params = [bucket.params[i] for i in moving]
-        t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
-        counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
-        over = {**group, "lr": interval.lr_sum}
-        return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, counts, over), decay=interval.decay)
-
-    @staticmethod
-    def _place(bucket: StateBucket, update: FrozenAdam, mean: Tensor) -> None:
-        """x = x_a - G mean / D, where ``mean`` is a flat buffer: this rank's u_i / G, or that of all ranks."""
-        _to_anchor(bucket, update)
-        means, variances = _views(mean, update), _views(update.v, update)
-        corrections = update.sqrt_bias_corrections2
-        ops.frozen_adam_apply_(
-            update.params, means, variances, update.step_sizes, corrections, update.eps, update.decay
-        )
-
     def _differing(self) -> Iterator[tuple[StateBucket, dict[str, Any], FrozenAdam]]:
         """The buckets that differ between ranks, with their groups, and how their parameters have come from the
         anchor."""
@@ -358,7 +322,7 @@ class ZeroOneAdam(CommOptimizer):
             if group["local_steps"]:
                 interval = Interval(group["local_steps"], group["local_lr_sum"], group["local_decay"], 1.0)
                 moving = bucket.numbers["interval_step"].nonzero().flatten().tolist()
-                yield bucket, group, self._moves(bucket, group, interval, moving)
+                yield bucket, group, moves(bucket, group, interval, moving)
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
@@ -367,7 +331,7 @@ class ZeroOneAdam(CommOptimizer):
             where = f"synchronisation between rounds, bucket with {bucket.describe()}"
             replicas.average_exactly(self.topology, mean, where)
             ops.zero_dead_(mean, active_mask(bucket))
-            self._place(bucket, update, mean)
+            place(bucket, update, mean)
             bucket.buffers["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
@@ -402,29 +366,11 @@ class ZeroOneAdam(CommOptimizer):
         super().loaded(entries, origin)
         alone = self.topology.nodes == 1
         for bucket, _, update in self._differing():
-            self._place(bucket, update, bucket["mean_momentum"])
+            place(bucket, update, bucket["mean_momentum"])
             if alone:
                 bucket["mean_momentum"].zero_()
         if alone:
             self._end_interval(self.param_groups)
-
-
-def _next(group: dict[str, Any]) -> Interval:
-    """The steps since the last round, with the next one."""
-    lr = float(group["lr"])
-    lr_sum = group["local_lr_sum"] + lr
-    share = lr / lr_sum if lr_sum > 0 else 1.0
-    return Interval(group["local_steps"] + 1, lr_sum, group["local_decay"] * weight_decay_factor(group), share)
-
-
-def _to_anchor(bucket: StateBucket, update: FrozenAdam) -> None:
-    for p, anchor in zip(update.params, _views(bucket.buffers["anchor"], update)):
-        p.copy_(anchor)
-
-
-def _views(flat: Tensor, update: FrozenAdam) -> list[Tensor]:
-    """What of ``flat`` belongs to the parameters that move."""
-    return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(update.offsets, update.params)]
 
 
 def _numbers(name: str, policy: Any) -> dict[str, Any]:
