@@ -529,7 +529,7 @@ class AllOnOneLine(OneLine):
 
 def test_overlap_needs_lines_or_a_control_channel_as_a_bucket_may_have_to_wait_for_what_ranks_agree_on():
     def run(backend):
-        with pytest.raises(ValueError, match=r"CSER\(overlap=True\) needs a backend that has several lines, or a"):
+        with pytest.raises(ValueError, match=r"CSER\(overlap=True\) needs a backend that has several channels, or one"):
             CSER(Toy().parameters(), backend=AllOnOneLine(backend.world, backend.rank), overlap=True)
 
     on_threads(2, run)
