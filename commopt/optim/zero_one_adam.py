@@ -332,7 +332,7 @@ class ZeroOneAdam(CommOptimizer):
     # where the parameters are -----------------------------------------------------------------------------------------
 
     def _moves(self, bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: list[int]) -> FrozenAdam:
-        """How parameters get from the anchor to where ``interval`` has brought them."""
+        """Update that brings parameters from the anchor to where ``interval`` has brought them."""
         params = [bucket.params[i] for i in moving]
         t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
         counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
@@ -381,7 +381,7 @@ class ZeroOneAdam(CommOptimizer):
                 bucket.numbers["interval_step"].zero_()
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
-        """Where nobody knows whose momenta these are, what ranks have gathered since the last round is lost: the
+        """Drops what ranks have gathered since the last round, where nobody knows whose momenta these are: the
         parameters are at the anchor then."""
         entries = super().prepare(entries, origin)
         differ = {id(p) for group in self.param_groups if group["local_steps"] for p in group["params"]}
@@ -423,7 +423,7 @@ def _to_anchor(bucket: StateBucket, update: FrozenAdam) -> None:
 
 
 def _views(flat: Tensor, update: FrozenAdam) -> list[Tensor]:
-    """What of ``flat`` belongs to the parameters that move."""
+    """Views of the parameters that move in ``flat``."""
     return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(update.offsets, update.params)]
 
 
