@@ -1,16 +1,63 @@
-"""What the trainer's tests share: one small corpus with its prepared form, and one pair of processes."""
+"""How the tests run, and what the trainer's share: a small corpus with its prepared form, and a pair of processes.
+
+A test with three lists of parameters or more runs with some of their combinations, see pairs.py. Processes are forks of
+one server, see forks.py. Files run side by side (pytest -n 2 --dist=loadfile): a file's tests share worlds of
+processes, and one that waits for what is late leaves the cores to another."""
 
 from __future__ import annotations
 
+import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from trainer_pair import Pair
+from forks import start_server
+from pairs import covering, lists_of
+
+if TYPE_CHECKING:
+    from trainer_pair import Pair
+
+# Before anything imports torch. Worlds are ranks on threads or processes, more of them than cores: further threads of
+# each would spin for one another. What several threads compute is tested where a test asks for them (test_ops.py).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = ("loss", "step", "gradient", "momentum", "sign", "bit", "rank", "world", "bucket", "scale", "residual", "send")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--every-combination``."""
+    parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="all combinations of a test's parameters; by default some, in which each pair of values occurs",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist have one server of forks together."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        start_server()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out combinations whose pairs occur in others; what -k and -m leave is what counts as all of them."""
+    if config.getoption("every_combination"):
+        return
+    by_test: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for same in by_test.values():
+        kept = covering([lists_of(item) for item in same])
+        left_out |= set(same) - {same[i] for i in kept}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +103,8 @@ def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
     """Two Gloo processes."""
+    from trainer_pair import Pair
+
     processes = Pair()
     yield processes
     processes.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from convergence_spoilt import SPOILT
+from forks import python
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -21,19 +22,19 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import convergence  # noqa: E402
 from convergence_tasks import TASKS  # noqa: E402
 
-SEEDS = (0, 1)
+SEED = 0
 
 FROZEN = {
-    "OneBitAdam": (0.110, 0.325),
-    "ZeroOneAdam": (0.079, 0.196),
-    "OneBitLamb": (0.087, 0.325),
-    "LocalSGD(AdamW)": (0.186, 0.252),
-    "SignMomentum(AdamW)": (0.291, 0.252),
-    "DiLoCo(AdamW)": (0.116, 0.252),
-    "CSER(R=8)": (0.078, 0.126),
-    "QSparseLocalSGD": (0.063, 0.034),  # a step of 4 ranks agrees and confirms in 240 bytes
+    "OneBitAdam": (0.117, 0.325),
+    "ZeroOneAdam": (0.085, 0.196),
+    "OneBitLamb": (0.084, 0.325),
+    "LocalSGD(AdamW)": (0.197, 0.252),
+    "SignMomentum(AdamW)": (0.279, 0.252),
+    "DiLoCo(AdamW)": (0.129, 0.252),
+    "CSER(R=8)": (0.092, 0.126),
+    "QSparseLocalSGD": (0.074, 0.034),  # a step of 4 ranks agrees and confirms in 240 bytes
 }
-"""Mean of the held-out loss over the seeds, and what was sent of what float32 sends."""
+"""The held-out loss (with seed 1 it is 0.028 less to 0.026 more), and what was sent of what float32 sends."""
 
 
 def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
@@ -57,11 +58,12 @@ def learns_less(row: dict[str, Any], method: str) -> bool:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the digits came to, by method: with the seeds, and with one for those that have a fault."""
-    runs = [("digits", method, seed) for method in FROZEN for seed in SEEDS]
-    runs += [("digits", method, SEEDS[0]) for method in SPOILT]
+    """What the digits came to, by method, those with a fault among them."""
+    runs = [("digits", method, SEED) for method in (*FROZEN, *SPOILT)]
     program = (str(ROOT / "tests" / "convergence_spoilt.py"),)
-    records = convergence.launch(runs, 4, tmp_path_factory.mktemp("convergence"), program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", python())  # what torchrun starts
+        records = convergence.launch(runs, 4, tmp_path_factory.mktemp("convergence"), program)
     return {row["method"]: row for row in convergence.summarise(records)}
 
 

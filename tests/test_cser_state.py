@@ -26,7 +26,7 @@ from worlds import (
 )
 
 from commopt import CSER, Guard, OneBitAdam, QSparseLocalSGD, attach
-from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, ThreadWorld, all_reduce_bytes
+from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
@@ -63,7 +63,6 @@ def make(variant: str, model: nn.Module, backend: Any, **settings: Any) -> CSER:
 def test_a_resumed_run_equals_one_never_stopped(variant, world_size, dtype, half):
     """Just after a reset, between two, just before one. The weights are rank 0's, as trainers save them."""
     rank_0: dict[str, Any] = {}
-    world = ThreadWorld(world_size)
 
     def run(backend):
         straight = Toy(dtype)
@@ -87,7 +86,7 @@ def test_a_resumed_run_equals_one_never_stopped(variant, world_size, dtype, half
         assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict()))
         return replicated, params_of(resumed)
 
-    results = world.run(run)
+    results = on_threads(world_size, run)
     for own in results:
         for mine, first in zip(own[0]["state"].values(), results[0][0]["state"].values()):
             assert all(torch.equal(mine[name], first[name]) for name in ("step", "anchor") if name in first)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import python
 from ports import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -239,7 +240,7 @@ def main(rank: int, port: int, folder: str) -> None:
 def test_a_hundred_optimizers_over_gloo_leave_nothing():
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__]
+        command = [python(), __file__]
         ranks = [subprocess.Popen([*command, str(r), port, folder], stderr=subprocess.PIPE, text=True) for r in (0, 1)]
         try:
             errors = [process.communicate(timeout=240)[1] for process in ranks]

@@ -12,11 +12,11 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forks import python
 from ports import free_port
 
 from commopt.train.checkpoint import list_steps
@@ -226,8 +226,8 @@ def test_the_lines_of_the_recipes_train_on_two_machines(corpus: Path, tmp_path: 
         "--data.heldout=0.2", "--optim.warmup_steps=0", "--optim.lr=1e-5", "--optim.args.freeze_step=1",
         "--comm.ranks_per_node=0",
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run"]
+    env = {**os.environ, "PYTHON_EXEC": python(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [python(), "-m", "torch.distributed.run"]
     machines = []
     for machine in (0, 1):
         line = documented(machine, "127.0.0.1", port, *words)

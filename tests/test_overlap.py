@@ -174,7 +174,7 @@ def test_where_the_agreement_has_no_channel_of_its_own_overlap_is_refused():
     """A bucket that lacks a gradient waits for the agreement, which the others would start in another order."""
 
     def run(backend):
-        with pytest.raises(ValueError, match="needs a backend that has several lines, or a control channel of its own"):
+        with pytest.raises(ValueError, match="needs a backend that has several channels, or one for small messages"):
             optimizer_of(Used(), AllOnOneLine(backend.world, backend.rank), True)
 
     on_threads(2, run)

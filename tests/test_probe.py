@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import python
 from ports import free_port
 
 import commopt
@@ -314,7 +315,7 @@ def on_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
     common = {"WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "commopt", "probe", *words],
+            [python(), "-m", "commopt", "probe", *words],
             env={**os.environ, **common, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -353,7 +354,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return on_processes(2, scenes)
+    return on_processes(2, scenes, sys.executable)  # no forks: each interpreter has its own seed of hashes
 
 
 def on_thread_world(**settings: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from forks import python
 from trainer_pair import Pair, run
 from worlds import on_threads
 
@@ -409,7 +410,7 @@ def test_the_first_signal_is_a_wish_and_its_echo_is_ignored() -> None:
 
 def test_a_second_signal_ends_at_once() -> None:
     code = "from commopt.train.stop import *\nwith StopSignal():\n print('on', flush=True)\n time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
@@ -438,7 +439,7 @@ def test_sigterm_under_torchrun_saves_and_exits_with_0(tiny: Make, tmp_path: Pat
     command = [sys.executable, "-m", "commopt.train.launcher", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
     with subprocess.Popen(
         [*command, "train", str(config)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHON_EXEC": python()},
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import python
 from ports import free_port
 
 from commopt.train.config import Config
@@ -70,12 +71,12 @@ sys.exit(commopt.cli.main(sys.argv[1:]))
 class Rank:
     """A process of the trainer under ``STEER``."""
 
-    def __init__(self, rank: int, port: int, mode: str, argv: list[str]) -> None:
+    def __init__(self, rank: int, port: int, mode: str, argv: list[str], interpreter: str) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "OMPI_", "PMI_"))}
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", STEER, mode, "train", *argv],
+            [interpreter, "-c", STEER, mode, "train", *argv],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -110,10 +111,12 @@ def start(tiny: Make, tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     with ExitStack() as stack:
         port = free_port()
 
-        def make(rank: int, mode: str, argv: list[str] | None = None, **overrides: Any) -> Rank:
+        def make(
+            rank: int, mode: str, argv: list[str] | None = None, interpreter: str | None = None, **overrides: Any
+        ) -> Rank:
             config = tmp_path / f"{rank}.yaml"
             config.write_text(to_yaml(tiny(tmp_path / "run", **overrides)))
-            one = Rank(rank, port, mode, argv or [str(config)])
+            one = Rank(rank, port, mode, argv or [str(config)], interpreter or python())
             stack.callback(one.close)
             return one
 
@@ -169,7 +172,8 @@ def test_the_rank_that_is_left_says_so(
 
 
 def test_a_rank_that_does_not_answer_costs_the_timeout(start: Callable[..., Rank]) -> None:
-    ranks = [start(rank, "train", train=FOREVER, comm={"timeout": 5.0}) for rank in range(2)]
+    stoppable = sys.executable  # a fork is not the process that gets the signal
+    ranks = [start(rank, "train", interpreter=stoppable, train=FOREVER, comm={"timeout": 5.0}) for rank in range(2)]
     for rank in ranks:
         rank.wait_for("stepping")
     ranks[1].signal(signal.SIGSTOP)

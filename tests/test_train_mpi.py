@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import python
 from ports import free_port
 from torch.utils._pytree import tree_leaves
 from trainer_pair import run
@@ -123,7 +124,7 @@ def test_the_command_line_without_torchrun(tiny: Make, tmp_path: Path) -> None:
 def test_a_mistake_under_mpirun_is_said_once(tiny: Make, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", train={"batch_size": 7})))
-    done = mpirun(2, "-m", "commopt", "train", str(config), "--comm.backend=mpi")
+    done = mpirun(2, "-m", "commopt", "train", str(config), "--comm.backend=mpi", interpreter=sys.executable)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("commopt: error:")]
     assert said == [
@@ -194,7 +195,7 @@ def test_torchrun_and_mpi_that_disagree(tmp_path: Path) -> None:
     env = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     argv = ["train", "--comm.backend=mpi", f"--train.run_dir={tmp_path}/run"]
     done = subprocess.run(
-        [sys.executable, "-m", "commopt", *argv], env=env, capture_output=True, text=True, timeout=120, check=False
+        [python(), "-m", "commopt", *argv], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2
     assert "WORLD_SIZE is 2 in the environment and 1 in MPI: start with mpirun -np N" in done.stderr

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import python
 from ports import free_port
 from torch import nn
 from worlds import Used, needs_mpi, on_mpi, params_of, same_bits, train
@@ -320,7 +321,7 @@ def drill(*scenes: str, world: int = 3) -> tuple[list[dict[str, Any]], list[int]
     """
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "RANK", str(world), port, ",".join(scenes), folder]
+        command = [python(), __file__, "RANK", str(world), port, ",".join(scenes), folder]
         ranks = []
         for r in range(world):
             command[2] = str(r)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 from unittest import mock
 
+from forks import python
 from ports import free_port
 
 from commopt.train.config import Config
@@ -22,9 +25,13 @@ PATIENCE = 120.0
 """Seconds after which a task counts as hung."""
 
 
-def _serve(rank: int, size: int, pipe: Connection) -> None:
+def serve(rank: int, size: int, address: str, key: bytes) -> None:
+    """Be a rank: run what comes from who listens at ``address``. ``key`` is that of the multiprocessing there, which
+    hands out the memory of tensors."""
     import torch
 
+    multiprocessing.current_process().authkey = key
+    pipe = Client(address)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     while True:
@@ -49,15 +56,14 @@ class Pair:
     size = 2
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        with Listener() as listener:
+            for rank in range(self.size):
+                arguments = (rank, self.size, listener.address, bytes(multiprocessing.current_process().authkey))
+                code = f"import sys; sys.path = {sys.path!r}; import trainer_pair; trainer_pair.serve{arguments!r}"
+                self.processes.append(subprocess.Popen([python(), "-c", code]))
+                self.pipes.append(listener.accept())
 
     def outcomes(self, task: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
         """(True, result) or (False, (error type, message, traceback)) of each rank; fails if one hangs."""
@@ -86,9 +92,11 @@ class Pair:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def run(config: Config) -> Any:

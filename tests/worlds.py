@@ -3,31 +3,53 @@ use."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forks import python
 from ports import free_port
 from torch import Tensor, nn
 
 from commopt.comm import ThreadBackend, ThreadWorld
 
 
-def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any]) -> list[Any]:
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """The threads that are started meanwhile stay on one core, where the system knows of that.
+
+    Only one of them can hold Python's lock. Where it goes from core to core with every operation of torch, that costs
+    more than twice the processor time of all they compute, and makes nothing faster. Each worker of pytest-xdist has a
+    core for itself.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any], timeout: float = 60.0) -> list[Any]:
     """``fn(backend)`` on every rank of a world of threads; the results by rank."""
-    return ThreadWorld(world_size).run(fn)
+    with on_one_core():
+        return ThreadWorld(world_size, timeout).run(fn)
 
 
 class Toy(nn.Module):
@@ -168,28 +190,29 @@ def tensors_in(state_dict: dict[str, Any]) -> list[Tensor]:
     return [v for part in parts for entry in part.values() for v in entry.values() if isinstance(v, Tensor)]
 
 
-def _process_main(rank: int, world_size: int, port: int, fn: Callable[..., Any], folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    try:
-        result: Any = fn(rank, world_size)
-    except BaseException:
-        result = RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")
-    torch.save(result, os.path.join(folder, str(rank)))
-    torch.distributed.barrier()
-    os._exit(0)  # destroy_process_group() of torch 2.6 sometimes never returns when another rank has gone
+def on_processes(world_size: int, fn: Callable[[int, int], Any], interpreter: str | None = None) -> list[Any]:
+    """``fn(rank, world_size)`` (a function of a module) in processes over Gloo; the results by rank.
 
-
-def on_processes(world_size: int, fn: Callable[[int, int], Any]) -> list[Any]:
-    """``fn(rank, world_size)`` (a function of a module) in processes over Gloo; the results by rank."""
-    port = free_port()
+    ``interpreter``: what starts them, else they are forks (see forks.py).
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process_main, (world_size, port, fn, folder), nprocs=world_size)
-        results = [torch.load(os.path.join(folder, str(r)), weights_only=False) for r in range(world_size)]
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+        Path(folder, "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps(fn))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        command = [interpreter or python(), str(Path(__file__).with_name("process_rank.py")), folder]
+        ranks = [
+            subprocess.Popen(command, env={**os.environ, **meeting, "RANK": str(rank)}) for rank in range(world_size)
+        ]
+        try:
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    failed = [result for result in results if isinstance(result, Exception)]
+    if failed or any(codes):
+        raise failed[0] if failed else RuntimeError(f"the processes ended with {codes}")
     return results
 
 
@@ -216,10 +239,12 @@ MPI_SETTINGS = {
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def mpirun(world_size: int, *argv: str, patience: float = 150.0) -> subprocess.CompletedProcess[str]:
-    """``python argv...`` on ``world_size`` ranks under mpirun; fails if they do not end."""
+def mpirun(
+    world_size: int, *argv: str, patience: float = 150.0, interpreter: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``python argv...`` on ``world_size`` ranks under mpirun, or ``interpreter argv...``; fails if they do not end."""
     env = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS} | MPI_SETTINGS
-    command = ["mpirun", "-np", str(world_size), sys.executable, *argv]
+    command = ["mpirun", "-np", str(world_size), interpreter or python(), *argv]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = process.communicate(timeout=patience)

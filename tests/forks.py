@@ -1,0 +1,197 @@
+"""Python processes that begin with everything imported: forks of one process that has done nothing else.
+
+    subprocess.run([python(), "-m", "commopt", "train", ...])
+
+To import torch, commopt and what the trainer loads costs 3 to 9 seconds of processor time in a process of its own.
+``python()`` is used as ``sys.executable`` is, and what it starts behaves as an interpreter does: it has its command's
+environment, folder, standard streams, exit code and parent, and gets its signals, but for SIGSTOP. Where the law is of
+an interpreter itself (its number, its beginning, its end, its seed of hashes), tests start ``sys.executable``.
+
+The command is a small program (fork_client.py) that asks the server for a fork and waits for its end. Run as a program,
+this file is the server: one for a session of pytest, which ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import marshal
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+CLIENT = Path(__file__).with_name("fork_client.py")
+FOLDER = "COMMOPT_TESTS_FORKS"
+"""The environment variable with the folder of the server's socket, and of the program that asks it."""
+
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.run", "torch.utils.tensorboard.writer",
+    "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.probe.command",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "rich.logging",
+    "rich.progress", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest", "hypothesis",
+)  # fmt: skip
+"""What processes of the tests import. It must start no thread, and compute nothing: a fork has one thread only."""
+
+
+def python() -> str:
+    """The path of a program to start in place of ``sys.executable``; it knows -m, -c, -u and files."""
+    if FOLDER not in os.environ:
+        start_server()
+    return os.path.join(os.environ[FOLDER], "python")
+
+
+def start_server() -> None:
+    """Start the server, for this process and those that it starts; it ends with this one."""
+    folder = tempfile.mkdtemp(prefix="forks-")
+    address, program = os.path.join(folder, "socket"), Path(folder, "python")
+    words = shlex.join([sys.executable, "-I", "-S", str(CLIENT), address])
+    program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    program.chmod(0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    command = [sys.executable, __file__, str(listener.fileno())]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    listener.close()
+    os.environ[FOLDER] = folder
+
+    def end(starter: int = os.getpid()) -> None:
+        if os.getpid() == starter:
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait()
+            shutil.rmtree(folder)
+
+    atexit.register(end)
+
+
+# the server -----------------------------------------------------------------------------------------------------------
+
+Request = tuple[list[str], dict[str, str], str, int, list[int]]
+"""Arguments, environment, folder, parent and standard streams of a process."""
+
+
+class Server:
+    """Forks for whoever connects."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.clients: dict[int, socket.socket] = {}
+        """By the process that each waits for."""
+        self.selector = selectors.DefaultSelector()
+        self.woken, self.wake = socket.socketpair()
+        self.wake.setblocking(False)
+        self.before = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake.fileno(), warn_on_full_buffer=False)
+        for source in (sys.stdin.fileno(), self.woken, listener):
+            self.selector.register(source, selectors.EVENT_READ)
+
+    def serve(self) -> Request | None:
+        """Returns in each new process what that is to run, and None in the server when standard input ends."""
+        while True:
+            for key, _ in self.selector.select():
+                source: Any = key.fileobj
+                if source is self.listener:
+                    request = self._fork(self.listener.accept()[0])
+                    if request is not None:
+                        return request
+                elif source is self.woken:
+                    self.woken.recv(4096)
+                    self._reap()
+                elif source == sys.stdin.fileno():
+                    for process in self.clients:
+                        os.kill(process, signal.SIGKILL)
+                    return None
+                else:
+                    self._left(source)
+
+    def _fork(self, client: socket.socket) -> Request | None:
+        data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
+            data += client.recv(1 << 20)
+        process = os.fork()
+        if process == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, self.before)
+            for one in (self.listener, self.woken, self.wake, self.selector, client, *self.clients.values()):
+                one.close()
+            return (*marshal.loads(data[8:]), streams)
+        for stream in streams:
+            os.close(stream)
+        client.sendall(process.to_bytes(8, "little"))
+        self.clients[process] = client
+        self.selector.register(client, selectors.EVENT_READ)
+        return None
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                process, status = os.waitpid(-1, os.WNOHANG)
+                if process == 0:
+                    return
+                client = self.clients.pop(process)
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(client)
+                with client, contextlib.suppress(OSError):
+                    client.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+
+    def _left(self, client: socket.socket) -> None:
+        """A command was killed: what it stands for is."""
+        self.selector.unregister(client)
+        for process, other in self.clients.items():
+            if other is client:
+                os.kill(process, signal.SIGKILL)
+
+
+def become(argv: list[str], env: dict[str, str], folder: str, parent: int, streams: list[int]) -> None:
+    """Be ``python argv...``, which ``parent`` has started."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    os.getppid = lambda: parent
+    unbuffered = argv[0] == "-u"
+    argv = argv[unbuffered:]
+    sys.stdout.reconfigure(write_through=unbuffered or bool(env.get("PYTHONUNBUFFERED")))  # type: ignore[attr-defined]
+    ways = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    first = {"-c": "", "-m": folder}.get(argv[0], os.path.dirname(os.path.abspath(argv[0])))
+    sys.path[:1] = [first, *ways]
+    if argv[0] == "-c":
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"], sys.argv = main, ["-c", *argv[2:]]
+        exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+    elif argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a process looks through all this again, and copies it, when it ends
+    request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if request is not None:
+        become(*request)
+
+
+if __name__ == "__main__":
+    main()
