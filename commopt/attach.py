@@ -18,7 +18,7 @@ from commopt.outer import OuterOptimizer
 
 
 class Attachment:
-    """What DDP has done to the gradients since the last step.
+    """State of DDP's averaging of the gradients since the last step.
 
     Holds model and optimizer weakly: both hold the attachment.
 
@@ -38,16 +38,16 @@ class Attachment:
         self.averaged: dict[int, Tensor] = {}
 
     def is_free(self) -> bool:
-        """Whether the optimizer has gone."""
+        """True if the optimizer has gone."""
         return self._optimizer() is None
 
     def accumulating(self) -> bool:
-        """Whether the model is in its ``no_sync()``."""
+        """True if the model is in its ``no_sync()``."""
         model = self._model()
         return model is not None and not model.require_backward_grad_sync
 
     def joining(self) -> bool:
-        """Whether the model is in its ``join()``: then DDP answers for ranks that have ended, but the optimizer
+        """True if the model is in its ``join()``: then DDP answers for ranks that have ended, but the optimizer
         cannot."""
         config = getattr(self._model(), "_join_config", None)
         return config is not None and config.enable and not config.throw_on_early_termination

@@ -63,8 +63,8 @@ class Bucket:
         self.padded = -(-self.numel // multiple) * multiple
 
     def split(self, capacity: int, chunk_multiple: int | None) -> list[tuple[int, int]]:
-        """The columns [start, stop) of the ranks' shares in which a bucket larger than ``capacity`` bytes is sent, so
-        that a part is on its way while the next is computed. Equal multiples of ``chunk_multiple``, but the last; the
+        """The chunks [start, stop) of every rank's shard in which a bucket larger than ``capacity`` bytes is sent, so
+        that one is in flight while the next is computed. Equal multiples of ``chunk_multiple``, but the last; the
         whole, if ``chunk_multiple`` is None."""
         shard, nbytes = self.padded // self.world_size, self.numel * self.dtype.itemsize
         if chunk_multiple is None or nbytes <= capacity:
@@ -119,8 +119,8 @@ class Bucket:
         torch._foreach_copy_([p.detach() for p in self.params], self.views(flat))
 
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
-        """What of each parameter lies in ``rank``'s chunk, as 1-d views of ``chunk`` (shape (padded / W,)); many are
-        empty."""
+        """Slices of the parameters that lie in ``rank``'s shard, as 1-d views of ``chunk`` (shape (padded / W,));
+        many are empty."""
         start = rank * chunk.numel()
         stop = start + chunk.numel()
         out = []
@@ -130,7 +130,7 @@ class Bucket:
         return out
 
     def describe(self) -> str:
-        """How many parameters and elements it holds, in words."""
+        """Number of parameters and elements, in words."""
         return f"{len(self.params)} parameters, {self.numel} elements"
 
     def check_shapes(self) -> None:
@@ -143,7 +143,7 @@ class Bucket:
                 )
 
     def stale(self) -> bool:
-        """Whether the parameters were moved or cast since the bucket was made (``model.to(...)`` after
+        """True if the parameters were moved or cast since the bucket was made (``model.to(...)`` after
         construction)."""
         double = self.dtype == torch.float64
         # asked while backward runs: no calls

@@ -1,4 +1,4 @@
-"""Backends (who talks to whom), collectives (what is said), and schedules (who waits)."""
+"""Backends (who talks to whom), topology and channels, collectives (what is said), and the pipeline (who waits)."""
 
 from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_channels, open_control, sends_from
 from commopt.comm.collectives import (

@@ -1,4 +1,4 @@
-"""What a backend is: an identity and a handful of collectives on tensors that the caller has allocated.
+"""Backends: an identity and a handful of collectives on tensors that the caller has allocated.
 
 Each of these starts a collective and returns :class:`Work`; nothing blocks before ``wait()``. Until then the tensors
 given belong to the backend. Every rank calls the same collectives in the same order.
@@ -23,7 +23,7 @@ class Work(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
+        """True if ``wait()`` would return, or raise, at once."""
 
 
 @runtime_checkable
@@ -56,7 +56,7 @@ COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 
 
 def lacking(backend: Any) -> list[str]:
-    """What ``backend``, an object, lacks to be a :class:`Backend`; of a class, the collectives alone."""
+    """Names that ``backend``, an object, lacks to be a :class:`Backend`; of a class, the collectives alone."""
     identity = [] if isinstance(backend, type) else ["rank", "world_size"]
     missing = [name for name in identity if not hasattr(backend, name)]
     return missing + [collective for collective in COLLECTIVES if not callable(getattr(backend, collective, None))]

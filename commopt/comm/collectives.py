@@ -1,4 +1,4 @@
-"""Collectives made of collectives and compressors. ``yield`` hands out a collective in flight; see ``schedule`` for who
+"""Collectives made of collectives and compressors. ``yield`` hands out a collective in flight; see ``pipeline`` for who
 waits."""
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
 
 @dataclass(frozen=True)
 class InFlightChunk:
-    """Chunk of a compressed mean on their way.
+    """A chunk of a compressed mean in flight.
 
     Attributes:
-        chunk: [start, stop) of every rank's share.
+        chunk: [start, stop) of every rank's shard.
         payload: (W, nbytes(stop - start)) uint8, row r with the mean of what rank r serves.
-        work: when it is done, they are there.
+        work: when it is done, the payload is there.
     """
 
     chunk: Chunk
@@ -90,25 +90,25 @@ def compressed_mean(
         2. rank r compresses its mean and sends it to all
 
     What a rank sends is 2 (W-1) rows of ``compressor.nbytes(D / W)`` bytes, in 2 collectives. In several chunks it is
-    about the same number of bytes and 2 collectives for each, and while some are on their way, others are compressed.
+    about the same number of bytes and 2 collectives for each, and while some are in flight, others are compressed.
     Nothing but ``feedback.next_worker`` and ``feedback.next_server`` is written; the caller commits them.
 
     Args:
-        compress: writes the given chunks of the input to the wire rows given, (W, nbytes(stop - start)) uint8, and
+        compress: writes the given chunk of the input to the payload rows given, (W, nbytes(stop - start)) uint8, and
             what is lost to ``feedback.next_worker``.
         feedback: this rank's residuals, of D elements; D a multiple of W.
         compressor: the same on every rank.
         backend: the ranks, W of them.
-        back: the line for the way back, if it is another one.
+        back: the channel for replies, if it is another one.
         chunks: what to send at a time, multiples of ``compressor.chunk_multiple``; None for all of it.
         active: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Inactive elements (bit 0) become
             0 in the server's residual and in the result.
 
     Yields:
-        Each collective of the way out; the caller waits for it before it resumes the generator.
+        Each collective that sends; the caller waits for it before it resumes the generator.
 
     Returns:
-        What is on the way back, all of it started.
+        The replies in flight, all of them started.
     """
     world, rank = backend.world_size, backend.rank
     server, after = feedback.server, feedback.next_server
@@ -138,7 +138,8 @@ def compressed_mean(
 
 
 def to_node(in_flight: Sequence[InFlightChunk], inside: Backend) -> Generator[Work, None, list[InFlightChunk]]:
-    """What has come to each rank of a node, for all of them: still as bytes, so that nothing more is lost.
+    """Gathers the payloads that have come to each rank of a node, for all of them: still as bytes, so that nothing more
+    is lost.
 
     Args:
         in_flight: of the parts that are this rank's, (M, nbytes) each.
@@ -148,7 +149,7 @@ def to_node(in_flight: Sequence[InFlightChunk], inside: Backend) -> Generator[Wo
         Each chunk; the caller waits for it before it resumes the generator.
 
     Returns:
-        The same with the rows of all parts, (L M, nbytes), part by part; on their way.
+        The same with the rows of all parts, (L M, nbytes), part by part; in flight.
     """
     if inside.world_size == 1:
         return list(in_flight)

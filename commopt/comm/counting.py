@@ -57,7 +57,7 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
 
 
 class Traffic:
-    """What has been counted: ``step`` (the last one that ended) and ``total``."""
+    """Bytes and calls counted: ``step`` (the last one that ended) and ``total``."""
 
     def __init__(self) -> None:
         self.step = Tally()
@@ -69,7 +69,7 @@ class Traffic:
         self.step, self._running = self._running, Tally()
 
     def leave_out(self) -> None:
-        """What was counted since the last step ended belongs to no step; it stays in ``total``."""
+        """Leaves what was counted since the last step ended out of every step; it stays in ``total``."""
         self._running = Tally()
 
     def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:

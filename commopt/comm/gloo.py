@@ -27,7 +27,7 @@ AT_END = 0.2
 """Seconds that the end of one group is waited for, so that its threads have gone."""
 
 holders: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What holds groups: a group ends, and its threads with it, when nothing holds it any more."""
+"""Holders of groups: a group ends, and its threads with it, when nothing holds it any more."""
 
 _unfinished: list[tuple[Any, list[Any]]] = []
 """Groups that nothing else holds, with their collectives in flight. A group's end waits for these, and would block."""
@@ -201,5 +201,5 @@ def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: 
 
 
 def lazy() -> bool:
-    """Whether torch was told to connect two ranks when they first talk: then addresses are needed later."""
+    """True if torch was told to connect two ranks when they first talk: then addresses are needed later."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true", "on")

@@ -1,4 +1,4 @@
-"""How ranks find out which of them is missing: a rank that waits long tells how many collectives it has started.
+"""Search for the rank that is missing: a rank that waits long tells how many collectives it has started.
 
 A rank that has not told, or has stopped repeating it, is missing. Over torch.distributed they leave word in the store
 of the process group. It is asked over a connection of its own, in a thread that is not waited for longer than that may
@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """What the ranks of a backend, and of all its channels, say of themselves. A subclass says how they are reached.
+    """Words of the ranks of a backend, and of all its channels, on where they are. A subclass says how they are
+    reached.
 
     Args:
         rank, ranks: this rank among them, and the numbers in the world of all of them.
@@ -33,7 +34,7 @@ class Meeting:
     """
 
     silence = "the other ranks cannot be asked"
-    """Why nothing is known of the others, where they cannot be reached."""
+    """Reason why nothing is known of the others, where they cannot be reached."""
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks = rank, list(ranks)
@@ -69,7 +70,8 @@ class Meeting:
         self.take_back()
 
     def absent(self, channel: str, number: int, states: Sequence[str]) -> Roll:
-        """Who has not started collective ``number`` of ``channel``, or does not say that it is in one of ``states``."""
+        """Ranks that have not started collective ``number`` of ``channel``, or do not say that they are in one of
+        ``states``."""
         others = [r for r in range(len(self.ranks)) if r != self.rank]
         words = self.hear()
         if words is None:
@@ -115,7 +117,7 @@ class StoreMeeting(Meeting):
         return self._ask(lambda store: {r: store.get(k).decode() for r, k in keys.items() if store.check([k])})
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
-        """What the store answers; None if it does not."""
+        """Answer of the store; None if it does not."""
         if self._asking is not None and self._asking.is_alive():
             return None
         answer: list[T] = []

@@ -125,7 +125,7 @@ class MPIBackend:
         return channel
 
     def _meet(self) -> MPIMeeting:
-        """Where the ranks tell each other who waits. All of them open it, by their first collective."""
+        """Communicator in which the ranks tell each other who waits. All of them open it, by their first collective."""
         if self._meeting is None:
             meeting = MPIMeeting(self._mpi, self.comm)
             meeting.aside = self._copy_of_comm(meeting) if self.world_size > 1 else None
@@ -288,7 +288,7 @@ class _MPIWork:
         return self._meeting.absent(self._channel, self._number, states)
 
     def _complete(self) -> bool:
-        """Whether the collective has come to an end, be it a bad one."""
+        """True if the collective has come to an end, be it a bad one."""
         if self._request is None or self._error is not None:
             return True
         try:
@@ -344,7 +344,7 @@ def _pinned(x: Tensor) -> Tensor:
 
 
 def is_cuda_aware(mpi: Any) -> bool:
-    """Whether the MPI library says that it can read and write the memory of GPUs, as Open MPI can be asked."""
+    """True if the MPI library says that it can read and write the memory of GPUs, as Open MPI can be asked."""
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and query() == 1
 

@@ -80,11 +80,11 @@ class NodesBackend:
         return self.world.broadcast(x, src)
 
     def control(self) -> Backend:
-        """Everyone's channel for small messages."""
+        """The channel of all ranks for small messages."""
         return open_control(self.world)
 
     def channels(self, n: int) -> list[NodesBackend]:
-        """``n`` channels inside and between nodes; none where one of the two has none."""
+        """``n`` channels within and between nodes; none where one of the two has none."""
         levels = []
         for level in (self.intra_node, self.inter_node):
             channels = (

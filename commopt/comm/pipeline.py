@@ -1,4 +1,4 @@
-"""Who waits, and when: runs generators that yield collectives in flight.
+"""Pipeline: runs generators that yield collectives in flight, and decides who waits, and when.
 
 All ways give the same results. Ranks start the same collectives in the same order, because what happens depends only
 on the order of the tasks, never on what has arrived.
@@ -28,7 +28,7 @@ def wait(work: Work, where: str) -> None:
     """Waits for ``work``. Says now and then for whom, if that is known and takes long (:mod:`commopt.comm.watch`).
 
     Raises:
-        CollectiveError: it failed, or timed out; the message begins with ``where``, and goes on with who is missing.
+        CollectiveError: it failed, or timed out; the message begins with ``where``, and continues with who is missing.
     """
     try:
         if can_tell(work) and not work.wait_for(first_notice() / 10):  # type: ignore[attr-defined]

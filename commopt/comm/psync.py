@@ -27,7 +27,7 @@ class PSync(Protocol):
         """mean_i C[v_i], (n,): a new tensor, with the same bits on every rank."""
 
     def is_sound(self) -> Tensor:
-        """Whether what was received can be right, 0-d bool."""
+        """True if what was received can be right, 0-d bool."""
 
 
 class BlockSync:
@@ -55,7 +55,7 @@ class BlockSync:
 
 
 class PayloadSync:
-    """Of what any compressor makes of it: one all-gather of a wire row of each rank, (W - 1) nbytes(n) bytes sent.
+    """Of what any compressor makes of it: one all-gather of a payload row of each rank, (W - 1) nbytes(n) bytes sent.
 
     Nothing is lost between the ranks: the mean is that of what they have compressed.
 

@@ -1,4 +1,4 @@
-"""Whether what was received in a step is what was sent.
+"""Receipts: proof that what was received in a step is what was sent.
 
 Every rank adds up the words of what it gives to collectives, and of what it gets back. Over all ranks the two sums are
 equal, whatever was sent to whom; a single flipped bit, in anybody's memory or on the way, makes them differ:
@@ -30,7 +30,7 @@ CONFIRMATION_BYTES = 16
 
 
 class MessageDamaged(RuntimeError):
-    """What was received is not what was sent, or cannot be right. Parameters and momenta are as before the step."""
+    """Received data is not what was sent, or cannot be right. Parameters and momenta are as before the step."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class _Entry:
 
 
 class Receipt:
-    """What a rank has sent and received since the last ``clear()``, as sums. It is cleared where all ranks have waited
-    for the same collectives, or for none: where a step ends."""
+    """Sums of what a rank has sent and received since the last ``clear()``. It is cleared where all ranks have
+    waited for the same collectives, or for none: where a step ends."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[int, int], _Entry]] = []
@@ -150,7 +150,7 @@ def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
 
 
 def _tell(receipt: Receipt, backend: Backend) -> str:
-    """Which message was damaged, as far as it can be told."""
+    """Names the message that was damaged, as far as it can be told."""
     world, entries = backend.world_size, receipt.entries()
     lengths = [(entry.sent.numel(), entry.received.numel()) for entry in entries]
     sums = [t.to(message_device(backend)) for entry in entries for t in (_padded(entry.sent, world), entry.received)]

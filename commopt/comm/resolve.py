@@ -38,7 +38,7 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
 
 
 def refuse_if_left_out(backend: Backend, name: str) -> None:
-    """Makes sure that no optimizer goes on alone because it was made too early.
+    """Makes sure that no optimizer continues alone because it was made too early.
 
     Raises:
         RuntimeError: ``backend`` is one rank alone because there was no process group when the optimizer ``name`` was

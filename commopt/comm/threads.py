@@ -77,12 +77,13 @@ class ThreadWorld:
             self.changed.notify_all()
 
     def complete(self, call: Call) -> bool:
-        """Whether every rank has posted its ``call``, or will not."""
+        """True if every rank has posted its ``call``, or will not."""
         with self.changed:
             return self.failed is not None or len(self.posted.get(call, ())) == len(call[0])
 
     def take(self, call: Call, deadline: float) -> list[Tensor]:
-        """What every rank posted at its ``call``-th collective, by rank, once all have. Waits up to ``deadline``."""
+        """Everything that the ranks posted at their ``call``-th collective, by rank, once all have. Waits up to
+        ``deadline``."""
         with self.changed:
             ready = self.changed.wait_for(
                 lambda: self.failed is not None or len(self.posted.get(call, ())) == len(call[0]),

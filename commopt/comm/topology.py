@@ -1,5 +1,5 @@
-"""Who exchanges with whom: all ranks, those of a node, and one of each node; in one order of collectives, or in
-several."""
+"""Topology, or who exchanges with whom: all ranks, those of a node, and one of each node; in one order of
+collectives, or in several."""
 
 from __future__ import annotations
 

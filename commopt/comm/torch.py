@@ -24,7 +24,7 @@ logger = logging.getLogger("commopt")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How often this process has opened connections for each process group."""
+"""Number of times that this process has opened connections for each process group."""
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each process group that is not Gloo, the one that we use in its place."""
 
@@ -90,7 +90,8 @@ class TorchBackend:
         return self._connect(1)[0]
 
     def own(self) -> GlooChannel | GroupChannel:
-        """What the collectives go over. All ranks must call this, or a collective, at the same point the first time."""
+        """Group that the collectives go over. All ranks must call this, or a collective, at the same point the first
+        time."""
         if self._own is None:
             if self.world_size == 1:
                 self._own = GroupChannel(self.group)
@@ -162,7 +163,7 @@ def _store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of ``group`` may take."""
+    """Time that a collective of ``group`` may take."""
     return _options(group)._timeout
 
 

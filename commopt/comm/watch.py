@@ -34,7 +34,7 @@ _first = 10.0
 
 @dataclass(frozen=True)
 class Roll:
-    """Who is missing.
+    """Roll call: the ranks that are missing.
 
     Attributes:
         absent: ranks of the world, in order, that have not come to the collective, or whose words have stopped.
@@ -121,12 +121,12 @@ class Watch:
 
 
 def can_tell(work: Work) -> bool:
-    """Whether ``work`` can say who is missing."""
+    """True if ``work`` can say who is missing."""
     return hasattr(work, "wait_for") and hasattr(work, "absent")
 
 
 def blame(work: Any) -> str:
-    """Who has not joined a collective that has failed, with a colon; "" where nobody knows."""
+    """Names the ranks that have not joined a collective that has failed, with a colon; "" where nobody knows."""
     if not can_tell(work):
         return ""
     seconds = min(GRACE, work.timeout)

@@ -1,4 +1,4 @@
-"""What a compressor is: rows of floats <-> rows of bytes. A row is what one rank receives.
+"""Compressors: rows of floats <-> rows of bytes. A row is what one rank receives.
 
 A compressor is stateless (a frozen dataclass): residuals belong to the caller. To add one, write ``nbytes``,
 ``compress`` and ``decompress`` in a file of its own; the other methods have correct defaults and are overridden only
@@ -104,7 +104,7 @@ class Compressor(ABC):
         rank."""
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Whether rows can be right: 0-d bool. What they hold of numbers must be finite, and no less than it can be.
+        """0-d bool, true if rows can be right. What they hold of numbers must be finite, and no less than it can be.
 
         Asked before anything is done with rows that have come from other ranks. Here there is nothing to ask.
 
@@ -184,7 +184,7 @@ class Compressor(ABC):
     def decompress_adam(
         self, payload: Tensor, m: Tensor, update: FrozenAdam, active: Tensor | None, chunk: Chunk | None = None
     ) -> None:
-        """As :meth:`decompress_active` to ``m``, and update moves the parameters along it.
+        """As :meth:`decompress_active` to ``m``, and moves the parameters along it.
 
         Args:
             payload: (r, nbytes(n)) uint8; rows of the chunk only.
@@ -211,7 +211,7 @@ class Compressor(ABC):
         out.div_(payload.shape[0])
 
     def reduce(self, payloads: Tensor, error: Tensor, own: Tensor, active: Tensor | None, new_error: Tensor) -> None:
-        """What a server does: :meth:`decompress_mean`, update :meth:`compress_with_feedback` of that mean.
+        """A server's part: :meth:`decompress_mean`, then :meth:`compress_with_feedback` of that mean.
 
         Args:
             payloads: (r, nbytes(n)) uint8, a row of each rank.

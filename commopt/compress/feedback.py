@@ -1,4 +1,4 @@
-"""What compression has lost so far, and still owes (error feedback).
+"""Residuals of compression (error feedback): what it has lost, and adds to the next message.
 
 A rank keeps one residual for what it sends to all (``worker``), and one for the chunk that it averages and sends back
 (``server``). They differ from rank to rank and are part of the optimizer's state: forget them, and the run is another
@@ -49,12 +49,12 @@ class Feedback:
 
     @property
     def next_worker(self) -> Tensor:
-        """Where the worker's residual of the compression under way goes."""
+        """Destination of the worker's residual of the compression under way."""
         return self._after()[0]
 
     @property
     def next_server(self) -> Tensor:
-        """Where the server's goes."""
+        """Destination of the server's."""
         return self._after()[1]
 
     def worker_rows(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class Feedback:
         return self._next
 
     def spare(self, worker: Sequence[slice], server: Sequence[slice]) -> Spared:
-        """What the compression to come shall leave as it is, for :meth:`commit`: elements of ``worker`` and of
+        """Notes what the compression to come shall leave as it is, for :meth:`commit`: elements of ``worker`` and of
         ``server``, which take no part in it. Costs their memory once more, or nothing if ``double_buffered``."""
 
         def now(residual: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
@@ -79,7 +79,7 @@ class Feedback:
         return now(self.worker, worker), now(self.server, server)
 
     def commit(self, spared: Spared = NOTHING) -> None:
-        """The compression under way has happened: what it owes is what is residual, but for what is spared."""
+        """Makes the residuals of the compression under way the present ones, but for what is spared."""
         for i, kept in enumerate(spared):
             for at, values in kept:
                 self._after()[i][at] = values

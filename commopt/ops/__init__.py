@@ -53,7 +53,7 @@ _REAL = (torch.float32, torch.float64)
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Which provider serves each operator: {operator: {device: provider}}, "default" being every other device.
+    """Providers of the operators: {operator: {device: provider}}, "default" being every other device.
 
     For instance ``{"sign_compress": {"default": "reference", "cpu": "native (avx512)"}, ...}``.
     """

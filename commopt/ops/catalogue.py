@@ -44,7 +44,7 @@ SCHEMAS = {
 }
 
 PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
-"""Which provider serves each operator on each device: {operator: {device: provider}}."""
+"""Providers of each operator on each device: {operator: {device: provider}}."""
 
 
 def register(name: str, device: str, provider: str, function: Callable[..., Any]) -> None:

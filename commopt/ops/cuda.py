@@ -29,7 +29,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def _strides(*tensors: Tensor | None) -> list[int]:
-    """How far the rows of each are apart; 0 where there is one row, or no tensor."""
+    """Distances between the rows of each; 0 where there is one row, or no tensor."""
     return [0 if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
 
 
@@ -39,7 +39,7 @@ def _columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tens
 
 
 def _serves(x: Tensor, *wires: Tensor) -> bool:
-    """Whether the kernels can read x, and scales where they lie."""
+    """True if the kernels can read x, and scales where they lie."""
     return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
 
 

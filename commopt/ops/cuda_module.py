@@ -27,7 +27,7 @@ _logger = logging.getLogger("commopt")
 
 
 def folder() -> Path:
-    """Where the sources are: beside this file in an installed package, else in the repository."""
+    """Folder of the sources: beside this file in an installed package, else in the repository."""
     installed = Path(__file__).with_name("cuda_sources")
     return installed if installed.is_dir() else Path(__file__).parents[2] / "kernels" / "cuda"
 

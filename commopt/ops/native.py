@@ -189,7 +189,7 @@ def _zero_dead_(x: Tensor, bits: Tensor) -> None:
 
 
 def _entries(rows: Sequence[tuple[Tensor, ...]]) -> array[int]:
-    """What ``struct Entry`` in lists.cpp says: size, whether the last tensor is bfloat16, pointers."""
+    """Entries as ``struct Entry`` in lists.cpp has them: size, whether the last tensor is bfloat16, pointers."""
     numbers = []
     for row in rows:
         last = row[-1]
@@ -222,7 +222,7 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
 
 
 def _runs(tensors: list[Tensor], offsets: list[int]) -> array[int] | None:
-    """What ``struct Run`` in runs.hpp says of each tensor; None if the kernels cannot read one of them."""
+    """Each tensor as ``struct Run`` in runs.hpp has it; None if the kernels cannot read one of them."""
     numbers: list[int] = []
     for x, offset in zip(tensors, offsets):
         dtype = x.dtype

@@ -1,4 +1,4 @@
-"""How the work of a CUDA kernel is cut, and the arguments that say so.
+"""Tiles: how the work of a CUDA kernel is cut, and the arguments that say so.
 
 Rows are cut into tiles as ``kernels/cuda/wire.cuh`` has it. Kernels get the tensors that lie in rows (gradients,
 parameters) as a table by value, of limited size; where there are more, the tiles are done in several launches.
@@ -67,7 +67,7 @@ def _threads(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How rows are cut: ``struct Layout`` without the part of one launch."""
+    """Partition of rows: ``struct Layout`` without the part of one launch."""
 
     rows: int
     n: int

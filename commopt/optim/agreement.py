@@ -1,4 +1,4 @@
-"""What the ranks tell each other at a step so that all of them do the same.
+"""Agreement of the ranks on a step, so that all of them do the same.
 
 One small all-gather, before anything is touched, settles whether to skip, how to clip, and which parameters take part;
 it also finds a rank that is at another step, or has another learning rate. Now and then the ranks compare digests of
@@ -32,7 +32,7 @@ AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank brings to a step.
+    """One rank's part in the agreement on a step.
 
     Attributes:
         square_norm: sum of squares of its gradients; finite if and only if all of them are.
@@ -57,7 +57,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks agreed on; equal on every rank, but for ``already_equal``.
+    """Outcome of the agreement; equal on every rank, but for ``already_equal``.
 
     Attributes:
         non_finite: the ranks on which some gradient was inf or NaN, or their norm above LARGEST_NORM; the step is
@@ -88,7 +88,7 @@ class OutOfStep(StepRefused):
 
 
 class Agreement:
-    """What all ranks decide about one step, and a :class:`Work` that is done when they have.
+    """Agreement of all ranks on one step: a :class:`Work` that is done when they have.
 
     One all-gather of 8 float64, which ``start()`` begins; a mean of one number per parameter if any rank lacks a
     gradient; and an all-gather of digests if any rank checks.
@@ -130,7 +130,7 @@ class Agreement:
         return Done() if first is None else first
 
     def is_completed(self) -> bool:
-        """Whether wait() would not block, but for comparing digests. Starts the second collective when its time has
+        """True if wait() would not block, but for comparing digests. Starts the second collective when its time has
         come."""
         if self.decision is not None or self._first is None:
             return True
@@ -171,7 +171,7 @@ class Agreement:
         return StepDecision([] if usable else [0], norm, report.present, False, False)
 
     def _read(self) -> list[list[float]]:
-        """What every rank has said, by rank; starts the second collective if it is needed.
+        """Reports of all ranks, by rank; starts the second collective if it is needed.
 
         Raises:
             Exception: the step is refused.
@@ -248,7 +248,7 @@ class Agreement:
 
 
 def is_usable(square_norm: float) -> bool:
-    """Whether gradients with this sum of squares can be stepped on; False for NaN."""
+    """True if gradients with this sum of squares can be stepped on; False for NaN."""
     return square_norm <= LARGEST_NORM**2
 
 

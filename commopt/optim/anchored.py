@@ -44,7 +44,7 @@ def next_interval(group: dict[str, Any]) -> Interval:
 
 
 def moves(bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: Sequence[int]) -> FrozenAdam:
-    """How the parameters of the indices ``moving`` get from the anchor to where ``interval`` has brought them."""
+    """Update that brings the parameters of the indices ``moving`` from the anchor to where ``interval`` has."""
     params = [bucket.params[i] for i in moving]
     t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
     counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
@@ -67,5 +67,5 @@ def place(bucket: StateBucket, update: FrozenAdam, mean: Tensor) -> None:
 
 
 def _views(flat: Tensor, update: FrozenAdam) -> list[Tensor]:
-    """What of ``flat`` belongs to the parameters that move."""
+    """Views of the parameters that move in ``flat``."""
     return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(update.offsets, update.params)]

@@ -1,4 +1,4 @@
-"""What a step is: agree, run the algorithm on every bucket, report.
+"""One step of an optimizer: agree, run the algorithm on every bucket, report.
 
 A subclass says what happens to one bucket in one step, as a generator that yields collectives in flight:
 
@@ -89,7 +89,7 @@ class CommOptimizer(PackedOptimizer):
     """
 
     hyperparams_used_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
-    """What of a parameter group a bucket's task reads before it yields ``ctx.barrier``."""
+    """Hyper-parameters of a group that a bucket's task reads before it yields ``ctx.barrier``."""
 
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
@@ -160,7 +160,7 @@ class CommOptimizer(PackedOptimizer):
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
 
     def settings(self) -> list[Any]:
-        """What besides the groups must be the same on every rank."""
+        """Settings, besides the groups, that must be the same on every rank."""
         return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard]
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
@@ -173,11 +173,11 @@ class CommOptimizer(PackedOptimizer):
         raise NotImplementedError
 
     def wants_average(self, group: dict[str, Any]) -> bool:
-        """Whether the group's next step needs gradients averaged over the ranks, as DDP does it."""
+        """True if the group's next step needs gradients averaged over the ranks, as DDP does it."""
         return self.phase_of(group) != "compressed"
 
     def is_local(self, group: dict[str, Any]) -> bool:
-        """Whether the group's next step communicates nothing: the same on every rank, like the phase."""
+        """True if the group's next step communicates nothing: the same on every rank, like the phase."""
         return False
 
     def after_step(self) -> None:
@@ -185,7 +185,7 @@ class CommOptimizer(PackedOptimizer):
         was local."""
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
-        """What a user should know of ``groups``, which begin ``phase``. On rank 0 only; communicates nothing."""
+        """Logs what a user should know of ``groups``, which begin ``phase``. On rank 0 only; communicates nothing."""
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
@@ -340,7 +340,7 @@ class CommOptimizer(PackedOptimizer):
         self._report_new_phases(phases)
 
     def _end_agreed(self, step: StepInFlight) -> None:
-        """What follows when all ranks have taken a step together."""
+        """Ends a step that all ranks have taken together."""
         self._skipped_in_a_row, self._check_next = 0, False
         if step.params and not step.present():
             self._diagnostics.idle()
@@ -366,7 +366,7 @@ class CommOptimizer(PackedOptimizer):
         return None
 
     def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:
-        """What forbids this step on this rank because buckets have started in backward, or would have."""
+        """Error that forbids this step on this rank because buckets have started in backward, or would have."""
         if overlapped and unscale != 1:
             return ValueError(
                 "overlap=True sends gradients before a GradScaler has unscaled them; train in bfloat16 without a "
@@ -380,7 +380,7 @@ class CommOptimizer(PackedOptimizer):
         return None
 
     def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
-        """What this rank brings to a step of ``params``."""
+        """This rank's report on a step of ``params``."""
         present = [p.grad is not None for p in params]
         if refused is not None:
             return StepReport(0.0, present, False, refused)
@@ -436,7 +436,7 @@ class CommOptimizer(PackedOptimizer):
         )
 
     def starts_in_backward(self) -> bool:
-        """Whether buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
+        """True if buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
         first step of a copy, which has no channels yet, nor where the agreement would share their order."""
         alone = self.topology.world_size == 1
         if not self.overlap or alone or self._channels is None or self._all_on_one_channel() or self.steps_locally():
@@ -452,11 +452,11 @@ class CommOptimizer(PackedOptimizer):
         return ValueError("overlap=True has begun the next step in backward(): take the mean after step(), not before")
 
     def steps_locally(self) -> bool:
-        """Whether the next step communicates nothing."""
+        """True if the next step communicates nothing."""
         return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]
 
     def accumulating(self) -> bool:
-        """Whether an attached DDP model is in its ``no_sync()``."""
+        """True if an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
 
     def _channels_of(self, index: int) -> tuple[Channel, Channel]:
@@ -475,7 +475,7 @@ class CommOptimizer(PackedOptimizer):
             self._control = self.topology.world if alone or self._channels else self.topology.control()
 
     def _all_on_one_channel(self) -> bool:
-        """Whether buckets and the agreement of the ranks share one order."""
+        """True if buckets and the agreement of the ranks share one order."""
         return not self._channels and self._control is self.topology.world
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -524,7 +524,7 @@ class CommOptimizer(PackedOptimizer):
         return phases.pop() if len(phases) == 1 else "mixed"
 
     def comm_stats(self) -> dict[str, Any]:
-        """What this rank has sent, and the residual of compression. Local: communicates nothing.
+        """Traffic of this rank, and the residual of compression. Local: communicates nothing.
 
         Returns:
             phase: of the next step.

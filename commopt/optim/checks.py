@@ -17,7 +17,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite int or float (and no bool)."""
+    """True if ``value`` is a finite int or float (and no bool)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -52,7 +52,7 @@ def check_within(name: str, value: Any, low: float, high: float) -> None:
 
 
 def check_lamb(group: dict[str, Any]) -> None:
-    """What a parameter group of LAMB has."""
+    """Checks a parameter group of LAMB."""
     check_lr(group["lr"])
     check_betas(group["betas"])
     check_positive("eps", group["eps"])  # 0 / 0 in one element would spoil the norm of its tensor
@@ -65,7 +65,7 @@ def check_lamb(group: dict[str, Any]) -> None:
 
 
 def check_onebit_lamb(group: dict[str, Any]) -> None:
-    """What a parameter group of 1-bit LAMB has besides."""
+    """Checks the rest of a parameter group of 1-bit LAMB."""
     check_within("coeff_beta", group["coeff_beta"], 0, 1)
     check_within("factor_threshold", group["factor_threshold"], 0, 1)
     low, high = group["factor_min"], group["factor_max"]
@@ -154,8 +154,8 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None)
 
 
 def _is_partition() -> bool:
-    """Whether a ZeroRedundancyOptimizer is making this optimizer of its rank's part of the parameters: nothing in the
-    parameters tells that they are another's."""
+    """True if a ZeroRedundancyOptimizer is making this optimizer of its rank's part of the parameters: nothing in
+    the parameters tells that they are another's."""
     return any(
         frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py") for frame, _ in traceback.walk_stack(None)
     )

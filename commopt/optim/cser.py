@@ -3,7 +3,7 @@
 Read first: tests/oracle_cser.py, the same on plain lists of floats.
 
 Error feedback keeps what compression loses for later; at high compression it comes too late. CSER gives it to the local
-model at once. The models of the ranks come apart by that, and every H steps they are brought together again, in part:
+model at once. The models of the ranks differ by that, and every H steps they are brought together again, in part:
 
     PSync(v_i, C):            q_i = C(v_i);   r_i = v_i - q_i;   v'_i = mean_i q_i + r_i;   returns v'_i, r_i
 
@@ -59,7 +59,7 @@ AnyCompressor = Compressor | RandomBlocks
 
 
 class CSER(CommOptimizer):
-    """SGD that averages a part of each update, and a part of what the models have come apart by every ``period`` steps.
+    """SGD that averages a part of each update, and a part of the difference between the models every ``period`` steps.
 
     ::
 
@@ -187,7 +187,7 @@ class CSER(CommOptimizer):
 
     @property
     def anchored(self) -> bool:
-        """Whether x_i - e_i is stored, because it cannot be found again from x_i."""
+        """True if x_i - e_i is stored, because it cannot be found again from x_i."""
         return self.topology.world_size > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
@@ -259,7 +259,7 @@ class CSER(CommOptimizer):
             group["last_sync_step"] = group["step"]
 
     def resets_all(self) -> bool:
-        """Whether a reset leaves all ranks with the same parameters."""
+        """True if a reset leaves all ranks with the same parameters."""
         return _keeps_all(self.reset_compressor)
 
     def after_step(self) -> None:
@@ -311,7 +311,7 @@ class CSER(CommOptimizer):
         bucket.unpack_params(x)
 
     def error_of(self, bucket: StateBucket) -> ImplicitError | StoredAnchor:
-        """Where the error of a bucket is kept."""
+        """Keeper of the error of a bucket."""
         return StoredAnchor(bucket) if self.anchored else ImplicitError(bucket)
 
     def _psync(
@@ -376,10 +376,10 @@ class CSER(CommOptimizer):
 
 
 def _keeps_all(how: AnyCompressor) -> bool:
-    """Whether nothing is left out, so that what was averaged is the same on all ranks."""
+    """True if nothing is left out, so that what was averaged is the same on all ranks."""
     return isinstance(how, Identity) or (isinstance(how, RandomBlocks) and how.ratio == 1)
 
 
 def _shared(how: AnyCompressor) -> bool:
-    """Whether all ranks keep the same elements, so that nothing has to be stored."""
+    """True if all ranks keep the same elements, so that nothing has to be stored."""
     return isinstance(how, (RandomBlocks, Identity))

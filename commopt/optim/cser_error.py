@@ -1,4 +1,5 @@
-"""Where CSER keeps e_i, what compression has lost so far: nowhere, as x_i - a of an anchor a, or apart.
+"""CSER's error e_i, what compression has lost so far, and where it is kept: nowhere, as x_i - a of an anchor a, or
+apart.
 
 Each class starts what a step sends, all of it at once, because none of it depends on what is received; and when that
 has come, moves x_i.
@@ -14,7 +15,7 @@ from commopt.comm import BlockSync, PSync
 from commopt.optim.state_bucket import StateBucket
 
 UPDATE, RESET = 0, 1
-"""What is synchronised: p_i with C2, or e_i with C1."""
+"""Kinds of synchronisation: p_i with C2, or e_i with C1."""
 
 Start = Callable[[int, Tensor], PSync]
 """Starts PSync of UPDATE or RESET on (n,), which is overwritten with the residual."""
@@ -64,7 +65,7 @@ class StoredAnchor:
             self.absorb_residual(x, reset.residual)
 
     def reset_input(self, error: Tensor) -> Tensor:
-        """What is synchronised at a reset: e_i. May be written."""
+        """Input of a reset: e_i. May be written."""
         return error
 
     def absorb_residual(self, x: Tensor, residual: Tensor) -> None:
@@ -73,7 +74,7 @@ class StoredAnchor:
 
 
 class KeptError(StoredAnchor):
-    """What a reset has not sent is kept for the next one, and all ranks have the same model then."""
+    """An error of which a reset keeps what it has not sent for the next one, and all ranks have the same model then."""
 
     def __init__(self, bucket: StateBucket) -> None:
         super().__init__(bucket)

@@ -1,4 +1,4 @@
-"""What a user should know of a run, as lines of the log: once each, or ever more rarely; mostly on rank 0."""
+"""Diagnostics of a run, as lines of the log: once each, or ever more rarely; mostly on rank 0."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Diagnostics:
             )  # fmt: skip
 
     def _once(self, what: str) -> bool:
-        """Whether ``what`` is to be said now: once, on rank 0."""
+        """True if ``what`` is to be said now: once, on rank 0."""
         new = what not in self._said
         self._said.add(what)
         return new and self.rank == 0
@@ -121,7 +121,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
-    """What to call each parameter: its name, where the optimizer was given (name, parameter) pairs, or its shape."""
+    """A name for each parameter: its own, where the optimizer was given (name, parameter) pairs, or its shape."""
     out = {p: f"a parameter of shape {tuple(p.shape)}" for group in groups for p in group["params"]}
     for group in groups:
         out.update(zip(group["params"], group.get("param_names", ())))
@@ -129,5 +129,5 @@ def names_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
 
 
 def worth_a_line(n: int) -> bool:
-    """Whether the n-th of something is logged: the 1st, 2nd, 4th, 8th ... A run gone bad must not fill the disk."""
+    """True if the n-th of something is logged: the 1st, 2nd, 4th, 8th ... A run gone bad must not fill the disk."""
     return n & (n - 1) == 0

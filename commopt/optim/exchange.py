@@ -1,4 +1,4 @@
-"""What a bucket's step exchanges with the other ranks: the heart of every optimizer of the Adam family.
+"""Exchange of a bucket's step with the other ranks: the heart of every optimizer of the Adam family.
 
     g      mean_i g_i, in full precision              averaged_gradients
     m_i    b1 m + (1-b1) g_i                          local_momentum

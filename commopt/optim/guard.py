@@ -1,4 +1,4 @@
-"""When a run that has gone wrong ends, instead of going on without a word.
+"""Guard: ends a run that has gone wrong, instead of letting it continue without a word.
 
 * A step is skipped when a gradient is not finite. If the parameters themselves are not, every step is: after
   ``max_skipped`` of them in a row, :class:`NotFinite` says on which rank what is not finite.
@@ -29,12 +29,13 @@ class NotFinite(RuntimeError):
 
 
 class ReplicasDiffer(RuntimeError):
-    """What must be the same on all ranks is not; the message names the rank that is alone. Nothing has changed."""
+    """Replicas differ in what must be the same on all ranks; the message names the rank that is alone. Nothing has
+    changed."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What an optimizer watches for.
+    """Conditions under which an optimizer ends a run.
 
     Args:
         max_skipped: after so many steps in a row that were skipped because of inf or NaN, ``step()`` raises
@@ -62,17 +63,17 @@ class Guard:
             raise ValueError(f"on_difference must be 'raise' or 'repair', got {self.on_difference!r}")
 
     def checks_at(self, number: int, asked: bool, length: int = 1) -> bool:
-        """Whether digests are compared at the step, or the round of ``length`` steps, of this ``number`` >= 1; also if
-        that is ``asked`` for, but never if ``check_every`` is None."""
+        """True if digests are compared at the step, or the round of ``length`` steps, of this ``number`` >= 1; also
+        if that is ``asked`` for, but never if ``check_every`` is None."""
         return self.check_every is not None and (asked or number % max(1, self.check_every // length) == 0)
 
     def ends_after(self, skipped: int) -> bool:
-        """Whether the run ends after so many skipped steps in a row."""
+        """True if the run ends after so many skipped steps in a row."""
         return self.max_skipped is not None and skipped >= self.max_skipped
 
     def decide(self, table: Sequence[Sequence[int]], names: Sequence[str], where: str) -> int | None:
-        """What follows from the digests of all ranks: None if they agree, or the rank whose replica the others are to
-        get after the step.
+        """Consequence of the digests of all ranks: None if they agree, or the rank whose replica the others are to get
+        after the step.
 
         Args:
             table: the digests of every rank, by rank.
@@ -108,7 +109,7 @@ def majority(table: Sequence[Sequence[int]]) -> int | None:
 
 
 def describe_difference(table: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Which ranks differ from the others, and in what, in words. ``names`` are those of the digests."""
+    """Describes which ranks differ from the others, and in what. ``names`` are those of the digests."""
     right = majority(table)
     reference = table[0 if right is None else right]
     odd = [rank for rank, row in enumerate(table) if list(row) != list(reference)]
@@ -126,7 +127,8 @@ def _ranks(odd: Sequence[int]) -> str:
 
 
 def tell_not_finite(backend: Backend, buckets: Sequence[StateBucket], names: Mapping[Tensor, str]) -> str:
-    """What is not finite on which rank, in words that are the same on all ranks. All ranks must call it together."""
+    """Describes what is not finite on which rank, in words that are the same on all ranks. All ranks must call it
+    together."""
     tensors = [(name, p.detach()) for p, name in names.items()]
     for i, bucket in enumerate(buckets):
         tensors += [(f"{name} of bucket {i}", flat) for name, flat in bucket.buffers.items()]

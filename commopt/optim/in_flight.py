@@ -47,13 +47,13 @@ class StepContext:
 
     @property
     def barrier(self) -> Agreement:
-        """What a bucket's task yields before it changes anything that outlives the step: all ranks take it."""
+        """Work that a bucket's task yields before it changes anything that outlives the step: all ranks take it."""
         return self.step.agreement
 
     @property
     def confirmed(self) -> Confirmation:
-        """What a bucket's task yields when all that it receives has come, and before it uses any of it: all ranks have
-        received what was sent, and it can be right."""
+        """Work that a bucket's task yields when all that it receives has come, and before it uses any of it: all
+        ranks have received what was sent, and it can be right."""
         return self.step.confirmation
 
     @property
@@ -73,8 +73,8 @@ class StepContext:
 
     @property
     def nonfinite_dropped(self) -> bool:
-        """Whether this rank's gradients count as missing: the step is local, and they are inf or NaN. Known behind the
-        barrier."""
+        """True if this rank's gradients count as missing: the step is local, and they are inf or NaN. Known behind
+        the barrier."""
         return self.step.nonfinite_dropped
 
 
@@ -112,12 +112,12 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Starter:
-    """How an optimizer starts the task of a bucket.
+    """Callables and channels with which an optimizer starts the task of a bucket.
 
     Attributes:
         task: makes it, of the bucket and its context.
         sign: -1 to maximize, else 1.
-        has_stages: whether it goes on to further collectives, over the channel for replies.
+        has_stages: whether it has further collectives, over the channel for replies.
         channels: those of a bucket, by its index: for what goes out, and for what comes back.
     """
 
@@ -181,7 +181,7 @@ class StepInFlight:
             self._start_next(1.0, True)
 
     def replace(self, buckets: Sequence[StateBucket]) -> None:
-        """Goes on with ``buckets``, because all were made anew."""
+        """Continues with ``buckets``, because all were made anew."""
         self.buckets = list(buckets)
 
     def blocking(self) -> list[Tensor]:
@@ -275,5 +275,5 @@ class StepInFlight:
 
 
 def _complete(bucket: StateBucket) -> bool:
-    """Whether all parameters with elements have a gradient on this rank."""
+    """True if all parameters with elements have a gradient on this rank."""
     return not [p for p in bucket.params if p.grad is None and p.numel()]

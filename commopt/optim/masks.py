@@ -1,4 +1,5 @@
-"""Which elements of a bucket take part in a compressed exchange: bit masks, least significant bit first, 1 = active."""
+"""Masks of the elements of a bucket that take part in a compressed exchange: bits, least significant bit first, 1 =
+active."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def padding_mask(bucket: StateBucket) -> Tensor:
 
 
 def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
-    """Where the parameters of the indices ``absent``, ascending, are in a flat buffer; neighbours in one run."""
+    """Runs of the parameters of the indices ``absent``, ascending, in a flat buffer; neighbours in one run."""
     out: list[Run] = []
     for i in absent:
         start, stop = bucket.offsets[i], bucket.offsets[i] + bucket.params[i].numel()
@@ -64,6 +65,6 @@ def without(active: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def within(runs: Sequence[Run], start: int, length: int) -> list[slice]:
-    """What of ``runs`` lies in the ``length`` elements from ``start`` on, counted from there."""
+    """Slices of ``runs`` that lie in the ``length`` elements from ``start`` on, counted from there."""
     cut = ((max(a, start) - start, min(b, start + length) - start) for a, b in runs)
     return [slice(a, b) for a, b in cut if a < b]

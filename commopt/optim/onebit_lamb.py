@@ -199,7 +199,7 @@ class OneBitLamb(WarmupOptimizer):
         return [old or new for old, new in zip(known, fresh)]
 
     def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
-        """Where k is new, stores it and starts the fresh variance, and with it r, anew."""
+        """Stores k where it is new, and starts the fresh variance there, and with it r, anew."""
         for p, k in zip(bucket.params, ks):
             state = self.state[p]
             if state["scaling_coeff"] == 0:

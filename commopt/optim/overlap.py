@@ -78,7 +78,7 @@ class Overlap:
 
 
 class Used:
-    """What backward has used of gradients and hyper-parameters, and whether it is still that."""
+    """Gradients and hyper-parameters that backward has used, to see whether they are still the same."""
 
     def __init__(self, step: StepInFlight, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._step, self._names = step, names

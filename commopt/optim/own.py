@@ -1,4 +1,4 @@
-"""What is a rank's own in a state: whose it is, and whether it is whole.
+"""A rank's own part of a state: whose it is, and whether it is whole.
 
 Tools for distributed checkpoints take the states of all ranks for equal. Of each tensor and number they write one, of
 any rank, and every rank gets that back: a mixture, unless everything comes from one rank by chance. So each rank's own
@@ -34,7 +34,7 @@ NAMES = frozenset(
         "outer_momentum", "anchor", "error",
     )
 )  # fmt: skip
-"""What optimizers of commopt, and Adam and SGD of torch, call their state. One of these that an optimizer has no use
+"""Names of the state of commopt's optimizers, and of torch's Adam and SGD. One of these that an optimizer has no use
 for comes from another optimizer: it is dropped when it is loaded, and not kept like what a user has added."""
 
 
@@ -57,7 +57,7 @@ def origin_of(part: Mapping[str, Any]) -> Origin | None:
 
 
 def same_as_in(state: Mapping[Any, Any], part: Mapping[str, Any]) -> bool:
-    """Whether ``state`` is that of the rank whose ``part`` is: what both have is equal, to the bit."""
+    """True if ``state`` is that of the rank whose ``part`` is: what both have is equal, to the bit."""
     for i, entry in part.get("state", {}).items():
         for name, mine in entry.items():
             other = state.get(i, {}).get(name)
@@ -67,8 +67,8 @@ def same_as_in(state: Mapping[Any, Any], part: Mapping[str, Any]) -> bool:
 
 
 def belongs(origin: Origin | None, rank: int, world_size: int) -> bool:
-    """Whether an own part is for ``rank`` of ``world_size``: all ranks' together, one rank's alone, that rank's; and in
-    a world that has lost ranks, where those that are left have moved up, that of the same rank or a later one."""
+    """True if an own part is for ``rank`` of ``world_size``: all ranks' together, one rank's alone, that rank's; and
+    in a world that has lost ranks, where those that are left have moved up, that of the same rank or a later one."""
     if origin is None or origin[0] == MIXED:
         return False
     if origin[0] == MERGED or origin[1] == 1 or origin[:2] == (rank, world_size):

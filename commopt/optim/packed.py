@@ -73,7 +73,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     """The flat buffer whose compression leaves the residuals."""
 
     owns_alone = False
-    """Whether a rank alone has something of its own to save."""
+    """True if a rank alone has something of its own to save."""
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether parameters may differ between ranks now; the same on all ranks."""
+        """True if parameters may differ between ranks now; the same on all ranks."""
         return False
 
     def synchronize_replicas(self) -> None:
@@ -96,18 +96,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def why_not_synchronize(self) -> Exception | None:
-        """What forbids this rank to take the mean now, if anything does."""
+        """Error that forbids this rank to take the mean now, if there is one."""
         return None
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
-        """What to make of loaded ``entries``, by parameter, of ``origin``, before they are copied into buffers."""
+        """Prepares loaded ``entries``, by parameter, of ``origin``, before they are copied into buffers."""
         return entries
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
-        """What follows when ``entries`` have been copied into buffers."""
+        """Hook for when ``entries`` have been copied into buffers."""
 
     def residual_expected(self, p: Tensor) -> bool:
-        """Whether loaded state of ``p`` that comes without residuals is of a run that had some."""
+        """True if loaded state of ``p`` that comes without residuals is of a run that had some."""
         state = self.state[p]
         return "variance_step" in state and bool(state["variance_step"] < state["step"])
 
@@ -167,7 +167,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return sends_from(self.topology.backend) if self.topology.world_size > 1 else None
 
     def control_device(self, params: Sequence[Tensor]) -> torch.device:
-        """Where this rank puts what it tells the others: where its parameters are, or where it can at all."""
+        """Device of what this rank tells the others: where its parameters are, or where it can at all."""
         devices = self.devices()
         for p in params:
             if p.device.type != "meta" and (devices is None or p.device.type in devices):
@@ -181,7 +181,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
 
     def traffic(self) -> dict[str, Any]:
-        """What this rank has sent: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
+        """Traffic of this rank: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
         step, fp32 = self.topology.traffic.step.summary(), self.fp32_bytes()
         return {
             "step": step,
@@ -207,7 +207,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 self.state[p].update(entry)
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
-        """Sets in which columns a new bucket is sent, and makes the residuals of that."""
+        """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
         bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
         if self.topology.nodes > 1:
             numel = bucket.padded // bucket.local_world_size
@@ -226,7 +226,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     # replicas ---------------------------------------------------------------------------------------------------------
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """What must be the same on all ranks now, to the bit, each with what to call it: parameters unless replicas
+        """Tensors that must be the same on all ranks now, to the bit, each with a name: parameters unless replicas
         differ, flat buffers that are not a rank's own, and numbers of the parameters."""
         groups = self.group_of()
         for i, bucket in enumerate(self.buckets):
@@ -303,7 +303,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return replicas.averaged(self)
 
     def own_value(self, p: Tensor) -> Tensor:
-        """What ``p`` is on this rank, also within :meth:`averaged`."""
+        """Value of ``p`` on this rank, also within :meth:`averaged`."""
         return p.detach() if self._own_values is None else self._own_values.get(p, p.detach())
 
     def refuse_inside_averaged(self, what: str) -> None:
@@ -344,7 +344,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return out
 
     def own_part(self) -> dict[str, Any]:
-        """What is this rank's own, as copies, and whose it is."""
+        """This rank's own part, as copies, and whose it is."""
         rank, world_size, layout = self._origin()
         groups = self.group_of()
         own = saving.own_states(
@@ -421,7 +421,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
 
     def owns(self, origin: Origin | None) -> bool:
-        """Whether an own part of ``origin`` is this rank's to take."""
+        """True if an own part of ``origin`` is this rank's to take."""
         return belongs(origin, self.topology.rank, self.topology.world_size)
 
     def report_not_own(self, origin: Origin | None, what: str, consequence: str) -> None:
@@ -454,7 +454,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._keep_users(saving.added_by_users(state, self._our_names()))
 
     def _our_names(self) -> dict[Tensor, tuple[str, ...]]:
-        """What ``state`` has of each parameter that is in a bucket, besides what users have added."""
+        """Names of the state of each parameter that is in a bucket, without what users have added."""
         return {p: (*bucket.numbers, *bucket.buffers) for bucket in self.buckets for p in bucket.params}
 
     def _forget_users(self, given: dict[str, Any]) -> dict[Any, Any]:

@@ -1,4 +1,5 @@
-"""Which steps communicate, as pure functions of the step (0/1 Adam, arXiv 2202.06009, section 4 and its experiments).
+"""Policies: the steps that communicate, as pure functions of the step (0/1 Adam, arXiv 2202.06009, section 4 and its
+experiments).
 
 Steps count from 1. A schedule has no state: what it is made of are numbers in the parameter groups, so that it is
 saved, loaded and changed with them, and a resumed run is where it was by construction.
@@ -43,7 +44,7 @@ class VariancePolicy:
         _check_count("stop", self.stop)
 
     def refreshes(self, step: int) -> bool:
-        """Whether ``step`` >= 1 is in T_v."""
+        """True if ``step`` >= 1 is in T_v."""
         if step > self.stop:
             return False
         doubled = ((step - 1) // self.kappa + 1).bit_length() - 1  # the distance is 2^doubled around here,
@@ -83,7 +84,7 @@ class SyncPolicy:
             raise ValueError(f"longest must be at least first, {self.first}, got {self.longest}")
 
     def synchronises(self, steps: int) -> bool:
-        """Whether the ranks synchronise ``steps`` steps after the variance has stopped; always, if it has not."""
+        """True if the ranks synchronise ``steps`` steps after the variance has stopped; always, if it has not."""
         if steps <= 0:
             return True
         done = 0  # a step at which they do
@@ -99,7 +100,7 @@ class SyncPolicy:
 
 
 class Counts(NamedTuple):
-    """How many steps of a run are of each kind."""
+    """Numbers of steps of a run, by kind."""
 
     exact: int
     """One full-precision round."""

@@ -8,7 +8,7 @@ Read first: tests/oracle_cser.py, the same on plain lists of floats.
                               a = a + mean_i q_i;    x_i = a
 
 Where this differs from the papers: every rank has the exact mean of q_i, as in CSER; momentum is each rank's own and
-goes on through the rounds; all ranks synchronise at the same steps. One rank alone is plain SGD.
+continues through the rounds; all ranks synchronise at the same steps. One rank alone is plain SGD.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _REMEDY = (
     "nothing is lost: every rank still has its own parameters and state. Go on over the ranks that are left with "
     "state = optimizer.state_dict(), a new optimizer over them, and its load_state_dict(state)"
 )
-"""What to do when a rank has gone between two rounds."""
+"""Advice for when a rank has gone between two rounds."""
 
 
 @torch._disable_dynamo
@@ -104,7 +104,7 @@ def average_exactly(topology: Topology, flat: Tensor, where: str) -> None:
 @contextlib.contextmanager
 def reaching_others(topology: Topology, buckets: Sequence[StateBucket], where: str) -> Iterator[None]:
     """Context of collectives before whose end nothing changes that lasts. If the other ranks cannot be reached, the
-    error says that nothing is lost, and how to go on.
+    error says that nothing is lost, and how to continue.
 
     Raises:
         commopt.comm.CollectiveError: begins with ``where``, or with where in it the collective was.

@@ -201,7 +201,7 @@ def trust_ratios(params: list[Tensor], updates: list[Tensor], group: dict[str, A
 
 
 def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[float]:
-    """What to multiply each momentum by so that its root mean square becomes 1, over the elements with v > 0.
+    """Factors that make the root mean square of each momentum 1, over the elements with v > 0.
 
     A momentum that has vanished counts with :data:`VANISHING` of the root mean square of sqrt(v). 1 where v is 0
     everywhere, and for an empty tensor.

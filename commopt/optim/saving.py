@@ -22,10 +22,10 @@ Entries = dict[Any, dict[str, Any]]
 """State by parameter; by other keys what users have put there."""
 
 PARAMETER = "parameter"
-"""What a parameter's own value is called where ranks have other ones."""
+"""Name of a parameter's own value where ranks have other ones."""
 
 OUTDATED = ("met_step", "way_norm")
-"""What parameter groups had before 0.1.0."""
+"""Keys that parameter groups had before 0.1.0."""
 
 
 def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: Any) -> int:
@@ -42,7 +42,7 @@ def own_states(
     rank_local: Callable[[StateBucket], Sequence[str]],
     value: Callable[[Tensor], Tensor],
 ) -> dict[int, dict[str, Tensor]]:
-    """What is this rank's own of each parameter, by its number, as copies: residuals, and what ``rank_local`` names of
+    """This rank's own state of each parameter, by its number, as copies: residuals, and what ``rank_local`` names of
     its bucket. ``value`` gives a parameter's own value."""
     out: dict[int, dict[str, Tensor]] = {id(p): {} for p in params}
     for bucket in buckets:
@@ -81,8 +81,8 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
 def read(
     given: Mapping[str, Any], params: Sequence[Tensor], rank: int, world_size: int
 ) -> tuple[Entries, Origin | None]:
-    """What is loaded, by parameter, and whose own part is in it. What differs between ranks is this rank's own or the
-    mean of all; else, but for residuals, that of the rank whose ``state`` this is."""
+    """Reads what is loaded, by parameter, and whose own part is in it. What differs between ranks is this rank's own
+    or the mean of all; else, but for residuals, that of the rank whose ``state`` this is."""
     part = given.get("residuals") or {}
     origin = origin_of(part)
     mine = belongs(origin, rank, world_size)
@@ -103,8 +103,8 @@ def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Seq
 
 
 def added_by_users(state: Mapping[Any, Any], ours: Mapping[Tensor, Iterable[str]]) -> dict[Any, Any]:
-    """What users have added to ``state``: other keys than parameters, and to a parameter's entry. ``ours`` is what we
-    have put there."""
+    """Entries that users have added to ``state``: other keys than parameters, and to a parameter's entry. ``ours``
+    is what we have put there."""
     known, out = {*NAMES, PARAMETER}, dict[Any, Any]()
     for key, entry in state.items():
         if not isinstance(key, Tensor):

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before there is an optimizer: what it is made of, and from which parameters it starts.
+"""Setup: what the ranks compare before there is an optimizer, and the parameters that it starts from.
 
 A difference is an error on every rank, instead of a hang or of replicas that drift apart without a word.
 """
@@ -57,7 +57,7 @@ def agree_on_setup(
 
 
 def versions(devices: Sequence[str]) -> dict[str, str]:
-    """What must be the same on all ranks for their arithmetic to be, whatever they train.
+    """Versions that must be the same on all ranks for their arithmetic to be, whatever they train.
 
     Args:
         devices: types of the devices that parameters are on. On a CPU, torch rounds by the instruction set it uses

@@ -21,7 +21,7 @@ import torch
 StateDict = dict[str, Any]
 
 RANK_LOCAL = ("worker_error", "server_error")
-"""What a parameter's residuals are called: of what this rank sends, and of the part of it that this rank averages."""
+"""Names of a parameter's residuals: of what this rank sends, and of the part of it that this rank averages."""
 
 MERGED = -1
 """The rank in residuals that are those of all ranks together."""

@@ -42,8 +42,8 @@ class StateBucket(Bucket):
         return flat.view(self.local_world_size, -1)[self.local_rank]
 
     def part_views(self, part: Tensor) -> list[Tensor]:
-        """What of each parameter lies in the part of this rank, (padded / local_world_size,), as views; some are
-        empty."""
+        """Slices of the parameters that lie in the part of this rank, (padded / local_world_size,), as views; some
+        are empty."""
         return self.views(part) if self.local_world_size == 1 else self.shares(part, self.local_rank)
 
     def residuals(self) -> list[dict[str, Tensor]]:

@@ -24,11 +24,11 @@ from commopt.optim.state_bucket import StateBucket
 logger = logging.getLogger("commopt")
 
 STABLE = 0.96
-"""How near ||v_t||_1 and ||v_{t-D}||_1 must be, as their ratio, for v to count as settled."""
+"""Ratio of ||v_t||_1 and ||v_{t-D}||_1 from which v counts as settled."""
 
 
 def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
-    """What the parameter groups of a :class:`WarmupOptimizer` have for it."""
+    """Defaults of the parameter groups of a :class:`WarmupOptimizer`."""
     # variance_norm, variance_lr: of the auto rule: ||v||_1 of the cohort and lr when it last looked
     return {"freeze_step": freeze_step, "variance_norm": 0.0, "variance_lr": 0.0}
 

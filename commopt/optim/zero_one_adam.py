@@ -345,7 +345,7 @@ class ZeroOneAdam(CommOptimizer):
                 bucket.numbers["interval_step"].zero_()
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
-        """Where nobody knows whose momenta these are, what ranks have gathered since the last round is lost: the
+        """Drops what ranks have gathered since the last round, where nobody knows whose momenta these are: the
         parameters are at the anchor then."""
         entries = super().prepare(entries, origin)
         differ = {id(p) for group in self.param_groups if group["local_steps"] for p in group["params"]}

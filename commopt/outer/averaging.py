@@ -4,9 +4,9 @@ Read first: tests/oracle_outer.py, the same on plain lists of floats.
 
     x_i <- x;   period local steps of the base on x_i;   x <- mean_i x_i
 
-Where this differs from the paper: the mean is taken of the ways x - x_i, in float32, and x is kept in float32, so that
-bfloat16 parameters lose nothing in the averaging and the ways may be compressed; this costs one copy of the parameters.
-One rank alone is the base optimizer, to the bit.
+Where this differs from the paper: the mean is taken of the pseudo-gradients x - x_i, in float32, and x is kept in
+float32, so that bfloat16 parameters lose nothing in the averaging and what is sent may be compressed; this costs one
+copy of the parameters. One rank alone is the base optimizer, to the bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LocalSGD(OuterOptimizer):
         params: parameters, (name, parameter) pairs or parameter groups; or a base optimizer.
         base: class of the base optimizer; None is torch.optim.AdamW.
         period: local steps between two synchronisations, >= 1.
-        compressor: sends the ways compressed, with error feedback; None is full precision.
+        compressor: sends the pseudo-gradients compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.

@@ -48,8 +48,8 @@ logger = logging.getLogger("commopt")
 
 
 POSITION = {"round_step": 0, "rounds": 0, "round_lr": 0.0, "pseudo_gradient_norm": 0.0}
-"""Where a parameter group stands: local steps since the last synchronisation, how many of these there were, the sum of
-the learning rate over the former; and the 2-norm of the last mean pseudo-gradient, if it was compressed."""
+"""Position of a parameter group: local steps since the last synchronisation, how many of these there were, the sum
+of the learning rate over the former; and the 2-norm of the last mean pseudo-gradient, if it was compressed."""
 
 
 class OuterOptimizer(PackedOptimizer):
@@ -66,7 +66,7 @@ class OuterOptimizer(PackedOptimizer):
         base_args: arguments of that class.
         outer: outer hyper-parameters of the groups.
         period: local steps between two synchronisations, >= 1.
-        compressor: what is sent of the ranks' ways; None is full precision.
+        compressor: compresses the pseudo-gradients that are sent; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
@@ -86,10 +86,10 @@ class OuterOptimizer(PackedOptimizer):
     owns_alone = True  # the state of the base
 
     momentum = False
-    """Whether the outer step keeps ``outer_momentum``, a flat buffer like the anchor."""
+    """True if the outer step keeps ``outer_momentum``, a flat buffer like the anchor."""
 
     uses_lr = False
-    """Whether the outer step divides by the learning rate of the base."""
+    """True if the outer step divides by the learning rate of the base."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class OuterOptimizer(PackedOptimizer):
         """Raises ValueError if an outer hyper-parameter of ``group`` is out of range."""
 
     def own_settings(self) -> list[Any]:
-        """What of ``self`` must be the same on all ranks, and have a repr that says it. Raises ValueError if it is out
-        of range."""
+        """Settings of ``self`` that must be the same on all ranks, with a repr that says so. Raises ValueError if it
+        is out of range."""
         return []
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
@@ -249,7 +249,7 @@ class OuterOptimizer(PackedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One local step; every ``period``-th one is followed by a synchronisation, which all ranks must reach.
 
-        If a gradient of this rank is inf or NaN, its base does not step, but the round goes on: other ranks know
+        If a gradient of this rank is inf or NaN, its base does not step, but the round continues: other ranks know
         nothing of it. A GradScaler's scale is taken out of the gradients, in place; so is what clipping takes.
 
         Args:
@@ -300,7 +300,8 @@ class OuterOptimizer(PackedOptimizer):
         return loss
 
     def _too_many_skipped(self) -> Exception | None:
-        """What ends the run if this rank has skipped its local steps for too long, though its parameters are finite."""
+        """Error that ends the run if this rank has skipped its local steps for too long, though its parameters are
+        finite."""
         params = [p.detach() for bucket in self.buckets for p in bucket.params]
         if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(params)):
             return None
@@ -437,7 +438,7 @@ class OuterOptimizer(PackedOptimizer):
             )
 
     def _positions(self) -> dict[int, int]:
-        """Where each parameter starts in the model, in elements."""
+        """Start of each parameter in the model, in elements."""
         at, out = 0, {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -485,7 +486,7 @@ class OuterOptimizer(PackedOptimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``state`` (anchors and outer momenta) and ``param_groups`` are the same on every rank. ``residuals`` is this
-        rank's own: the state of its base, between two synchronisations its parameters, and what compression owes, with
+        rank's own: the state of its base, between two synchronisations its parameters, and its residuals, with
         its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.optim.state` has how to save
         that of all ranks, and the rest once.
         """
@@ -562,11 +563,11 @@ class OuterOptimizer(PackedOptimizer):
     # what is it doing? ------------------------------------------------------------------------------------------------
 
     def wants_average(self, group: dict[str, Any]) -> bool:
-        """Whether gradients should be averaged, as DDP does it: never."""
+        """True if gradients should be averaged, as DDP does it: never."""
         return False
 
     def accumulating(self) -> bool:
-        """Whether an attached DDP model is in its ``no_sync()``."""
+        """True if an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -582,7 +583,7 @@ class OuterOptimizer(PackedOptimizer):
         return "local" if group["round_step"] + 1 < group["period"] else "synchronizing"
 
     def comm_stats(self) -> dict[str, Any]:
-        """What this rank has sent. Local: communicates nothing.
+        """Traffic of this rank. Local: communicates nothing.
 
         Returns:
             phase, step, total, fp32_bytes, ratio: as of :meth:`commopt.optim.CommOptimizer.comm_stats`; ``step`` is the

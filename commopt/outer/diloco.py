@@ -27,7 +27,7 @@ from commopt.outer.rounds import Round
 
 
 class DiLoCo(OuterOptimizer):
-    """A base optimizer with a Nesterov step along the averaged ways every ``period`` steps.
+    """A base optimizer with a Nesterov step along the mean pseudo-gradient every ``period`` steps.
 
     ::
 
@@ -42,7 +42,7 @@ class DiLoCo(OuterOptimizer):
         period: local steps between two synchronisations, >= 1.
         outer_lr: a, >= 0.
         outer_momentum: m, in [0, 1).
-        compressor: sends the ways compressed, with error feedback; None is full precision.
+        compressor: sends the pseudo-gradients compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.

@@ -1,4 +1,4 @@
-"""What the base of an outer optimizer gets of a state that is loaded."""
+"""Loading: the state of the base of an outer optimizer."""
 
 from __future__ import annotations
 

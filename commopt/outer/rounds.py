@@ -35,7 +35,7 @@ ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 
 @dataclass(frozen=True)
 class Round:
-    """What an outer step knows of the round that has ended.
+    """The round that has ended, as an outer step sees it.
 
     Attributes:
         number: of the round, from 0.
@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What a rank brings to the end of a round.
+    """One rank's part in the agreement at the end of a round.
 
     Attributes:
         finite: whether all its parameters are.
@@ -59,7 +59,7 @@ class RoundReport:
         terms: a checksum of the hyper-parameters that the outer step uses, below 2**48.
         moved: whether parameters were changed between the last synchronisation and the next step.
         checks: whether this rank wants digests compared.
-        error: why this rank cannot go on.
+        error: why this rank cannot continue.
     """
 
     finite: bool
@@ -74,7 +74,7 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RoundDecision:
-    """What all ranks know then.
+    """Outcome of that agreement.
 
     Attributes:
         broken: the ranks some of whose parameters are inf or NaN; the same on every rank.
@@ -92,7 +92,7 @@ class RoundDecision:
 def agree(
     topology: Topology, buckets: Sequence[StateBucket], device: torch.device, report: RoundReport, where: str
 ) -> RoundDecision:
-    """What follows from what all ranks report: one all-gather of 64 bytes a rank.
+    """Decision that follows from the reports of all ranks: one all-gather of 64 bytes a rank.
 
     Raises:
         report.error: on the rank that has one; the others raise StepRefused.
@@ -105,7 +105,7 @@ def agree(
 
 
 def _exchange(backend: Backend, device: torch.device, mine: RoundReport, where: str) -> list[list[float]]:
-    """What every rank reports, by rank."""
+    """Reports of all ranks, by rank."""
     row = [mine.error is not None, mine.finite, mine.square_norm, mine.step, mine.number, mine.terms, mine.moved]
     row.append(mine.checks)
     if backend.world_size == 1:
@@ -174,7 +174,8 @@ def mean_pseudo_gradients(
 
 
 def pseudo_gradient(bucket: StateBucket) -> Tensor:
-    """How far this rank has come from the anchor, as its parameters have it: anchor - x_i, a new flat buffer."""
+    """Pseudo-gradient of this rank: anchor - x_i, how far it has come from the anchor as its parameters have it; a
+    new flat buffer."""
     flat = bucket.zeros()
     for p, x, d in zip(bucket.params, bucket.tensors("anchor"), bucket.views(flat)):
         d.copy_(x.to(p.dtype)).sub_(p)

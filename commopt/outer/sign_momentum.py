@@ -38,7 +38,7 @@ from commopt.outer.signs import ExactSign, SignRule
 
 
 class SignMomentum(OuterOptimizer):
-    """A base optimizer with a sign-momentum step along the averaged ways every ``period`` steps.
+    """A base optimizer with a sign-momentum step along the mean pseudo-gradient every ``period`` steps.
 
     ::
 
@@ -59,7 +59,7 @@ class SignMomentum(OuterOptimizer):
         outer_weight_decay: wd, >= 0; times outer_lr * lr, on every parameter of the group. The base's own weight decay
             is another one.
         sign: ``ExactSign()`` if None; :class:`RandomSign` or :class:`RandomSignOrZero`, the same on all ranks.
-        compressor: sends the ways compressed, with error feedback; None is full precision.
+        compressor: sends the pseudo-gradients compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.

@@ -58,7 +58,7 @@ def uniform(seed: int, number: int, start: int, n: int, device: torch.device | s
 
 
 class SignRule(ABC):
-    """What a sign-momentum step moves a parameter by, of the vector u."""
+    """Rule for how far a sign-momentum step moves a parameter, given the vector u."""
 
     @abstractmethod
     def of(self, u: Tensor, number: int, start: int) -> Tensor:

@@ -29,7 +29,7 @@ from commopt.outer.rounds import Round
 
 
 class SlowMo(OuterOptimizer):
-    """A base optimizer with a momentum step along the averaged ways every ``period`` steps.
+    """A base optimizer with a momentum step along the mean pseudo-gradient every ``period`` steps.
 
     ::
 
@@ -44,7 +44,7 @@ class SlowMo(OuterOptimizer):
         period: local steps between two synchronisations, >= 1.
         outer_lr: a, >= 0.
         outer_momentum: b, in [0, 1). More ranks want more: 0.2 for 4, 0.5 for 8, 0.6 for 16 is advised.
-        compressor: sends the ways compressed, with error feedback; None is full precision.
+        compressor: sends the pseudo-gradients compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.

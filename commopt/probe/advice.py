@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from commopt.probe.predict import Step, whole_run
 
 WORTH = 1.05
-"""What a change must bring to be recommended; predictions are no better than that."""
+"""Least gain of a change that is recommended; predictions are no better than that."""
 ACCURACY = 1.25
 """A smaller gain than that is one that the probe cannot be sure of."""
 WARM_UP = (0.20, 0.15)
@@ -24,13 +24,13 @@ OURS = ("onebit_adam", "onebit_adam_overlap")
 
 
 def over_run(steps: Mapping[str, Step], name: str) -> tuple[float, float]:
-    """How much faster than DDP a whole run is, with the longer and with the shorter warm-up."""
+    """Speed of a whole run over that with DDP, with the longer and with the shorter warm-up."""
     longer, shorter = (whole_run(steps["ddp"].seconds, steps[name].seconds, share) for share in WARM_UP)
     return longer, shorter
 
 
 def recommend(steps: Mapping[str, Step], bf16_available: bool) -> str:
-    """What to do, and what it brings.
+    """Recommends what to do, and says what it brings.
 
     Args:
         steps: a step with each method.

@@ -38,7 +38,7 @@ from commopt.probe.predict import Costs, Model, break_even, predict, rehearse
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
 
 PATIENCE = timedelta(minutes=2)
-"""How long a rank waits for another before it gives up."""
+"""Time that a rank waits for another before it gives up."""
 
 
 def probe(argv: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def probe(argv: Sequence[str]) -> None:
 
 
 def disagreement(options: Options | None, mistake: str | None, control: TorchBackend) -> str | None:
-    """What is wrong with the arguments of some rank, in words; every rank hears of it. None if all is well.
+    """Describes what is wrong with the arguments of some rank; every rank hears of it. None if all is well.
 
     Args:
         options: this rank's; None if they could not be read.
@@ -188,7 +188,7 @@ def columns(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
 
 
 def place(options: Options) -> str:
-    """What was measured, in words."""
+    """Describes what was measured."""
     if options.device == "cuda":
         return f"{torch.cuda.get_device_name()}, {options.backend}, torch {torch.__version__}"
     return f"{platform.machine()} CPU with {torch.get_num_threads()} threads, gloo, torch {torch.__version__}"

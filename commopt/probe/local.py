@@ -1,6 +1,7 @@
-"""What the optimizers cost on the device, without a network, while all ranks do the same.
+"""Cost of the optimizers on the device, without a network, while all ranks do the same.
 
-OneBitAdam itself is timed, over ranks that are mirror images of this one, and its time is split where it calls a verb.
+OneBitAdam itself is timed, over ranks that are mirror images of this one, and its time is split where it starts a
+collective.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Local:
     Attributes:
         params: how many were timed.
         adamw: torch.optim.AdamW.
-        copies: into DDP's bucket and back, by verb.
-        onebit: a compressed step of OneBitAdam, by the verb that follows, or "agreement"; "end" is what comes after the
-            last one.
+        copies: into DDP's bucket and back, by collective.
+        onebit: a compressed step of OneBitAdam, by the collective that follows, or "agreement"; "end" is what comes
+            after the last one.
         rehearsal: seconds of such a step, of all ``params``, over the real network.
         kernels: compressing with error feedback, decompressing, and the mean of what the ranks send.
     """
@@ -46,7 +47,7 @@ class Local:
 
 
 class Mirrors:
-    """A backend whose other ranks do what this one does, in no time; it notes the time spent between its verbs."""
+    """A backend whose other ranks do what this one does, in no time; it notes the time between its collectives."""
 
     def __init__(self, world_size: int, synchronize: Callable[[], None]) -> None:
         self.world_size = world_size
@@ -60,7 +61,7 @@ class Mirrors:
         self._since = time.perf_counter()
 
     def note(self, verb: str) -> Work:
-        """All time since the last verb was spent on what comes before this one."""
+        """All time since the last collective was spent on what comes before this one."""
         self._synchronize()
         now = time.perf_counter()
         self.seconds[verb] = self.seconds.get(verb, 0.0) + now - self._since
@@ -82,11 +83,12 @@ class Mirrors:
         return self.note("broadcast")
 
     def control(self) -> Backend:
-        """What the ranks agree over: the first word of a step is "agreement", what comes after belongs to its end."""
+        """Backend that the ranks agree over: the first word of a step is "agreement", what comes after belongs to
+        its end."""
         return _Agreeing(self)
 
     def time(self, stand: Stand, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds that ``step()`` spends before each verb, and at the end: the median, on the slowest rank."""
+        """Seconds that ``step()`` spends before each collective, and at the end: the median, on the slowest rank."""
         steps: list[dict[str, float]] = []
 
         def noted() -> None:
@@ -185,7 +187,7 @@ def time_copies(stand: Stand, params: list[Tensor]) -> dict[str, float]:
 
 
 def time_kernels(stand: Stand, bucket_bytes: int, compressor: Compressor) -> dict[str, float]:
-    """What compressing and decompressing one bucket costs, per element."""
+    """Times compressing and decompressing one bucket, per element."""
     world = stand.world_size
     n = -(-bucket_bytes // 4 // (64 * world)) * 64
     x = torch.randn(world, n, device=stand.device)

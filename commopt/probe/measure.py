@@ -41,7 +41,7 @@ class Sample:
     """One message size.
 
     Attributes:
-        size: bytes of the tensor given to the verb.
+        size: bytes of the tensor given to the collective.
         nbytes: bytes that a rank sends for it.
         seconds: until it is done.
     """
@@ -52,10 +52,10 @@ class Sample:
 
 
 class Stand:
-    """Where things are measured: the ranks, and their device.
+    """Test stand: the ranks, and their device.
 
     Args:
-        backend: what is measured; with lines of its own, if it has any, for what OneBitAdam sends over such.
+        backend: what is measured; with channels of its own, if it has any, for what OneBitAdam sends over such.
         control: carries what the ranks tell each other about the measurement, over CPU tensors.
         device: of the tensors sent.
     """
@@ -135,13 +135,13 @@ def all_reduces(stand: Stand, sizes: Sequence[int], dtype: torch.dtype = torch.f
 
 
 def start_all_reduce(stand: Stand, x: Tensor) -> Work:
-    """The sum of x, in place: the verb without its division, which DDP has done before."""
+    """The sum of x, in place: the collective without its division, which DDP has done before."""
     assert isinstance(stand.backend, TorchBackend)
     return dist.all_reduce(x, group=stand.backend.group, async_op=True)
 
 
 def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UNDER_WAY) -> list[Sample]:
-    """The verbs of a compressed step, ``together`` messages under way at a time; the seconds are those of one."""
+    """The collectives of a compressed step, ``together`` messages under way at a time; the seconds are those of one."""
 
     def prepare(size: int) -> tuple[int, Callable[[], object]]:
         start, nbytes = exchange(stand, verb, size, together)
@@ -151,8 +151,8 @@ def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UND
 
 
 def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[[int], Work], int]:
-    """What starts "all_reduce", "all_to_all" or "all_gather" of ``size`` bytes at one of ``places``, and the bytes
-    that a rank sends."""
+    """Callable that starts "all_reduce", "all_to_all" or "all_gather" of ``size`` bytes at one of ``places``, and
+    the bytes that a rank sends."""
     world = stand.world_size
     if verb == "all_reduce":
         xs = torch.zeros(places, size // 4, device=stand.device)

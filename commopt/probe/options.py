@@ -1,4 +1,4 @@
-"""What the user says on the command line, and the mistakes in it."""
+"""Options on the command line, and the mistakes in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProbeError(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """What to predict, and what to measure.
+    """Options: what to predict, and what to measure.
 
     Attributes:
         params: trainable parameters of the model.
@@ -55,7 +55,7 @@ class Options:
 
 
 def parse_count(text: str) -> int:
-    """How many "340M", "1.3B" or "25000" are: thousands, millions and billions (also G) of parameters.
+    """Number that "340M", "1.3B" or "25000" stands for: thousands, millions and billions (also G) of parameters.
 
     Raises:
         ArgumentTypeError: if it is no such number, or not at least 0.

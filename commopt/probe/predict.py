@@ -33,15 +33,16 @@ SLOWEST, FASTEST = 1e3, 1e13
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured.
+    """Measured costs.
 
     Attributes:
         world_size: ranks.
         link: by verb, the seconds of a message as a line in the bytes that a rank sends.
         loss: by verb, the seconds of computing that are lost while a message is under way, as such a line.
         adamw: seconds of torch.optim.AdamW, per parameter.
-        copies: seconds that DDP spends on copying gradients into buckets and back, per parameter, by verb.
-        onebit: seconds of a compressed step of OneBitAdam per parameter, by the verb that follows; "end" is the rest.
+        copies: seconds that DDP spends on copying gradients into buckets and back, per parameter, by collective.
+        onebit: seconds of a compressed step of OneBitAdam per parameter, by the collective that follows; "end" is the
+            rest.
     """
 
     world_size: int
@@ -54,7 +55,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
         params: parameters.
@@ -159,7 +160,7 @@ def ddp(costs: Costs, model: Model, verb: str = "all_reduce", itemsize: int = 4)
 
 
 class Messages:
-    """What OneBitAdam has under way, in the order in which it was sent."""
+    """Messages of OneBitAdam that are in flight, in the order in which they were sent."""
 
     def __init__(self, clock: Clock, model: Model) -> None:
         self.clock, self.model, self.per = clock, model, clock.costs.onebit
@@ -223,7 +224,7 @@ def begin(clock: Clock, model: Model) -> float:
 
 
 def adamw_seconds(costs: Costs, model: Model) -> float:
-    """What AdamW takes of a step: not more than all of it."""
+    """Seconds of a step that AdamW takes: not more than all of it."""
     return min(costs.adamw * model.params, model.step_time)
 
 
@@ -260,7 +261,7 @@ def rehearse(costs: Costs, model: Model, params: int) -> Step:
 
 
 def at_bandwidth(costs: Costs, bits_per_second: float) -> Costs:
-    """``costs`` over a link on which an all-reduce has this bandwidth, the other verbs in proportion.
+    """``costs`` over a link on which an all-reduce has this bandwidth, the other collectives in proportion.
 
     Latency stays; and a byte does not become faster than the computing that it costs.
     """
@@ -297,5 +298,5 @@ def break_even(costs: Costs, model: Model, method: str = "onebit_adam") -> float
 
 
 def whole_run(warm: float, compressed: float, share: float) -> float:
-    """How much faster than DDP a run is of which ``share`` is warm-up at DDP's price."""
+    """Speed over DDP's of a run of which ``share`` is warm-up at DDP's price."""
     return warm / (share * warm + (1 - share) * compressed)

@@ -32,9 +32,9 @@ class Result:
         options: what was asked for.
         place: what was measured, in words.
         world_size: ranks.
-        samples: times by verb, and of "compressed_all_reduce".
-        losses: seconds of computing lost to a message, by verb.
-        misfit: median relative error of each line, by verb.
+        samples: times by collective, and of "compressed_all_reduce".
+        losses: seconds of computing lost to a message, by collective.
+        misfit: median relative error of each line, by collective.
         local: costs on the device.
         costs, model: what the predictions were made from.
         steps: a predicted step, by method.

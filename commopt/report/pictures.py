@@ -15,7 +15,7 @@ AXES = (
     ("bytes_total", 1e-6, "MB sent by one rank"),
     ("seconds", 1.0, "seconds of training"),
 )
-"""What held-out loss is drawn against: key of a record, factor, and label."""
+"""Quantities that held-out loss is drawn against: key of a record, factor, and label."""
 
 
 def draw_all(runs: Sequence[Run], folder: Path) -> dict[str, Path]:

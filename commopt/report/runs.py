@@ -1,4 +1,4 @@
-"""What a run folder says."""
+"""Runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
     records: list[Record]
 
     def points(self, x: str, y: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
-        """Where both ``x`` (times ``scale``) and ``y`` are recorded; a value that was not finite is not."""
+        """Points at which both ``x`` (times ``scale``) and ``y`` are recorded; a value that was not finite is not."""
         pairs = points(self.records, x, y)
         return [a * scale for a, _ in pairs], [b for _, b in pairs]
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def optimizer(self) -> str:
-        """What trained it; "?" where the folder does not say."""
+        """Name of what trained it; "?" where the folder does not say."""
         section = self.config.get("optim")
         return one_line(str(section.get("name", "?"))) if isinstance(section, dict) else "?"
 

@@ -60,7 +60,7 @@ def make_backend(cls: type, config: CommConfig, rank: int, size: int) -> Backend
 
 
 def ranks_per_node(config: CommConfig, size: int, local_sizes: Sequence[int | None]) -> int:
-    """How many ranks make a node.
+    """Number of ranks that make a node.
 
     Args:
         config: what was asked for.

@@ -24,7 +24,7 @@ class Background(Generic[T]):
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is done, at the latest after that time."""
+        """Waits for at most that time; true if it is done."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -34,7 +34,7 @@ class Background(Generic[T]):
         self._thread.join(GRACE)
 
     def result(self) -> T:
-        """What it returned; raises what it raised."""
+        """Result of the call; raises what that raised."""
         if self._errors:
             raise self._errors[0]
         return self._results[0]

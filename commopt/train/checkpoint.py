@@ -263,7 +263,7 @@ def check_fits(saved: dict[str, Any], expected: dict[str, Any], path: Path) -> N
 
 
 def set_aside_newer(folder: Path, step: int) -> None:
-    """Rename checkpoints after ``step``: the run goes on from there, and auto must not find another future."""
+    """Rename checkpoints after ``step``: the run continues from there, and auto must not find another future."""
     for path in list_steps(folder):
         if step_of(path) > step:
             aside = path.with_name(f"discarded-{path.name}")

@@ -79,7 +79,7 @@ class DataConfig:
 
 @dataclass
 class CompressorConfig:
-    """What shrinks the messages of an optimizer that compresses."""
+    """Compressor of the messages of an optimizer that compresses."""
 
     name: str = "Sign"
     """Attribute of commopt.compress, or a dotted path for a class of your own."""
@@ -107,21 +107,21 @@ class OptimConfig:
     """Steps between two comparisons of the replicas of a commopt optimizer, by digests of parameters and common state,
     >= 1; null: never."""
     on_difference: Literal["raise", "repair"] = "raise"
-    """What follows if replicas differ. raise: an error that names the rank. repair: a rank that differs gets what the
-    majority has, if there is one."""
+    """Reaction to replicas that differ. raise: an error that names the rank. repair: a rank that differs gets what
+    the majority has, if there is one."""
     warmup_steps: int = 0
     """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
     warmup_power: float = 1.0
     """The warm-up is lr * (step / warmup_steps) ** warmup_power, > 0: 1 is a straight line, 2 starts more slowly."""
     decay: Literal["cosine", "linear", "exponential"] = "cosine"
-    """How what is above min_lr_ratio falls after the warm-up. cosine, linear: to 0 at the last step. exponential: times
-    decay_rate every decay_every steps."""
+    """Decay of what is above min_lr_ratio after the warm-up. cosine, linear: to 0 at the last step. exponential:
+    times decay_rate every decay_every steps."""
     decay_rate: float | None = None
     """Factor of the exponential decay, in (0, 1]; null for the others."""
     decay_every: int | None = None
     """Steps between two of its factors, >= 1; null for the others."""
     min_lr_ratio: float = 0.1
-    """What stays of the learning rate, over the peak, in [0, 1]; 1 keeps it constant."""
+    """Share of the peak learning rate that stays, in [0, 1]; 1 keeps it constant."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature. One of
     commopt.outer has base, the name of the optimizer that it wraps (AdamW), and base_args, arguments of that; lr and
@@ -129,7 +129,7 @@ class OptimConfig:
     compressor: CompressorConfig | None = None
     """Compressor of a commopt optimizer; null for the optimizer's own default."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What differs with another optimizer: by its name, keys of this section, or others by their whole names
+    """Settings that differ with another optimizer: by its name, keys of this section, or others by their whole names
     (train.batch_size), and their values. They come after those of the file and before those of the command line.
     Resolved when a config is read, and then empty."""
 
@@ -161,7 +161,7 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 @dataclass
 class CommConfig:
-    """What the ranks talk over."""
+    """Connection of the ranks."""
 
     backend: str = "auto"
     """auto: NCCL where there is a GPU, else Gloo. gloo or nccl: that one. mpi: for processes started by mpirun; needs
@@ -195,7 +195,7 @@ class TrainConfig:
     """Samples per optimizer step over all ranks, >= 1; must be a multiple of ranks * accumulate. The same config is
     the same run at any world size."""
     accumulate: int = 1
-    """Backward passes per optimizer step, >= 1: each rank's share of the batch is cut into this many pieces."""
+    """Backward passes per optimizer step, >= 1: each rank's share of the batch is split into this many parts."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward under autocast; parameters and optimizer state stay fp32."""
     seed: int = 0
@@ -236,7 +236,7 @@ class Config:
     on the same corpus. Optimizer, learning rate and data start anew. null: random weights. A run that is resumed has
     weights already."""
     resume: str = "none"
-    """none: a new run. auto: go on from the newest good checkpoint of train.run_dir, or start where there is none.
+    """none: a new run. auto: continue from the newest good checkpoint of train.run_dir, or start where there is none.
     Else the folder of a checkpoint."""
 
     def __post_init__(self) -> None:

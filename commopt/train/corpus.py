@@ -1,4 +1,5 @@
-"""Where text comes from: a stream of (name, text) documents, in an order that does not depend on the machine."""
+"""Corpora, where text comes from: a stream of (name, text) documents, in an order that does not depend on the
+machine."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def cache_root(config: DataConfig) -> Path:
 
 
 def is_heldout(name: str, share: float) -> bool:
-    """Whether a document is kept for evaluation: decided by its name alone, so adding others moves none."""
+    """True if a document is kept for evaluation: decided by its name alone, so adding others moves none."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

@@ -1,4 +1,5 @@
-"""Who communicates: an optimizer that does it itself, or DistributedDataParallel around any torch optimizer.
+"""Engines, which say who communicates: an optimizer that does it itself, or DistributedDataParallel around any torch
+optimizer.
 
 Both sides of that choice answer the same four questions of the loop: what to call, how to accumulate, how to step, and
 what was sent.
@@ -37,20 +38,20 @@ _CONSTANT_BUFFERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one step sent, on this rank."""
+    """Traffic of one step, on this rank."""
 
     bytes: int
     fp32_bytes: int
-    """What an fp32 all-reduce of all parameters sends."""
+    """Bytes that an fp32 all-reduce of all parameters sends."""
     skipped: bool
-    """Whether the step was skipped for inf or NaN."""
+    """True if the step was skipped for inf or NaN."""
 
 
 class Engine(Protocol):
     """The model and its optimizer, as the loop uses them."""
 
     module: nn.Module
-    """What to call for the loss."""
+    """Callable that gives the loss."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -75,7 +76,7 @@ class Engine(Protocol):
         ...
 
     def traffic(self) -> Traffic:
-        """What the last step sent."""
+        """Traffic of the last step."""
         ...
 
     def residual_ratio(self) -> float | None:
@@ -115,7 +116,7 @@ class SelfCommunicating:
         self._skipped = (self._skipped[1], self.optimizer.skipped_steps)
 
     def averaged(self) -> AbstractContextManager[Any]:
-        """The mean model, where local steps have taken replicas apart."""
+        """The mean model, where replicas differ after local steps."""
         return self.optimizer.averaged()
 
     def traffic(self) -> Traffic:
@@ -178,7 +179,7 @@ class DataParallel:
         )
 
     def averaged(self) -> AbstractContextManager[Any]:
-        """Replicas are never apart."""
+        """Replicas never differ."""
         return contextlib.nullcontext()
 
     def traffic(self) -> Traffic:

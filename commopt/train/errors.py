@@ -42,7 +42,7 @@ class RankError(UserError, RuntimeError):
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong, in one line; a full disk is called that."""
+    """Explains what went wrong, in one line; a full disk is called that."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full: {text}"

@@ -1,4 +1,4 @@
-"""Whether everything that a checkpoint would hold is finite."""
+"""Search of all that a checkpoint would hold for what is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks that torchrun has started meet: in a store first, where each can still say that it will not come.
+"""Meeting of the ranks that torchrun has started: in a store first, where each can still say that it will not come.
 
 ``init_process_group`` alone waits for a rank that was told to stop until its timeout. Here all ranks say in the store
 that they are there; the last one, or one that has to leave, settles for all of them what happens.

@@ -106,7 +106,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Who has signed a lock."""
+    """Holder who has signed a lock."""
     try:
         said = json.loads(os.pread(handle, 4096, 0).decode())
         host, pid, since = str(said["host"])[:256], int(said["pid"]), str(said["since"])[:64]

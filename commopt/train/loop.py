@@ -94,7 +94,7 @@ def piece_size(config: Config, world: World) -> int:
 
 
 def providers(device: str) -> str:
-    """Which provider serves which operators on a device, as ``commopt.ops.report`` says: no silent slow path."""
+    """Providers of the operators on a device, as ``commopt.ops.report`` says: no silent slow path."""
     served: dict[str, list[str]] = {}
     for name, by_device in commopt.ops.report().items():
         served.setdefault(by_device.get(device, by_device["default"]), []).append(name)
@@ -107,7 +107,7 @@ after so many (1 - e^-3 against 1 - e^-4)."""
 
 
 def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
-    """What is odd about the end of the warm-up of an optimizer that has one, in a run of so many steps."""
+    """Warns of what is odd about the end of the warm-up of an optimizer that has one, in a run of so many steps."""
     freeze = group.get("freeze_step")
     if freeze is None or "betas" not in group:
         return None
@@ -295,7 +295,7 @@ class Trainer:
             log.warning("held-out loss is %s at step %d: the model has diverged", heldout, self.step)
 
     def _summary(self, heldout: float | None) -> Record:
-        """Log and return what the run came to, or how to go on with it."""
+        """Log and return what the run came to, or how to continue it."""
         meter, done = self.meter, self.step == self.config.train.steps
         if done and heldout is None:  # nothing was left to do
             heldout = self.evaluate()

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its step, its ranks, and size and SHA-256 of each file.
+"""Manifest of a checkpoint: its step, its ranks, and size and SHA-256 of each file.
 
 The manifest carries a checksum of its own, so that a changed digit in it is damage and not another checkpoint.
 """
@@ -64,7 +64,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
-    """What is wrong with a manifest in a folder of this step, if anything."""
+    """Fault of a manifest in a folder of this step, if anything."""
     if manifest.keys() != KEYS:
         return f"its keys are {sorted(map(str, manifest))}, expected {sorted(KEYS)}"
     if manifest[sums.KEY] != sums.of_content(manifest):

@@ -1,4 +1,4 @@
-"""What a run records: counters on every rank, and on rank 0 files, TensorBoard events and a progress bar.
+"""Metrics, the records of a run: counters on every rank, and on rank 0 files, TensorBoard events and a progress bar.
 
 ``metrics.jsonl`` has one line per recorded step, training and evaluation together, so that no step appears twice.
 """
@@ -57,7 +57,7 @@ class Meter:
             self.compressed_fp32_bytes += traffic.fp32_bytes
 
     def totals(self) -> Record:
-        """What a record says about the run so far."""
+        """Totals of the run so far, for a record."""
         return {
             "tokens_total": self.tokens,
             "seconds": round(self.seconds, 3),
@@ -70,13 +70,13 @@ class Meter:
 
 COUNTED = ("tokens_total", "bytes_total", "fp32_bytes_total", "compressed_steps", "skipped_steps")
 TOTALS = (*COUNTED, "seconds")
-"""What every record has, besides its step."""
+"""Keys that every record has, besides its step."""
 TOLD = ("loss", "lr", "tokens_per_s", "ratio", "residual_ratio", "heldout_loss")
-"""What a record may have; null where it was not finite, or is not defined."""
+"""Keys that a record may have; null where it was not finite, or is not defined."""
 
 
 def ratio(fp32_bytes: int, sent: int) -> float | None:
-    """How many times fewer bytes than fp32; None where nothing was sent."""
+    """Bytes of fp32 over those sent; None where nothing was sent."""
     return fp32_bytes / sent if sent else None
 
 
@@ -145,7 +145,7 @@ def describe(record: Record) -> str:
 
 
 class Recorder:
-    """What the loop tells about its steps; ranks other than 0 say nothing."""
+    """Recorder of the steps of the loop; ranks other than 0 say nothing."""
 
     def advance(self, phase: str) -> None:
         """A step is done."""

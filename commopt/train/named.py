@@ -34,7 +34,8 @@ def without_importing() -> Iterator[None]:
 
 
 def import_dotted(name: str, key: str) -> Any:
-    """What a dotted path names; None if its module has no such attribute. Raises ConfigError without the module."""
+    """Imports what a dotted path names; None if its module has no such attribute. Raises ConfigError without the
+    module."""
     path, _, attribute = name.rpartition(".")
     if not _importing.get() and path.split(".")[0] not in HARMLESS:
         raise NotImported

@@ -74,7 +74,7 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
 
 
 def _has_content(path: Path) -> bool:
-    """Whether the file says anything. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
+    """True if the file says anything. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
     data = read_yaml(path)
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")

@@ -44,7 +44,7 @@ def write_meta(folder: Path, key: str, vocab_size: int, tokens: dict[str, int], 
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What ``meta.json`` says, checked. Raises DamagedCorpusError."""
+    """Content of ``meta.json``, checked. Raises DamagedCorpusError."""
     try:
         with (folder / META).open("rb") as file:
             meta = json.loads(file.read(LARGEST).decode("utf-8"))

@@ -1,4 +1,4 @@
-"""What of a run is in its checkpoint, and which settings may change when it is taken up again."""
+"""Resuming: what of a run is in its checkpoint, and which settings may change when it is taken up again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WRONG_CONTENT = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What content that is not a checkpoint's makes of those who take it for one."""
+"""Errors that content raises which is not a checkpoint's."""
 
 FIXED = (
     "model.kind",

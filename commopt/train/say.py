@@ -37,7 +37,7 @@ def say(line: str, about: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _said(words: str) -> Iterator[bool]:
-    """Whether another rank has said them; nobody else asks meanwhile. Where that cannot be known: no."""
+    """True if another rank has said them; nobody else asks meanwhile. Where that cannot be known: no."""
     folder = Path(tempfile.gettempdir())
     job = f"{os.getuid()}-{os.getppid()}-"
     _clear(folder, job)

@@ -1,4 +1,4 @@
-"""What the launcher of this process says of it in the environment: torchrun, or the mpirun of Open MPI or MPICH.
+"""Words of the launcher of this process in the environment: torchrun, or the mpirun of Open MPI or MPICH.
 
 For what is needed before the ranks have joined each other, and without importing anything heavy.
 """
@@ -13,7 +13,7 @@ def _read(*names: str, default: int) -> int:
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process, so that there may be others."""
+    """True if a launcher has started this process, so that there may be others."""
     return any(name in os.environ for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
 
 
@@ -28,15 +28,15 @@ def local_rank() -> int:
 
 
 def local_size() -> int | None:
-    """How many processes this machine runs; None without a launcher."""
+    """Number of processes on this machine; None without a launcher."""
     return _read("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=0) or None
 
 
 def by_torchrun() -> int | None:
-    """How many processes torchrun has started; None if it was not torchrun."""
+    """Number of processes that torchrun has started; None if it was not torchrun."""
     return _read("WORLD_SIZE", default=0) or None
 
 
 def by_mpirun() -> int | None:
-    """How many processes mpirun has started; None if it was not mpirun."""
+    """Number of processes that mpirun has started; None if it was not mpirun."""
     return _read("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", default=0) or None

@@ -24,7 +24,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.since = 0.0
-        """When it came, by ``time.monotonic()``."""
+        """Time at which it came, by ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:

@@ -31,5 +31,5 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is an integer >= 0."""
+    """True if this is an integer >= 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

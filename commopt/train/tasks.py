@@ -1,4 +1,4 @@
-"""What the model is asked about a window of tokens: (input, label) pairs for GPT and for BERT.
+"""Tasks, what the model is asked about a window of tokens: (input, label) pairs for GPT and for BERT.
 
 A label of ``IGNORE`` is not predicted. BERT's masks come from a counter-based generator keyed by (seed, sample), so
 they need no state and are the same at any world size.

@@ -47,16 +47,16 @@ class World:
     control: Backend | None = None
     backend: Backend | None = None
     stop: StopSignal | None = None
-    """Whether this rank was told to stop."""
+    """True if this rank was told to stop."""
 
     @property
     def wished(self) -> bool:
-        """Whether this rank was told to stop."""
+        """True if this rank was told to stop."""
         return self.stop is not None and self.stop.requested
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank does what is done once."""
+        """True if this rank does what is done once."""
         return self.rank == 0
 
     def gather(self, item: T) -> list[T]:
@@ -73,7 +73,7 @@ class World:
         return self._rows(torch.tensor(values, dtype=torch.float64)).sum(0).tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """True if the flag is set on any rank."""
         return bool(self._rows(torch.tensor([flag])).any())
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class World:
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """What other ranks raise for an error here: the same for a user's mistake, RankError for anything else."""
+    """Error that other ranks raise for an error here: the same for a user's mistake, RankError for anything else."""
     if error is None:
         return None
     if isinstance(error, UserError):
@@ -156,7 +156,7 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
 
 
 def is_loss_of_contact(error: Exception) -> bool:
-    """Whether an error of torch says that another rank has gone or does not answer."""
+    """True if an error of torch says that another rank has gone or does not answer."""
     words = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer")
     return not isinstance(error, (UserError, CollectiveError)) and (
         isinstance(error, dist.DistError) or any(word in str(error) for word in words)
@@ -191,7 +191,7 @@ def open_world(config: CommConfig | None = None, stop: StopSignal | None = None)
 
 
 def _places(config: CommConfig, world: World) -> int:
-    """How many ranks make a node."""
+    """Number of ranks that make a node."""
     local_sizes = world.gather(started.local_size())
     places = world.together(lambda: ranks_per_node(config, world.size, local_sizes))
     if places == world.size > 1 and world.is_main:

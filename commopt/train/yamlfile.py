@@ -15,7 +15,7 @@ LARGEST, DEEPEST, MOST = 1 << 20, 64, 100_000
 
 
 def read_yaml(path: Path, what: str = "config file") -> Any:
-    """What the file says; None if it is empty.
+    """Content of the file; None if it is empty.
 
     Raises ConfigError, in one line, for a file that cannot be read, is too large or too deep, or is no YAML, or has
     tags, or aliases that stand for very much: a few lines can mean objects, or more memory than there is.
