@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from test_train_resume import assert_same, content
 from trainer_pair import run
 
 from commopt.train import checkpoint, manifest, resume, sums
 from commopt.train.config import Config
 from commopt.train.errors import CheckpointError, UserError
 from commopt.train.metrics import METRICS, read_metrics
+from runs import assert_same, content
 
 Make = Callable[..., Config]
 ROUNDS = int(os.environ.get("COMMOPT_FUZZ", "6"))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_resume import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
 
 from commopt.train.config import OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.metrics import read_metrics
 from commopt.train.optimizer import plan_optimizer
+from runs import Make, assert_same, content, records
 
 ZERO_ONE = {
     "name": "ZeroOneAdam",

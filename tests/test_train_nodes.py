@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from test_train_mpi import saved, train_all
 from trainer_pair import Pair, run
 from worlds import needs_mpi, on_mpi, same_bits
 
@@ -17,6 +16,7 @@ from commopt.train.backend import ranks_per_node
 from commopt.train.config import CommConfig, Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.optimizer import check_plan
+from runs import saved, train_all
 
 Make = Callable[..., Config]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_resume import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
 
 import commopt
@@ -19,6 +18,7 @@ from commopt.train.loop import Trainer
 from commopt.train.metrics import read_metrics
 from commopt.train.optimizer import make_optimizer
 from commopt.train.parse import from_dict
+from runs import Make, assert_same, content, records
 
 SIGN = {
     "name": "SignMomentum",
