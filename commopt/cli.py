@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -42,8 +43,9 @@ def set_up_logging() -> None:
         logging.getLogger("commopt").setLevel(logging.INFO)
 
 
-def train_command(argv: Sequence[str]) -> None:
-    """``commopt train``. From here on a signal is a wish: a rank that just went would leave the others waiting."""
+def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
+    """``commopt train``. From here on a signal is a wish: a rank that just went would leave the others waiting. It
+    stays one until the last line is said: a launcher ends all ranks when one has ended, and another may know why."""
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:
@@ -56,17 +58,17 @@ def train_command(argv: Sequence[str]) -> None:
         check_without_importing(config)
         sys.stdout.write(to_yaml(config))
         return
-    with StopSignal() as stop:
-        config = parse(argv)
-        set_up_logging()
-        from commopt.train.loop import train
+    stop = until_said.enter_context(StopSignal())
+    config = parse(argv)
+    set_up_logging()
+    from commopt.train.loop import train
 
-        summary = train(config, stop)
+    summary = train(config, stop)
     if summary["finished"] and not math.isfinite(summary["heldout_loss"]):
         raise DivergedError(f"the run ends with a held-out loss of {summary['heldout_loss']}: the model has diverged")
 
 
-def probe_command(argv: Sequence[str]) -> None:
+def probe_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
     """``commopt probe``."""
     from commopt.probe.command import probe
     from commopt.probe.options import ProbeError
@@ -77,7 +79,7 @@ def probe_command(argv: Sequence[str]) -> None:
         raise UserError(str(error)) from error
 
 
-def report_command(argv: Sequence[str]) -> None:
+def report_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
     """``commopt report``."""
     from commopt.report.command import report
 
@@ -91,7 +93,12 @@ COMMANDS = {"train": train_command, "report": report_command, "probe": probe_com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0, 2 for a mistake that the user can fix, or 1 if other ranks are lost."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    with contextlib.ExitStack() as until_said:
+        return _main(list(sys.argv[1:] if argv is None else argv), until_said)
+
+
+def _main(words: list[str], until_said: contextlib.ExitStack) -> int:
+    """``main``, of which ``until_said`` is left when all has been said."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if words else 2
@@ -99,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is None:
             raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")
-        command(words[1:])
+        command(words[1:], until_said)
     except UserError as error:
         say(f"commopt: error: {error}")
         return 2

@@ -1,8 +1,8 @@
 """How the tests run, and what the trainer's share: a small corpus with its prepared form, and a pair of processes.
 
 A test with three lists of parameters or more runs with some of their combinations, see pairs.py. Processes are forks of
-one server, see forks.py. Files run side by side (pytest -n 2 --dist=loadfile): a file's tests share worlds of
-processes, and one that waits for what is late leaves the cores to another."""
+one server, see forks.py. Files run side by side (pytest -n 2 --dist=loadfile): the tests of a file share their worlds
+of processes, and one that waits for what is late leaves the cores to another."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """The workers of pytest-xdist have one server of forks together."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         start_server()
+
+
+pytest.register_assert_rewrite("conformance", "cuda_checks", "runs")
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_ops import bits_equal, mask_bits, new_wire, unpacked, values
 from torch import Tensor
+from wires import bits_equal, mask_bits, new_wire, unpacked, values
 
 from commopt.ops import reference
 

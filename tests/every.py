@@ -23,7 +23,7 @@ def _lamb(params: Any, backend: Any = None, **settings: Any) -> torch.optim.Opti
 
 
 def _cser(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    return commopt.CSER(params, momentum=0.9, period=3, **settings)
+    return commopt.CSER(params, momentum=0.9, **{"period": 3, **settings})
 
 
 def _signs(params: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -31,7 +31,7 @@ def _signs(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def _qsparse(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    return commopt.QSparseLocalSGD(params, momentum=0.9, period=3, compressor=Sign(16), **settings)
+    return commopt.QSparseLocalSGD(params, momentum=0.9, **{"period": 3, "compressor": Sign(16), **settings})
 
 
 def _outer(cls: Any) -> Callable[..., torch.optim.Optimizer]:
@@ -51,9 +51,31 @@ EVERY: dict[str, Callable[..., Any]] = {
 }
 """Name -> function of parameters and settings."""
 
+WITH_VARIANTS: dict[str, Callable[..., Any]] = {
+    **EVERY,
+    "OneBitAdam warming up": lambda params, **settings: commopt.OneBitAdam(params, freeze_step=1000, **settings),
+    "OneBitAdam overlapping": lambda params, **settings: EVERY["OneBitAdam"](params, overlap=True, **settings),
+    "QSparseLocalSGD, blocks": lambda params, **settings: EVERY["QSparseLocalSGD"](
+        params, compressor=RandomBlocks(2, 8), **settings
+    ),
+}
+"""Also those that come to the same lines by other ways."""
+
+
+def make(name: str, params: Any, **settings: Any) -> Any:
+    """One of ``WITH_VARIANTS``, with a round at every second step and a learning rate of 0.01."""
+    rounds: dict[str, Any] = {}
+    if name == "ZeroOneAdam":
+        rounds = {"variance": VariancePolicy(2, 4), "sync": SyncPolicy(2, None, 2)}
+    elif name in OUTER or name.startswith(("CSER", "QSparseLocalSGD")):
+        rounds = {"period": 2}
+    return WITH_VARIANTS[name](params, **{"lr": 1e-2, **rounds, **settings})
+
+
 every = pytest.mark.parametrize("name", EVERY)
 every_outer = pytest.mark.parametrize("name", OUTER)
 COMMUNICATING = [name for name in EVERY if name != "Lamb"]
 every_communicating = pytest.mark.parametrize("name", COMMUNICATING)
 OVERLAPPING = [name for name in COMMUNICATING if name not in OUTER]
 every_overlapping = pytest.mark.parametrize("name", OVERLAPPING)
+every_variant = pytest.mark.parametrize("name", [name for name in WITH_VARIANTS if name != "Lamb"])

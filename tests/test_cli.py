@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forks import python
 
 from commopt.cli import main
 from commopt.train.config import Config
@@ -168,3 +169,22 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(
     assert capsys.readouterr().err == (
         "commopt: error: yaml is not installed, and training needs it: pip install 'commopt[train]'\n"
     )
+
+
+ENDED = """
+import os, signal, sys
+import commopt.cli
+say = commopt.cli.say
+def late(*words, **more):
+    os.kill(os.getpid(), signal.SIGTERM)
+    say(*words, **more)
+commopt.cli.say = late
+sys.exit(commopt.cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_mistake_is_said_though_the_launcher_ends_this_rank(tmp_path: Path) -> None:
+    """When the first rank has ended, a launcher ends the others, which may be the ones that know why."""
+    argv = ["train", "--data.corpus=/nowhere", f"--train.run_dir={tmp_path}/run"]
+    done = subprocess.run([python(), "-c", ENDED, *argv], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "commopt: error: corpus /nowhere: no such file or folder\n")

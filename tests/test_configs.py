@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from shipped import ROOT, shipped
 from trainer_pair import Pair, run
 
 from commopt.train.config import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
@@ -20,7 +20,6 @@ from commopt.train.loop import learning_rate
 from commopt.train.optimizer import check_plan
 from commopt.train.parse import from_dict, keys, parse, to_yaml
 
-ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 Make = Callable[..., Config]
 
@@ -83,12 +82,6 @@ def optimizers(path: Path) -> list[str]:
     """That a config has settings for."""
     optim = yaml.safe_load(path.read_text())["optim"]
     return [optim["name"], *optim["settings"]]
-
-
-@functools.cache
-def shipped(path: Path, name: str) -> Config:
-    """A config as it is with one of its optimizers."""
-    return parse([str(path), f"--optim.name={name}"])
 
 
 def shrunk(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import BLOCKS, FLAVOURS, new_wire
+from wires import BLOCKS, FLAVOURS, new_wire
 
 from commopt.ops import catalogue, cuda, cuda_module, reference, tiles
 

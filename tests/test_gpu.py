@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import BLOCKS, FLAVOURS, bits_equal, new_wire
+from wires import BLOCKS, FLAVOURS, bits_equal, new_wire
 from worlds import on_threads
 
 from commopt import ops

@@ -11,53 +11,28 @@ from unittest import mock
 
 import pytest
 import torch
+from every import every_variant, make
 from torch import Tensor, nn
 from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import (
-    CSER,
-    DiLoCo,
     Guard,
     LocalSGD,
     OneBitAdam,
-    OneBitLamb,
-    QSparseLocalSGD,
-    SignMomentum,
-    SlowMo,
-    ZeroOneAdam,
 )
-from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, setup
+from commopt.optim import NotFinite, ReplicasDiffer, setup
 from commopt.optim.agreement import OutOfStep
 from commopt.optim.digest import CHUNK, digest
 from commopt.optim.guard import describe_difference, majority
 
-Make = Callable[..., Any]
-MAKERS: dict[str, Make] = {
-    "OneBitAdam warming up": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=1000, **kw),
-    "OneBitAdam": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=2, **kw),
-    "OneBitAdam overlapping": lambda params, **kw: OneBitAdam(params, lr=1e-2, freeze_step=2, overlap=True, **kw),
-    "OneBitLamb": lambda params, **kw: OneBitLamb(params, lr=1e-2, freeze_step=2, **kw),
-    "ZeroOneAdam": lambda params, **kw: ZeroOneAdam(
-        params, lr=1e-2, variance=VariancePolicy(2, 4), sync=SyncPolicy(2, None, 2), **kw
-    ),
-    "CSER": lambda params, **kw: CSER(params, lr=1e-2, momentum=0.9, period=2, **kw),
-    "QSparseLocalSGD": lambda params, **kw: QSparseLocalSGD(params, lr=1e-2, period=2, **kw),
-    "LocalSGD": lambda params, **kw: LocalSGD(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
-    "SlowMo": lambda params, **kw: SlowMo(params, torch.optim.SGD, lr=1e-2, period=2, **kw),
-    "DiLoCo": lambda params, **kw: DiLoCo(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
-    "SignMomentum": lambda params, **kw: SignMomentum(params, torch.optim.AdamW, lr=1e-2, period=2, **kw),
-}
-EVERY = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-
-
 # not finite -----------------------------------------------------------------------------------------------------------
 
 
-@EVERY
-def test_a_poisoned_parameter_ends_the_run_and_is_named(make):
+@every_variant
+def test_a_poisoned_parameter_ends_the_run_and_is_named(name):
     def run(backend):
         model = Toy()
-        optimizer = make(model.named_parameters(), backend=backend, guard=Guard(max_skipped=3))
+        optimizer = make(name, model.named_parameters(), backend=backend, guard=Guard(max_skipped=3))
         train(model, optimizer, range(4), backend.rank, 3)
         if backend.rank == 1:
             with torch.no_grad():
@@ -117,14 +92,14 @@ def test_alone_too():
         train(model, optimizer, range(3))
 
 
-@EVERY
+@every_variant
 @pytest.mark.parametrize("huge", [3e38, 1e30, 1e20])
-def test_a_gradient_too_large_for_float32_arithmetic_counts_as_not_finite(make, huge):
+def test_a_gradient_too_large_for_float32_arithmetic_counts_as_not_finite(name, huge):
     """Its square overflows: v, a scale or a residual would be infinite for ever."""
 
     def run(backend):
         model = Toy()
-        optimizer = make(model.parameters(), backend=backend)
+        optimizer = make(name, model.parameters(), backend=backend)
         train(model, optimizer, range(6), backend.rank, 2)
         backward(model, 6, backend.rank, 2)
         if backend.rank == 0:
@@ -174,7 +149,7 @@ COMMON = [(name, what) for name, parts in IN_COMMON.items() for what in parts]
 def test_a_flipped_bit_is_noticed_and_the_rank_named(name, what):
     def run(backend):
         model = Toy()
-        optimizer = MAKERS[name](model.parameters(), backend=backend, guard=Guard(check_every=4))
+        optimizer = make(name, model.parameters(), backend=backend, guard=Guard(check_every=4))
         train(model, optimizer, range(7), backend.rank, 3)
         if backend.rank == 1:
             spoil(optimizer, model, what)
@@ -192,7 +167,7 @@ def test_a_replica_that_differs_is_repaired_from_the_majority(name, what, caplog
     def run(backend):
         model = Toy()
         guard = Guard(check_every=4, on_difference="repair")
-        optimizer = MAKERS[name](model.parameters(), backend=backend, guard=guard)
+        optimizer = make(name, model.parameters(), backend=backend, guard=guard)
         train(model, optimizer, range(7), backend.rank, 3)
         if backend.rank == 1:
             spoil(optimizer, model, what)
@@ -282,7 +257,7 @@ def test_majorities():
 def test_other_hyper_parameters_on_one_rank_are_an_error_on_all(name, key, value):
     def run(backend):
         model = Toy()
-        optimizer = MAKERS[name](model.parameters(), backend=backend)
+        optimizer = make(name, model.parameters(), backend=backend)
         train(model, optimizer, range(3), backend.rank, 3)
         if backend.rank == 2:
             optimizer.param_groups[0][key] = value
@@ -430,16 +405,16 @@ def test_bad_guards(bad):
         Guard(**bad)
 
 
-@EVERY
-def test_a_guard_is_checked_copied_and_the_same_on_all_ranks(make):
+@every_variant
+def test_a_guard_is_checked_copied_and_the_same_on_all_ranks(name):
     with pytest.raises(ValueError, match=r"guard must be a commopt.Guard, got 7"):
-        make(Toy().parameters(), guard=7)
+        make(name, Toy().parameters(), guard=7)
     guard = Guard(max_skipped=3, check_every=None)
-    assert copy.deepcopy(make(Toy().parameters(), guard=guard)).guard == guard
+    assert copy.deepcopy(make(name, Toy().parameters(), guard=guard)).guard == guard
 
     def run(backend):
         with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1"):
-            make(Toy().parameters(), backend=backend, guard=Guard(max_skipped=3 + backend.rank))
+            make(name, Toy().parameters(), backend=backend, guard=Guard(max_skipped=3 + backend.rank))
 
     on_threads(2, run)
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from every import OVERLAPPING, every_variant, make
 from forks import python
 from ports import free_port
 from torch import nn
@@ -25,31 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, backward, on_threads, tokens, train
 
 from commopt import (
-    CSER,
-    DiLoCo,
     LocalSGD,
     OneBitAdam,
-    OneBitLamb,
-    QSparseLocalSGD,
-    SignMomentum,
-    SlowMo,
-    ZeroOneAdam,
     attach,
 )
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
-
-MAKERS: dict[str, Any] = {
-    "OneBitAdam": lambda p, b: OneBitAdam(p, freeze_step=2, overlap=True, bucket_mb=1.2e-4, backend=b),
-    "OneBitAdam, in turn": lambda p, b: OneBitAdam(p, freeze_step=2, bucket_mb=1.2e-4, backend=b),
-    "OneBitLamb": lambda p, b: OneBitLamb(p, freeze_step=2, overlap=True, backend=b),
-    "ZeroOneAdam": lambda p, b: ZeroOneAdam(p, overlap=True, backend=b),
-    "CSER": lambda p, b: CSER(p, lr=0.1, period=2, overlap=True, bucket_mb=1.2e-4, backend=b),
-    "QSparseLocalSGD": lambda p, b: QSparseLocalSGD(p, lr=0.1, backend=b),
-    "LocalSGD": lambda p, b: LocalSGD(p, lr=0.1, period=2, backend=b),
-    "SlowMo": lambda p, b: SlowMo(p, lr=0.1, period=2, backend=b),
-    "DiLoCo": lambda p, b: DiLoCo(p, lr=0.1, period=2, backend=b),
-    "SignMomentum": lambda p, b: SignMomentum(p, lr=0.1, period=2, backend=b),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +48,12 @@ def hooks_of(model: nn.Module) -> int:
     return on_parameters + len(model._forward_pre_hooks)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@every_variant
 def test_every_optimizer_goes_when_it_is_deleted_and_takes_its_hooks(name):
     def run(backend: ThreadBackend) -> None:
         model = Used()
-        optimizer = MAKERS[name](model.parameters(), backend)
+        overlap = {"overlap": True, "bucket_mb": 1.2e-4} if name in OVERLAPPING and name != "OneBitAdam" else {}
+        optimizer = make(name, model.parameters(), backend=backend, **overlap)
         optimizer.warn_in_evaluation(model)
         calls: list[int] = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 import torch
-from test_zero_one_adam import SYNC, VARIANCE, fixed_gradients, kind, make, whole
 from torch import nn
 from worlds import (
     Toy,
+    Used,
     backward,
     on_threads,
     params_of,
@@ -23,6 +23,7 @@ from worlds import (
     tokens,
     train,
 )
+from zero_one import SYNC, VARIANCE, fixed_gradients, kind, make, whole
 
 from commopt import Guard, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
@@ -33,15 +34,6 @@ from commopt.optim.agreement import AGREEMENT_BYTES
 
 LOCAL, ROUND, EXACT = 20, 23, 3
 """Steps, counted from 0: after those before them, the next is local (the first of 3), a round after 3, or exact."""
-
-
-class Used(Toy):
-    """All parameters but the frozen one are used."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__(dtype, seed)
-        self.unused.requires_grad_(False)
-        self.empty.requires_grad_(False)
 
 
 # what is sent --------------------------------------------------------------------------------------------------------

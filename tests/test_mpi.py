@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_backends import conformance
+from conformance import conformance
 from torch import nn
 from worlds import Toy, mpirun, needs_mpi, on_mpi, on_threads, params_of, same_bits, train
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_backends import conformance
+from conformance import conformance
 from trainer_pair import Pair, run
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_configs import ROOT, shipped
+from shipped import ROOT, shipped
 
 from commopt.comm import all_reduce_bytes
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_train_resume import assert_same, content
+from runs import assert_same, content
 from trainer_pair import run
 
 from commopt.train import checkpoint, manifest, resume, sums

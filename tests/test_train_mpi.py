@@ -15,8 +15,7 @@ import pytest
 import torch
 from forks import python
 from ports import free_port
-from torch.utils._pytree import tree_leaves
-from trainer_pair import run
+from runs import saved, train_all
 from worlds import mpirun, needs_mpi, on_mpi, same_bits
 
 from commopt.cli import main
@@ -37,17 +36,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def saved(run_dir: Path, step: int = 12, rank: int | None = None) -> list[torch.Tensor]:
-    """Weights in a checkpoint; with ``rank`` also the optimizer's state and the residuals of that rank."""
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    shared = torch.load(folder / "shared.pt", weights_only=True)
-    trees: list[Any] = [shared["weights"]]
-    if rank is not None:
-        own = torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True)
-        trees += [shared["optimizer_state"], own["optimizer_state"]]
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
-
-
 class MeansOfMPI(TorchBackend):
     """Gloo, but for the order in which means are added up."""
 
@@ -56,24 +44,6 @@ class MeansOfMPI(TorchBackend):
 
     def channels(self, n: int) -> list[Any]:
         return []
-
-
-def train_all(path: str) -> list[Any]:
-    """The configs in a file, one after another; those over Gloo meet at a port of their own."""
-    from mpi4py import MPI
-
-    summaries = []
-    for config, port in pickle.loads(Path(path).read_bytes()):
-        if config.comm.backend != "mpi":
-            rank, size = str(MPI.COMM_WORLD.rank), str(MPI.COMM_WORLD.size)
-            place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            os.environ.update(place)
-            summaries.append(run(config))
-            for name in place:
-                del os.environ[name]
-        else:
-            summaries.append(run(config))
-    return summaries
 
 
 @needs_mpi

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from test_train_mpi import saved, train_all
+from runs import saved, train_all
 from trainer_pair import Pair, run
 from worlds import needs_mpi, on_mpi, same_bits
 

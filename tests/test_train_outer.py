@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_resume import Make, assert_same, content, records
+from runs import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
 
 import commopt

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
 
 from commopt.train.config import Config
 from commopt.train.metrics import read_metrics
 
-Make = Callable[..., Config]
-CLOCK = ("tokens_per_s", "seconds")
 BASELINE = {"name": "AdamW", "args": {}}
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in CLOCK} for record in read_metrics(run_dir)]
-
-
-def content(run_dir: Path, step: int, ranks: int) -> list[Any]:
-    """Everything a checkpoint holds, without the clock and the config."""
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    shared = torch.load(folder / "shared.pt", weights_only=True)
-    del shared["config"], shared["meter"]["seconds"]
-    return [shared, *(torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True) for rank in range(ranks))]
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{where}[{index}]")
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module")

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from oracle_zero_one import ZeroOneAdamOracle, refreshes, rounds
 from torch import Tensor, nn
 from worlds import Toy, backward, flat_given, give, on_threads, params_of, same_bits, some_of, tensors_in, tokens, train
+from zero_one import SIZES, SYNC, VARIANCE, fixed_gradients, grad, kind, leaves, make
 
 from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 from commopt.optim.policies import count_steps
-
-VARIANCE, SYNC = VariancePolicy(kappa=2, stop=8), SyncPolicy(first=2, double_every=8, longest=4)
-"""Steps 1, 2, 4, 6 exact, up to 8 compressed, then rounds at 10, 12, 14, 16, 20, 24, ..."""
-
-
-def make(model: nn.Module, backend: Any, **settings: Any) -> ZeroOneAdam:
-    given = {"lr": 1e-2, "variance": VARIANCE, "sync": SYNC, "eps": 1e-6, **settings}
-    return ZeroOneAdam(model.parameters(), backend=backend, **given)
-
-
-def kind(optimizer: ZeroOneAdam) -> str:
-    return optimizer.kind_of(optimizer.param_groups[0])
-
-
-def whole(model: nn.Module, optimizer: ZeroOneAdam) -> list[Tensor]:
-    return params_of(model) + tensors_in(optimizer.state_dict())
-
 
 # schedules -----------------------------------------------------------------------------------------------------------
 
@@ -85,23 +68,6 @@ def test_the_optimizer_follows_the_schedule_of_bert_large():
 
 
 # the algorithm --------------------------------------------------------------------------------------------------------
-
-SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
-
-
-def leaves() -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64)) for s in SIZES]
-
-
-def grad(step: int, rank: int, i: int) -> Tensor:
-    g = torch.Generator().manual_seed(100 * step + 10 * rank + i)
-    out = torch.randn(SIZES[i], generator=g, dtype=torch.float64) + 0.3
-    if i == 2 and step < 15:
-        out[5:9] = 0  # no gradient here when the variance was refreshed, but later
-    if i == 2 and step < 3:
-        out[12:15] = 0  # and here from the third refresh on
-    return out
 
 
 def flat(tensors: list[Tensor]) -> list[float]:
@@ -256,17 +222,6 @@ def test_the_momentum_after_a_round_is_the_weighted_mean_of_those_in_the_interva
     expected = sum(r * m for r, m in zip(rates[2:], momenta[2:])) / sum(rates[2:])
     for m in on_threads(2, run):
         torch.testing.assert_close(m, torch.full_like(m, expected), rtol=1e-12, atol=0)
-
-
-def fixed_gradients(backend: Any, steps: int, **settings: Any) -> tuple[list[nn.Parameter], ZeroOneAdam]:
-    """A run on gradients that do not depend on the parameters."""
-    mine = leaves()
-    optimizer = ZeroOneAdam(mine, backend=backend, **{"lr": 0.02, "variance": VARIANCE, "sync": SYNC, **settings})
-    for step in range(steps):
-        for i, p in enumerate(mine):
-            p.grad = grad(step, backend.rank, i)
-        optimizer.step()
-    return mine, optimizer
 
 
 def test_weight_decay_does_not_leak_into_the_momentum():

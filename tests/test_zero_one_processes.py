@@ -6,10 +6,9 @@ import logging
 from typing import Any
 
 import torch
-from test_local_steps import Used
-from test_zero_one_adam import kind, make
 from torch.nn.parallel import DistributedDataParallel
-from worlds import on_processes, params_of, same_bits, tensors_in, tokens
+from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
+from zero_one import kind, make
 
 import commopt
 

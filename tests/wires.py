@@ -1,0 +1,54 @@
+"""What kernels are tested with: floats that have gone wrong somewhere before, masks, and wires."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commopt import ops
+
+BLOCKS = [0, 8, 16, 24, 64, 2048]
+
+FLAVOURS = ["normal", "zeros", "signed zeros", "denormal", "huge", "sparse"]
+
+
+def values(flavour: str, shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """Inputs that have gone wrong somewhere before."""
+    x = rng.standard_normal(shape)
+    if flavour == "zeros":
+        x = 0 * np.abs(x)
+    elif flavour == "signed zeros":
+        x = rng.choice([0.0, -0.0, 1.0, -1.0], shape)
+    elif flavour == "denormal":
+        x = x * 1e-43
+    elif flavour == "huge":
+        x = rng.uniform(-1.5e38, 1.5e38, shape)
+    elif flavour == "sparse":
+        x = x * (rng.random(shape) < 0.05)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def mask_bits(kind: str, rows: int, n: int, rng: np.random.Generator) -> Tensor | None:
+    """A live mask, or None. "blocks" has runs of dead elements longer than any vector."""
+    if kind == "none":
+        return None
+    if kind == "blocks":
+        alive = np.repeat(rng.random((rows, n // 64 + 1)) < 0.5, 64, axis=1)[:, :n]
+    else:
+        alive = rng.random((rows, n)) < {"some": 0.7, "all": 1.0, "dead": 0.0}[kind]
+    return torch.from_numpy(np.packbits(alive, axis=1, bitorder="little"))
+
+
+def unpacked(bits: Tensor, n: int) -> np.ndarray:
+    return np.unpackbits(bits.numpy(), axis=-1, bitorder="little", count=n).astype(bool)
+
+
+def new_wire(rows: int, n: int, block: int) -> Tensor:
+    """A wire full of rubbish, every byte of which has to be written."""
+    return torch.full((rows, ops.sign_nbytes(n, block)), 0xA5, dtype=torch.uint8)
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit: tells -0.0 from 0.0."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
