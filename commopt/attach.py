@@ -109,7 +109,7 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         )
     if not isinstance(optimizer, (CommOptimizer, OuterOptimizer)):
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
-    inner = getattr(optimizer.topology.backend, "everyone", optimizer.topology.backend)
+    inner = getattr(optimizer.topology.backend, "world", optimizer.topology.backend)
     mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:

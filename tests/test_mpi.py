@@ -368,7 +368,7 @@ def test_the_stream_is_waited_for_before_mpi_starts_and_the_copy_back_is_made_on
         cuda_aware=False,
         _types={torch.float32: None},
         _meeting=mock.Mock(),
-        _line="0",
+        _channel="0",
     )
     host = torch.empty(3)
     monkeypatch.setattr(MPIBackend, "_reads", lambda *_: False)

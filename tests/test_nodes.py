@@ -415,7 +415,7 @@ def test_with_other_nodes_what_compression_owes_is_kept(old, new):
     assert all(same_bits(loaded[0][2], params) for _, _, params in loaded)
     total = 0.0
     for i, entry in replicated["state"].items():
-        before = owed([(part["share"], part["state"][i]) for part in rank_locals], old[0])
+        before = owed([(part["shard_index"], part["state"][i]) for part in rank_locals], old[0])
         if new[0] > 1:
             after = owed([(share, state[i]) for share, state, _ in loaded], new[0])
         else:  # one node compresses nothing: what was owed is paid

@@ -437,7 +437,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _origin(self) -> Origin:
         topology = self.topology
-        layout = saving.layout_of(self.buckets, self.params, getattr(topology.backend, "places", ""))
+        layout = saving.layout_of(self.buckets, self.params, getattr(topology.backend, "grid", ""))
         return topology.rank, topology.world_size, layout
 
     def _all_state(self) -> dict[Any, Any]:
