@@ -171,9 +171,9 @@ def test_the_mean_of_what_is_each_ranks_own_keeps_its_dtype():
     saved = on_threads(3, save)
     merged = join_state_dict(saved[0][0], [part for _, part in saved], 0, 2)["residuals"]
     for i, entry in merged["state"].items():
-        assert set(entry) == {"own"}
-        mean = torch.stack([part["state"][i]["own"].float() for _, part in saved]).mean(0)
-        assert same_bits([entry["own"]], [mean.bfloat16()])
+        assert set(entry) == {"parameter"}
+        mean = torch.stack([part["state"][i]["parameter"].float() for _, part in saved]).mean(0)
+        assert same_bits([entry["parameter"]], [mean.bfloat16()])
     assert {float(entry["step"]) for entry in merged["base"]["state"].values()} == {3.0}
     assert set(merged["base"]["state"]) == set(saved[1][1]["base"]["state"]) > set(saved[0][1]["base"]["state"])
 

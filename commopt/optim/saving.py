@@ -50,7 +50,7 @@ def own_states(
             out[id(p)].update(residuals)
         for name in rank_local(bucket):
             if name == PARAMETER:
-                mine = [value(p).to(bucket.dtype) for p in bucket.params]
+                mine = [value(p) for p in bucket.params]
             else:
                 mine = bucket.tensors(name) if name in bucket.buffers else []
             for p, tensor in zip(bucket.params, mine):
