@@ -116,7 +116,7 @@ def test_stopped_and_resumed_is_never_stopped(
     assert_same(content(tmp_path, 12, 2), content(unstopped[name], 12, 2))
     assert records(tmp_path) == records(unstopped[name])
     parts = [part["optimizer_state"] for part in between[1:]]
-    assert all(("own" in entry) == (step != 5) for part in parts for entry in part["state"].values())
+    assert all(("parameter" in entry) == (step != 5) for part in parts for entry in part["state"].values())
     if name == "sign":
         moments = [[entry["exp_avg"] for entry in part["base"]["state"].values()] for part in parts]
         assert any(not torch.equal(a, b) for a, b in zip(*moments))
@@ -129,9 +129,9 @@ def test_a_run_that_ends_between_synchronisations_ends_with_the_mean_model(
     shared, *parts = content(unstopped[name], 12, 2)
     own = [part["optimizer_state"]["state"] for part in parts]
     names = [name for group in shared["optimizer_state"]["param_groups"] for name in group["param_names"]]
-    assert any(not torch.equal(own[0][i]["own"], own[1][i]["own"]) for i in own[0])
+    assert any(not torch.equal(own[0][i]["parameter"], own[1][i]["parameter"]) for i in own[0])
     for i, parameter in enumerate(names):
-        mean = (own[0][i]["own"] + own[1][i]["own"]) / 2
+        mean = (own[0][i]["parameter"] + own[1][i]["parameter"]) / 2
         torch.testing.assert_close(shared["weights"][parameter], mean, rtol=1e-6, atol=1e-8)
     last = read_metrics(unstopped[name])[-1]["heldout_loss"]
     losses = pair.run(losses_at, tiny(unstopped[name], optim=CONFIGS[name], resume="auto"), 12)

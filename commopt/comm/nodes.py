@@ -135,5 +135,5 @@ def _check_grid(
     if wrong:
         raise ValueError(wrong)
     if failed.item() > 0:
-        raise ValueError("inside and between do not fit together on another rank; its own error says where")
+        raise ValueError("intra_node and inter_node do not fit together on another rank; its own error says where")
     return grid

@@ -63,42 +63,42 @@ class PayloadSync:
         v: (n,), overwritten with the residual.
         compressor: the same on every rank.
         backend: the ranks, W of them.
-        live: (ceil(n / 8),) uint8 bit mask, least significant bit first, the same on every rank, or None for all. A
+        active: (ceil(n / 8),) uint8 bit mask, least significant bit first, the same on every rank, or None for all. A
             dead element is in no scale, and its residual is 0; what the mean has at its place means nothing.
     """
 
-    def __init__(self, v: Tensor, compressor: Compressor, backend: Backend, live: Tensor | None = None) -> None:
+    def __init__(self, v: Tensor, compressor: Compressor, backend: Backend, active: Tensor | None = None) -> None:
         self.compressor, self.residual = compressor, v
         row = v.view(1, -1)
         own = torch.empty(1, compressor.nbytes(v.numel(), v.dtype), dtype=torch.uint8, device=v.device)
         self._own = own  # belongs to the collective until that is done
-        if live is None:
+        if active is None:
             compressor.compress(row, own)
         else:
-            compressor.compress_with_feedback(row, torch.zeros_like(row), own, live.view(1, -1), row)
-        self.wires = own.new_empty(backend.world_size, own.shape[1])
-        self.works = [backend.all_gather(self.wires, own[0])]
-        if live is None:
+            compressor.compress_with_feedback(row, torch.zeros_like(row), own, active.view(1, -1), row)
+        self.payload = own.new_empty(backend.world_size, own.shape[1])
+        self.works = [backend.all_gather(self.payload, own[0])]
+        if active is None:
             sent = torch.empty_like(row)
             compressor.decompress(own, sent)
             v.sub_(sent[0])
 
     def mean(self) -> Tensor:
         mean = torch.empty_like(self.residual)
-        self.compressor.decompress_mean(self.wires, mean)
+        self.compressor.decompress_mean(self.payload, mean)
         return mean
 
     def is_sound(self) -> Tensor:
-        return self.compressor.is_sound(self.wires, self.residual.numel(), self.residual.dtype)
+        return self.compressor.is_sound(self.payload, self.residual.numel(), self.residual.dtype)
 
 
-def psync(v: Tensor, how: Compressor | Blocks, backend: Backend, live: Tensor | None = None) -> PSync:
+def psync(v: Tensor, how: Compressor | Blocks, backend: Backend, active: Tensor | None = None) -> PSync:
     """Starts to average C[v] over the ranks.
 
     Args:
         v: (n,) float32 or float64, contiguous; overwritten with the residual.
         how: C; or the blocks that it keeps.
         backend: the ranks.
-        live: as for :class:`PayloadSync`; blocks have no scales, and no use for it.
+        active: as for :class:`PayloadSync`; blocks have no scales, and no use for it.
     """
-    return BlockSync(v, how, backend) if isinstance(how, Blocks) else PayloadSync(v, how, backend, live)
+    return BlockSync(v, how, backend) if isinstance(how, Blocks) else PayloadSync(v, how, backend, active)
