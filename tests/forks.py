@@ -186,6 +186,8 @@ def become(argv: list[str], env: dict[str, str], folder: str, parent: int, strea
 def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "what is imported has started a thread"
     gc.collect()
     gc.freeze()  # else a process looks through all this again, and copies it, when it ends
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()

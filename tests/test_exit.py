@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from forks import python
 from ports import free_port
 
 SCRIPT = """
@@ -38,8 +39,11 @@ dist.destroy_process_group()
 
 def start(how: str) -> list[subprocess.Popen[str]]:
     port = str(free_port())
-    command = [sys.executable, "-c", SCRIPT]
-    return [subprocess.Popen([*command, str(r), port, how], stderr=subprocess.PIPE, text=True) for r in range(2)]
+    programs = [sys.executable, python() if how == "alone" else sys.executable]  # rank 1 is killed if rank 0 is alone
+    return [
+        subprocess.Popen([program, "-c", SCRIPT, str(r), port, how], stderr=subprocess.PIPE, text=True)
+        for r, program in enumerate(programs)
+    ]
 
 
 def test_processes_end_in_order_while_collectives_are_in_flight():
@@ -83,7 +87,8 @@ sys.exit(3)
 def test_a_rank_that_goes_while_another_shuts_down_does_not_end_that_with_a_signal(which):
     port = str(free_port())
     waiting, absent = (
-        subprocess.Popen([sys.executable, "-c", LATE, str(r), port, which], stdout=subprocess.PIPE) for r in range(2)
+        subprocess.Popen([program, "-c", LATE, str(r), port, which], stdout=subprocess.PIPE)
+        for r, program in enumerate([sys.executable, python()])
     )
     try:
         assert waiting.stdout is not None

@@ -348,7 +348,8 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt",
             "probe", "--params=100K", "--step-time=0.01", "--last-params=30K", "--max-mb=0.25", f"--json={file}",
         ],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": python()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("recommendation: ") == 1  # rank 0 alone reports
