@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from runs import assert_same, content
 from trainer_pair import run
+from trainer_runs import assert_same, content
 
 from commopt.train import checkpoint, manifest, resume, sums
 from commopt.train.config import Config

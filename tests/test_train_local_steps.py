@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Make, assert_same, content, records
 from trainer_pair import Pair, run, run_and_stop
+from trainer_runs import Make, assert_same, content, records
 
 from commopt.train.config import OptimConfig
 from commopt.train.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forks import python
 from ports import free_port
-from runs import saved, train_all
+from trainer_runs import saved, train_all
 from worlds import mpirun, needs_mpi, on_mpi, same_bits
 
 from commopt.cli import main

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from runs import saved, train_all
 from trainer_pair import Pair, run
+from trainer_runs import saved, train_all
 from worlds import needs_mpi, on_mpi, same_bits
 
 from commopt.train.backend import ranks_per_node
