@@ -26,6 +26,7 @@ class Lines(logging.Handler):
 
 def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, Any]:
     model = Used()
+    model.empty.requires_grad_(False)  # DDP would wait for its gradient
     optimizer = make(model, None, bucket_mb=2e-4, **settings)
     wrapped: Any = model
     if ddp:
