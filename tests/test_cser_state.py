@@ -646,3 +646,22 @@ def test_over_gloo_bare_overlapped_and_attached_to_ddp():
                 assert same_bits(bare[0], other[0])
         assert same_bits(ranks[0][f"{variant} bare"][1], ranks[1][f"{variant} bare"][1])
         assert not same_bits(ranks[0][f"{variant} bare"][0], ranks[1][f"{variant} bare"][0])
+
+
+def test_a_momentum_that_is_switched_off_stays_each_ranks_own():
+    """Nobody takes what ranks have gathered of it for replicas that differ."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = CSER(
+            model.parameters(), 0.05, 0.9, period=2, guard=Guard(check_every=1), compressor=RandomBlocks(2, 8),
+            reset_compressor=RandomBlocks(1), backend=backend,
+        )  # fmt: skip
+        train(model, optimizer, range(3), backend.rank, 2)
+        optimizer.param_groups[0]["momentum"] = 0.0
+        train(model, optimizer, range(3, 6), backend.rank, 2)
+        own = optimizer.state_dict()["residuals"]["state"]
+        return [own[i]["momentum_buffer"] for i in own]
+
+    a, b = on_threads(2, run)
+    assert not same_bits(a, b)

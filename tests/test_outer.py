@@ -775,3 +775,13 @@ def _periods_2_and_5(cls, backend):
 def test_the_backend_is_counted():
     optimizer = LocalSGD(Toy().parameters(), lr=1e-2, backend=LocalBackend())
     assert isinstance(optimizer.topology.world, CountingBackend)
+
+
+def test_a_base_that_is_refused_keeps_its_groups():
+    def run(backend):
+        base = torch.optim.AdamW(Toy().parameters(), lr=1e-2)
+        with pytest.raises(ValueError, match="period"):
+            LocalSGD(base, period=2 + backend.rank, backend=backend)
+        return len(base.param_groups)
+
+    assert on_threads(2, run) == [1, 1]

@@ -45,11 +45,10 @@ def next_interval(group: dict[str, Any]) -> Interval:
 
 def moves(bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: Sequence[int]) -> FrozenAdam:
     """Update that brings the parameters of the indices ``moving`` from the anchor to where ``interval`` has."""
-    params = [bucket.params[i] for i in moving]
     t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
     counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
     over = {**group, "lr": interval.lr_sum}
-    return replace(frozen_adam(bucket, bucket["exp_avg_sq"], params, counts, over), decay=interval.decay)
+    return replace(frozen_adam(bucket, bucket["exp_avg_sq"], moving, over, counts), decay=interval.decay)
 
 
 def to_anchor(bucket: StateBucket, update: FrozenAdam) -> None:

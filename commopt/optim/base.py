@@ -49,7 +49,7 @@ from commopt.compress import Compressor, Sign
 from commopt.optim import checks
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
-from commopt.optim.guard import Guard, NotFinite, check_guard, describe_difference, tell_not_finite
+from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
@@ -118,22 +118,15 @@ class CommOptimizer(PackedOptimizer):
         self.skipped_steps = 0
         self.dropped_gradients = 0
         self._restart()
-        self._ready = False
-        error: Exception | None = None
-        try:
+        self._ready = False  # torch's constructor adds the first groups; they are registered all at once
+
+        def construct() -> None:
             self.check_settings()
             check_guard(self.guard)
-            super().__init__(params, {**defaults, "step": 0})
-        except (ValueError, TypeError) as caught:
-            error = caught
+            super(CommOptimizer, self).__init__(params, {**defaults, "step": 0})
+
+        self.register_new(construct)
         self._ready = True
-        try:
-            self._register(getattr(self, "param_groups", []), error)
-        except Exception as raised:
-            forget_frames(raised)
-            raise
-        finally:
-            error = None
 
     def _restart(self) -> None:
         self._attachment: Any = None
@@ -199,26 +192,16 @@ class CommOptimizer(PackedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, which starts at its own step 0. All ranks must add the same group at the same time."""
-        known = len(self.param_groups)
-        error: Exception | None = None
-        try:
-            super().add_param_group(param_group)
+
+        def add() -> None:
+            super(CommOptimizer, self).add_param_group(param_group)
             checks.check_params(self.param_groups[-1]["params"], self.devices())
             self.check_group(self.param_groups[-1])
-        except (ValueError, TypeError) as caught:
-            error = caught
-        if not self._ready:  # torch's constructor adds the first groups; ours registers all of them at once
-            if error is not None:
-                raise error
-            return
-        try:
-            self._register(self.param_groups[known:], error)
-        except Exception as raised:
-            del self.param_groups[known:]
-            forget_frames(raised)
-            raise
-        finally:
-            error = None
+
+        if self._ready:
+            self.register_new(add)
+        else:
+            add()
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
@@ -309,8 +292,7 @@ class CommOptimizer(PackedOptimizer):
         """Takes ``step`` from wherever backward has taken it, and does what follows from it."""
         local, overlapped = self.steps_locally(), self.starts_in_backward()
         if overlapped:
-            blocking, names = step.blocking(), names_of(self.param_groups)
-            self._diagnostics.overlap_lost(blocking, names, step.started, len(step.buckets))
+            self._diagnostics.overlap_lost(step.blocking(), self.param_groups, step.started, len(step.buckets))
         if not local:
             self._open_channels()
         refused = refused or self._follow(step)
@@ -455,10 +437,6 @@ class CommOptimizer(PackedOptimizer):
         """True if the next step communicates nothing."""
         return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]
 
-    def accumulating(self) -> bool:
-        """True if an attached DDP model is in its ``no_sync()``."""
-        return self._attachment is not None and self._attachment.accumulating()
-
     def _channels_of(self, index: int) -> tuple[Channel, Channel]:
         """The channels of bucket ``index``: for what goes out, and for what comes back."""
         if not self._channels:
@@ -509,11 +487,8 @@ class CommOptimizer(PackedOptimizer):
 
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""
-        where, names = f"{type(self).__name__}, step {number}", [name for name, _ in self.replicated()]
-        self._right = self.guard.decide(table, names, where)
-        if self._right is not None and self.topology.rank == 0:
-            what = describe_difference(table, names)
-            logger.error("%s: %s; after this step all have what rank %d has", where, what, self._right)
+        where = f"{type(self).__name__}, step {number}"
+        self._right = self.right_replica(table, where, "after this step all have what rank %d has")
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
@@ -551,14 +526,13 @@ class CommOptimizer(PackedOptimizer):
 
     def _norms(self) -> tuple[float, float]:
         """2-norms of this rank's worker residual, and of what is compressed."""
-        residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
-        return residual, square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
+        return self.residual_norm(), square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
 
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
         lets a variance stand later."""
         params = [p for group in groups for p in group["params"] if "exp_avg_sq" in self.state.get(p, ()) and p.numel()]
-        self._diagnostics.zero_variance(params, self.state, names_of(self.param_groups), later)
+        self._diagnostics.zero_variance(params, self.state, self.param_groups, later)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}

@@ -208,8 +208,7 @@ class CSER(CommOptimizer):
         return bucket["momentum_buffer"]
 
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
-        momentum = self.rank_local_buffers if group["momentum"] != 0 else self.rank_local_buffers[1:]
-        return (PARAMETER, *momentum) if self.replicas_differ else momentum
+        return (PARAMETER, *self.rank_local_buffers) if self.replicas_differ else self.rank_local_buffers
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         super().check_loaded(given)
@@ -226,8 +225,8 @@ class CSER(CommOptimizer):
             )
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
-        for bucket in self.buckets:
-            if self.group_of()[id(bucket.params[0])].get("momentum", 0) != 0:
+        for bucket, group in self.grouped_buckets():
+            if group["momentum"] != 0:
                 self._momentum(bucket)
         return super().prepare(entries, origin)
 

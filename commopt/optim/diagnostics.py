@@ -61,6 +61,33 @@ class Diagnostics:
                 self.optimizer,
             )
 
+    def equal_gradients_in_rounds(self) -> None:
+        """All ranks had the same gradients in the last step of a round."""
+        if self._once("equal gradients"):
+            logger.warning(
+                "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
+                "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
+                "same data.",
+                self.optimizer,
+            )
+
+    def local_step_skipped(self, count: int) -> None:
+        """This rank has not stepped, because of its gradients: the ``count``-th time."""
+        if worth_a_line(count):
+            logger.warning(
+                "%s: rank %d skipped its local step: inf or NaN in its gradients (%d skipped so far)",
+                self.optimizer, self.rank, count,
+            )  # fmt: skip
+
+    def round_skipped(self, ranks: Sequence[int], count: int) -> None:
+        """All ranks have skipped a synchronisation, because of parameters of ``ranks``: the ``count``-th."""
+        if self.rank == 0 and worth_a_line(count):
+            logger.warning(
+                "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
+                "far). It is tried again after the next step; those ranks need the last good checkpoint.",
+                self.optimizer, list(ranks), count,
+            )  # fmt: skip
+
     def too_late(self, when: str, what_it_does: str) -> None:
         """A parameter has its first gradient after ``when``. In a group of its own it would not be too late: that group
         ``what_it_does`` by itself."""
@@ -71,20 +98,22 @@ class Diagnostics:
                 self.optimizer, when, what_it_does,
             )  # fmt: skip
 
-    def overlap_lost(self, blocking: Sequence[Tensor], names: Mapping[Tensor, str], index: int, buckets: int) -> None:
-        """The parameters ``blocking`` keep buckets from ``index`` on from starting in backward."""
+    def overlap_lost(
+        self, blocking: Sequence[Tensor], groups: Sequence[dict[str, Any]], index: int, buckets: int
+    ) -> None:
+        """The parameters ``blocking``, of ``groups``, keep buckets from ``index`` on from starting in backward."""
         if blocking and self._once("overlap lost"):
             logger.warning(
                 "%s: overlap is lost from bucket %d of %d on: %s had no gradient when backward ended, and buckets "
                 "start in order. Freeze what is never used (requires_grad_(False)).",
-                self.optimizer, index, buckets, listed([names[p] for p in blocking]),
+                self.optimizer, index, buckets, listed(blocking, groups),
             )  # fmt: skip
 
     def zero_variance(
-        self, params: Sequence[Tensor], state: Mapping[Tensor, Any], names: Mapping[Tensor, str], later: str
+        self, params: Sequence[Tensor], state: Mapping[Tensor, Any], groups: Sequence[dict[str, Any]], later: str
     ) -> None:
-        """The variance of ``params`` stands from now on. Warns if some had gradients, but all of them 0: they will not
-        move. Or if none of them will. ``later`` says what lets a variance stand later."""
+        """The variance of ``params``, of ``groups``, stands from now on. Warns if some had gradients, but all of them
+        0: they will not move. Or if none of them will. ``later`` says what lets a variance stand later."""
         if self.rank:
             return
         still = [p for p in params if not state[p]["exp_avg_sq"].any()]
@@ -95,7 +124,7 @@ class Diagnostics:
                 "%s: the variance of %d of %d parameters is 0 everywhere, and stands from now on: no gradient will "
                 "move them (%s). Their gradients so far were 0, or too small for a square. If it was too early, %s; if "
                 "they are not to be trained, freeze them (requires_grad_(False)).",
-                self.optimizer, len(named), len(params), listed([names[p] for p in named]), later,
+                self.optimizer, len(named), len(params), listed(named, groups), later,
             )  # fmt: skip
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
@@ -115,9 +144,10 @@ class Diagnostics:
         return new and self.rank == 0
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first three of ``names``, in words."""
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+def listed(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> str:
+    """The names of the first three of ``params``, of ``groups``."""
+    names = names_of(groups)
+    return ", ".join(names[p] for p in params[:3]) + (" ..." if len(params) > 3 else "")
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:

@@ -181,21 +181,20 @@ def start_mean(
     mask = None if active is None else bucket.part(active)
     rows = None if mask is None else mask.view(nodes, -1)
 
-    def compress(wire: Tensor, chunk: Chunk) -> None:
+    def compress(payload: Tensor, chunk: Chunk) -> None:
         worker, after = feedback.worker_rows(nodes)
-        compressor.compress_momentum(local, worker, wire, rows, after, chunk)
+        compressor.compress_momentum(local, worker, payload, rows, after, chunk)
 
-    between = compressed_mean(
-        compress, feedback, compressor, send.inter_node, reply.inter_node, bucket.chunks or None, mask
-    )  # fmt: skip
+    chunks = bucket.chunks or None
+    between = compressed_mean(compress, feedback, compressor, send.inter_node, reply.inter_node, chunks, mask)
     return _shared_in_node(between, reply.intra_node)
 
 
 def _shared_in_node(
-    between: Generator[Work, None, list[InFlightChunk]], inside: Backend
+    between: Generator[Work, None, list[InFlightChunk]], intra_node: Backend
 ) -> Generator[Work, None, list[InFlightChunk]]:
     in_flight = yield from between
-    return (yield from to_node(in_flight, inside))
+    return (yield from to_node(in_flight, intra_node))
 
 
 def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Sequence[float]) -> Feedback:
@@ -212,19 +211,22 @@ def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: S
 
 
 def frozen_adam(
-    bucket: StateBucket, v: Tensor, moving: Sequence[Tensor], counts: list[tuple[float, float]], group: dict[str, Any]
+    bucket: StateBucket,
+    v: Tensor,
+    moving: Sequence[int],
+    group: dict[str, Any],
+    counts: list[tuple[float, float]] | None = None,
 ) -> FrozenAdam:
     """x <- x (1 - lr wd) - lr / (1-b1^t) m / (sqrt(v / (1-b2^t')) + eps), for when m has come.
 
     Args:
         bucket: of the parameters.
         v: a flat buffer of it.
-        moving: the parameters that move, some of the bucket's, in their order.
-        counts: (t, t') of each of them.
+        moving: indices of the parameters that move, ascending.
         group: lr, betas, eps, weight_decay.
+        counts: (t, t') of each of them; None for those of the bucket.
     """
-    chosen = {id(p) for p in moving}
-    offsets = [o for p, o in zip(bucket.params, bucket.offsets) if id(p) in chosen]
-    return FrozenAdam(
-        v, moving, offsets, *bias_corrections(counts, group), group["eps"], weight_decay_factor(group)
-    )  # fmt: skip
+    x, _, _, now = bucket.operands(moving)
+    offsets = [bucket.offsets[i] for i in moving]
+    factors = bias_corrections(now if counts is None else counts, group)
+    return FrozenAdam(v, x, offsets, *factors, group["eps"], weight_decay_factor(group))

@@ -256,9 +256,7 @@ class StepInFlight:
             return []
         return [i for i, p in enumerate(bucket.params) if id(p) not in present]
 
-    def _start_while(
-        self, ready: Callable[[StateBucket], bool], scale: float = 1.0, average: bool = True
-    ) -> None:  # fmt: skip
+    def _start_while(self, ready: Callable[[StateBucket], bool], scale: float = 1.0, average: bool = True) -> None:
         """Starts buckets in their turn, as long as the next one is ``ready``."""
         while self.started < len(self.buckets) and ready(self.buckets[self.started]):
             self._start_next(scale, average)

@@ -19,19 +19,23 @@ def active_mask(bucket: StateBucket) -> Tensor:
     """The mask of the elements whose variance is not 0, (padded / 8,) uint8: only they are sent and move. It stays
     until ``bucket.active`` is unset."""
     if bucket.active is None:
-        bucket.active = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
-        ops.pack_nonzero(bucket["exp_avg_sq"], bucket.active)
+        bucket.active = _nonzero(bucket["exp_avg_sq"])
     return bucket.active
 
 
 def padding_mask(bucket: StateBucket) -> Tensor:
     """The mask of all elements but the padding, (padded / 8,) uint8; it stays as that of :func:`active_mask` does."""
     if bucket.active is None:
-        bucket.active = torch.empty(bucket.padded // 8, dtype=torch.uint8, device=bucket.device)
         used = bucket.zeros()
         used[: bucket.numel] = 1
-        ops.pack_nonzero(used, bucket.active)
+        bucket.active = _nonzero(used)
     return bucket.active
+
+
+def _nonzero(flat: Tensor) -> Tensor:
+    mask = torch.empty(flat.numel() // 8, dtype=torch.uint8, device=flat.device)
+    ops.pack_nonzero(flat, mask)
+    return mask
 
 
 def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:

@@ -143,14 +143,10 @@ class OneBitAdam(WarmupOptimizer):
         bucket.buffers["exp_avg"] = bucket.zeros()
         bucket.buffers["exp_avg_sq"] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
-        return step(bucket, group, ctx)
-
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
-        x, m, v, counts = self.increment(bucket, ctx, variance_moves=True)
+        x, m, v, counts = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
         adam_(x, g, m, v, counts, group)
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
@@ -158,5 +154,5 @@ class OneBitAdam(WarmupOptimizer):
         m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
-        x, _, _, counts = self.increment(bucket, ctx, variance_moves=False)
-        mean.into(m, frozen_adam(bucket, v, x, counts, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)
+        moving = self.increment(bucket, ctx, variance_moves=False)
+        mean.into(m, frozen_adam(bucket, v, moving, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

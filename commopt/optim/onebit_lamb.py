@@ -160,14 +160,10 @@ class OneBitLamb(WarmupOptimizer):
         for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"):
             bucket.buffers[name] = bucket.zeros()
 
-    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
-        return step(bucket, group, ctx)
-
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
-        x, m, v, _ = self.increment(bucket, ctx, variance_moves=True)
+        x, m, v, _ = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
         ratios = lamb_(x, g, m, v, group)
         for p, c in zip(x, ratios):
             _average(self.state[p], c, group["coeff_beta"])  # c_avg = b3 c_avg + (1-b3) c
@@ -179,7 +175,7 @@ class OneBitLamb(WarmupOptimizer):
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
         self._switch(bucket, k)
-        x, before, v, _ = self.increment(bucket, ctx, variance_moves=False)
+        x, before, v, _ = bucket.operands(self.increment(bucket, ctx, variance_moves=False))
         f = [self.state[p]["fresh_exp_avg_sq"] for p in x]
         new = dict(zip(map(id, bucket.params), bucket.views(mean.values())))
         c = [_averaged(self.state[p]) for p in x]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -28,11 +28,14 @@ from commopt.comm import (
     sends_from,
     wait,
 )
-from commopt.compress import Compressor, Feedback
+from commopt.compress import Compressor
 from commopt.optim import replicas, saving
+from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.digest import digest
-from commopt.optim.guard import Guard
+from commopt.optim.guard import Guard, describe_difference
+from commopt.optim.lifetime import forget_frames
 from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
+from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state_bucket import StateBucket
@@ -58,6 +61,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     skipped_steps: int
     dropped_gradients: int
     buckets: list[StateBucket]
+    _ready: bool  # whether it is made
+    _attachment: Any
+    _diagnostics: Diagnostics
     _check_next: bool
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
@@ -126,6 +132,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The parameter group of each parameter, by its id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
+    def grouped_buckets(self) -> Iterator[tuple[StateBucket, dict[str, Any]]]:
+        """Each bucket with the parameter group of its parameters."""
+        groups = self.group_of()
+        for bucket in self.buckets:
+            yield bucket, groups[id(bucket.params[0])]
+
     def packed(self) -> set[int]:
         """The ids of the parameters that are in a bucket, which have state."""
         return {id(p) for bucket in self.buckets for p in bucket.params}
@@ -134,6 +146,33 @@ class PackedOptimizer(torch.optim.Optimizer):
     def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
         """The residuals of each parameter on this rank, as views of its bucket's; empty with one node."""
         return {p: r for bucket in self.buckets for p, r in zip(bucket.params, bucket.residuals())}
+
+    def register_new(self, add: Callable[[], None]) -> None:
+        """Calls ``add()``, which makes parameter groups, and registers these on all ranks, or on none.
+
+        Raises:
+            ValueError, TypeError: on every rank, for what ``add()`` raised on any of them; or if ranks differ. The
+                groups are not there then.
+        """
+        known = len(getattr(self, "param_groups", ()))
+        error: Exception | None = None
+        try:
+            add()
+        except (ValueError, TypeError) as caught:
+            error = caught
+        try:
+            self._register(getattr(self, "param_groups", [])[known:], error)
+        except Exception as raised:
+            if self._ready:  # while it is made, the groups may be those of somebody else's optimizer
+                del self.param_groups[known:]
+            forget_frames(raised)
+            raise
+        finally:
+            error = None
+
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+        """Makes sure that all ranks bring the same new groups, and gives them buckets."""
+        raise NotImplementedError
 
     def register_groups(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
@@ -190,6 +229,14 @@ class PackedOptimizer(torch.optim.Optimizer):
             "ratio": fp32 / step["bytes"] if step["bytes"] else None,
         }
 
+    def residual_norm(self) -> float:
+        """2-norm of this rank's worker residual; 0 where nothing is compressed."""
+        return square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
+
+    def accumulating(self) -> bool:
+        """True if an attached DDP model is in its ``no_sync()``."""
+        return self._attachment is not None and self._attachment.accumulating()
+
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         topology, packed = self.topology, self.packed()
@@ -209,9 +256,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
         bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
-        if self.topology.nodes > 1:
-            numel = bucket.padded // bucket.local_world_size
-            bucket.feedback = Feedback.zeros(numel, self.topology.nodes, bucket.dtype, bucket.device, self.overlap)
+        bucket.add_residuals(self.topology.nodes, self.overlap)
 
     def follow_parameters(self) -> bool:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
@@ -228,10 +273,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that must be the same on all ranks now, to the bit, each with a name: parameters unless replicas
         differ, flat buffers that are not a rank's own, and numbers of the parameters."""
-        groups = self.group_of()
-        for i, bucket in enumerate(self.buckets):
-            where = f"bucket {i} ({bucket.describe()})"
-            own = self.rank_local(groups[id(bucket.params[0])])
+        for i, (bucket, group) in enumerate(self.grouped_buckets()):
+            where, own = f"bucket {i} ({bucket.describe()})", self.rank_local(group)
             if not self.replicas_differ:
                 yield f"the parameters of {where}", bucket.pack_params()
             for name, flat in bucket.buffers.items():
@@ -245,11 +288,27 @@ class PackedOptimizer(torch.optim.Optimizer):
         found = [digest(x) for _, x in self.replicated()]
         return torch.stack([d.to(found[0].device) for d in found]).tolist() if found else []
 
+    def right_replica(self, table: list[list[int]], where: str, when: str) -> int | None:
+        """The rank whose replica the others are to get, as follows from the digests of all ranks; None for none.
+
+        Args:
+            table: the digests, by rank.
+            where: begins the message.
+            when: %d in it is that rank.
+
+        Raises:
+            commopt.optim.ReplicasDiffer: replicas differ, and cannot be repaired, or shall not.
+        """
+        names = [name for name, _ in self.replicated()]
+        right = self.guard.decide(table, names, where)
+        if right is not None and self.topology.rank == 0:
+            logger.error("%s: %s; " + when, where, describe_difference(table, names), right)
+        return right
+
     def copy_replica(self, source: int) -> None:
         """Gives all ranks what rank ``source`` has of what must be the same on all of them."""
-        groups = self.group_of()
-        for bucket in self.buckets:
-            own = self.rank_local(groups[id(bucket.params[0])])
+        for bucket, group in self.grouped_buckets():
+            own = self.rank_local(group)
             if not self.replicas_differ:
                 flat = bucket.pack_params()
                 self._copy_from(source, flat)
@@ -346,10 +405,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def own_part(self) -> dict[str, Any]:
         """This rank's own part, as copies, and whose it is."""
         rank, world_size, layout = self._origin()
-        groups = self.group_of()
-        own = saving.own_states(
-            self.buckets, self.params, lambda bucket: self.rank_local(groups[id(bucket.params[0])]), self.own_value
-        )
+        declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
+        own = saving.own_states(declared, self.params, self.own_value)
         nodes, shard_index = self.topology.nodes, self.topology.shard_index
         whose = {"rank": rank, "world_size": world_size, "layout": layout, "nodes": nodes, "shard_index": shard_index}
         return {**whose, "state": own}

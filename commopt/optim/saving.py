@@ -24,9 +24,6 @@ Entries = dict[Any, dict[str, Any]]
 PARAMETER = "parameter"
 """Name of a parameter's own value where ranks have other ones."""
 
-OUTDATED = ("met_step", "way_norm")
-"""Keys that parameter groups had before 0.1.0."""
-
 
 def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: Any) -> int:
     """A checksum of which parameters are in which bucket, and of where ranks are: residuals of one layout mean nothing
@@ -37,18 +34,15 @@ def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: 
 
 
 def own_states(
-    buckets: Sequence[StateBucket],
-    params: Sequence[Tensor],
-    rank_local: Callable[[StateBucket], Sequence[str]],
-    value: Callable[[Tensor], Tensor],
+    declared: Iterable[tuple[StateBucket, Sequence[str]]], params: Sequence[Tensor], value: Callable[[Tensor], Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """This rank's own state of each parameter, by its number, as copies: residuals, and what ``rank_local`` names of
-    its bucket. ``value`` gives a parameter's own value."""
+    """This rank's own state of each parameter, by its number, as copies: residuals, and what is ``declared`` of its
+    bucket. ``value`` gives a parameter's own value."""
     out: dict[int, dict[str, Tensor]] = {id(p): {} for p in params}
-    for bucket in buckets:
+    for bucket, names in declared:
         for p, residuals in zip(bucket.params, bucket.residuals()):
             out[id(p)].update(residuals)
-        for name in rank_local(bucket):
+        for name in names:
             if name == PARAMETER:
                 mine = [value(p) for p in bucket.params]
             else:
@@ -60,8 +54,7 @@ def own_states(
 
 def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequence[StateBucket]) -> None:
     """Raises ValueError if what is loaded is of another model, or from before names were changed."""
-    old = [{"outdated": key} for group in given["param_groups"] for key in OUTDATED if key in group]
-    refuse_outdated(given.get("residuals") or {}, *old)
+    refuse_outdated([given.get("residuals")], given["param_groups"])
     ids = [i for group in given["param_groups"] for i in group["params"]]
     if len(ids) != len(params):
         return  # torch raises, and says why

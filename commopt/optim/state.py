@@ -23,6 +23,9 @@ StateDict = dict[str, Any]
 RANK_LOCAL = ("worker_error", "server_error")
 """Names of a parameter's residuals: of what this rank sends, and of the part of it that this rank averages."""
 
+_OUTDATED = ("met_step", "way_norm")
+"""Keys of parameter groups before 0.1.0."""
+
 MERGED = -1
 """The rank in residuals that are those of all ranks together."""
 
@@ -53,7 +56,7 @@ def join_state_dict(
     """
     if not any(rank_locals):
         return replicated
-    refuse_outdated(*rank_locals)
+    refuse_outdated(rank_locals)
     saved = [(part["rank"], part["world_size"]) for part in rank_locals]
     if saved != [(r, len(saved)) for r in range(len(saved))]:
         raise ValueError(
@@ -64,9 +67,10 @@ def join_state_dict(
     return {**replicated, "residuals": mine}
 
 
-def refuse_outdated(*parts: StateDict) -> None:
-    """Raises ValueError for a rank's own part of a state that was saved before names were changed."""
-    if any(part and "shard_index" not in part for part in parts):
+def refuse_outdated(parts: Sequence[StateDict | None], groups: Sequence[StateDict] = ()) -> None:
+    """Raises ValueError if a rank's own part, or a parameter group, was saved before names were changed."""
+    old_group = any(key in group for group in groups for key in _OUTDATED)
+    if old_group or any(part and "shard_index" not in part for part in parts):
         raise ValueError(
             "the loaded state was saved before commopt 0.1.0, whose names of state are others: load it with the "
             "version that has saved it, or begin a new run from the weights of the model"

@@ -60,6 +60,21 @@ class StateBucket(Bucket):
         views = self._views[name]
         return views if indices is None else [views[i] for i in indices]
 
+    def operands(
+        self, indices: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
+        """x, m, v and the counts (t, t') of m and v, of the parameters given by their indices, as the rules of the Adam
+        family take them."""
+        t, frozen_t = self.numbers["step"].tolist(), self.numbers["variance_step"].tolist()
+        params, counts = [self.params[i] for i in indices], [(t[i], frozen_t[i]) for i in indices]
+        return params, self.tensors("exp_avg", indices), self.tensors("exp_avg_sq", indices), counts
+
+    def add_residuals(self, nodes: int, double_buffered: bool) -> None:
+        """Makes the residuals of a compressed mean over ``nodes``; none on one node."""
+        if nodes > 1:
+            numel = self.padded // self.local_world_size
+            self.feedback = Feedback.zeros(numel, nodes, self.dtype, self.device, double_buffered)
+
     def add_numbers(self, starts: Mapping[str, float], dtype: torch.dtype) -> None:
         """Makes numbers of the parameters, by name, with what they start from."""
         for name, start in starts.items():

@@ -11,12 +11,13 @@ ratio; that it must not fire while v still grows from 0, nor in the warm-up of l
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt.comm import wait
+from commopt.comm import Work, wait
 from commopt.optim.base import CommOptimizer
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
@@ -38,23 +39,30 @@ class WarmupOptimizer(CommOptimizer):
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
-        if self.topology.inter_node.world_size == 1:
+        if self.topology.nodes == 1:
             return "plain"
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
 
-    def increment(
-        self, bucket: StateBucket, ctx: StepContext, variance_moves: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[float, float]]]:
-        """x, m, v and (t, t') of the parameters that move, after their step counters were incremented."""
+    def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
+        return step(bucket, group, ctx)
+
+    def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        """One step of the algorithm on exact averages."""
+        raise NotImplementedError
+
+    def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        """One step of the algorithm with a variance that stands."""
+        raise NotImplementedError
+
+    def increment(self, bucket: StateBucket, ctx: StepContext, variance_moves: bool) -> list[int]:
+        """Increments the step counters of the parameters that move; returns their indices."""
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
-        t, frozen_t = bucket.numbers["step"].tolist(), bucket.numbers["variance_step"].tolist()
-        if not variance_moves and [i for i in moving if frozen_t[i] == 0]:
+        if not variance_moves and not bucket.numbers["variance_step"][moving].all():
             self._diagnostics.too_late("the variance was frozen", "warms up")
-        counts = [(t[i], frozen_t[i]) for i in moving]
-        params = [bucket.params[i] for i in moving]
-        return params, bucket.tensors("exp_avg", moving), bucket.tensors("exp_avg_sq", moving), counts
+        return moving
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
@@ -74,19 +82,18 @@ class WarmupOptimizer(CommOptimizer):
             return
         norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
         where = f"step {max(step for step, _ in cohorts)}, whether the variance has settled"
-        wait(
-            self.topology.world.all_reduce(norms), where
-        )  # equal already, but for the order of summation; the decision must be
+        # equal already, but for the order of summation; the decision must be
+        wait(self.topology.world.all_reduce(norms), where)
         for groups, norm in zip(cohorts.values(), norms.tolist()):
             self._decide(groups, norm)
 
     def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
         """||v||_1 over the parameters of ``groups``, 0-d float64."""
-        owner, chosen = self.group_of(), {id(group) for group in groups}
+        chosen = {id(group) for group in groups}
         norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
-        for bucket in self.buckets:
-            if id(owner[id(bucket.params[0])]) in chosen:
-                norm += bucket.buffers["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
+        for bucket, group in self.grouped_buckets():
+            if id(group) in chosen:
+                norm += bucket["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
         return norm
 
     def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:

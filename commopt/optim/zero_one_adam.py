@@ -241,9 +241,8 @@ class ZeroOneAdam(CommOptimizer):
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step"), moving)
-        t, k = bucket.numbers["step"].tolist(), bucket.numbers["variance_step"].tolist()
-        x, m, v = ([bucket.params[i] for i in moving], *(bucket.tensors(n, moving) for n in ("exp_avg", "exp_avg_sq")))
-        adam_(x, g, m, v, [(t[i], k[i]) for i in moving], group)
+        x, m, v, counts = bucket.operands(moving)
+        adam_(x, g, m, v, counts, group)
 
     def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
@@ -313,20 +312,17 @@ class ZeroOneAdam(CommOptimizer):
 
     # where the parameters are -----------------------------------------------------------------------------------------
 
-    def _differing(self) -> Iterator[tuple[StateBucket, dict[str, Any], FrozenAdam]]:
-        """The buckets that differ between ranks, with their groups, and how their parameters have come from the
-        anchor."""
-        owner = self.group_of()
-        for bucket in self.buckets:
-            group = owner[id(bucket.params[0])]
+    def _differing(self) -> Iterator[tuple[StateBucket, FrozenAdam]]:
+        """The buckets that differ between ranks, and how their parameters have come from the anchor."""
+        for bucket, group in self.grouped_buckets():
             if group["local_steps"]:
                 interval = Interval(group["local_steps"], group["local_lr_sum"], group["local_decay"], 1.0)
                 moving = bucket.numbers["interval_step"].nonzero().flatten().tolist()
-                yield bucket, group, moves(bucket, group, interval, moving)
+                yield bucket, moves(bucket, group, interval, moving)
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
-        for bucket, _, update in self._differing():
+        for bucket, update in self._differing():
             mean = bucket.buffers["mean_momentum"].clone()
             where = f"synchronisation between rounds, bucket with {bucket.describe()}"
             replicas.average_exactly(self.topology, mean, where)
@@ -339,9 +335,9 @@ class ZeroOneAdam(CommOptimizer):
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
             group.update(local_steps=0, local_lr_sum=0.0, local_decay=1.0)
-        ended, owner = {id(group) for group in groups}, self.group_of()
-        for bucket in self.buckets:
-            if id(owner[id(bucket.params[0])]) in ended:
+        ended = {id(group) for group in groups}
+        for bucket, group in self.grouped_buckets():
+            if id(group) in ended:
                 bucket.numbers["interval_step"].zero_()
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
@@ -365,7 +361,7 @@ class ZeroOneAdam(CommOptimizer):
         """Puts the parameters where the state says they are, between two rounds."""
         super().loaded(entries, origin)
         alone = self.topology.nodes == 1
-        for bucket, _, update in self._differing():
+        for bucket, update in self._differing():
             place(bucket, update, bucket["mean_momentum"])
             if alone:
                 bucket["mean_momentum"].zero_()

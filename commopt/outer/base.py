@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
-from commopt.compress import Compressor, Feedback
+from commopt.compress import Compressor
 from commopt.optim import checks, saving
 from commopt.optim.agreement import LARGEST_NORM, is_usable
-from commopt.optim.diagnostics import names_of, worth_a_line
-from commopt.optim.guard import Guard, NotFinite, check_guard, describe_difference, tell_not_finite
+from commopt.optim.diagnostics import Diagnostics, names_of
+from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
 from commopt.optim.packed import PackedOptimizer
@@ -112,9 +112,9 @@ class OuterOptimizer(PackedOptimizer):
         self.guard = Guard() if guard is None else guard
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
-        self._ready = False
-        error: Exception | None = None
-        try:
+        self._ready = False  # torch's constructor hands us the base's groups; they are registered all at once
+
+        def construct() -> None:
             if compressor is not None and not isinstance(compressor, Compressor):
                 raise ValueError(
                     "compressor must be None (full precision) or a commopt.compress.Compressor such as Sign(), got "
@@ -127,23 +127,17 @@ class OuterOptimizer(PackedOptimizer):
             check_base(self.base)
             ours = {**outer, "period": period, **POSITION}
             _check_names(self.base, ours)
-            super().__init__(self.base.param_groups, {**self.base.defaults, **ours})
+            super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours})
             self.param_groups = self.base.param_groups
-        except (ValueError, TypeError) as caught:
-            error = caught
+
+        self.register_new(construct)
         self._ready = True
-        try:
-            self._register(getattr(self, "param_groups", []), error)
-        except Exception as raised:
-            forget_frames(raised)
-            raise
-        finally:
-            error = None
 
     def _restart(self) -> None:
         self.buckets = []
         self._attachment: Any = None
-        self._reported_equal = self._moved = False
+        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
+        self._moved = False
         self._check_next = True  # digests, at the next synchronisation
         self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
@@ -177,24 +171,20 @@ class OuterOptimizer(PackedOptimizer):
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Makes residuals that stay what they were until a synchronisation is complete."""
-        nodes = self.topology.nodes
-        if self.compressor is None or nodes == 1:
-            return
-        numel = bucket.padded // bucket.local_world_size
-        bucket.feedback = Feedback.zeros(numel, nodes, bucket.dtype, bucket.device, double_buffered=True)
+        if self.compressor is not None:
+            bucket.add_residuals(self.topology.nodes, double_buffered=True)
 
     # groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base. All ranks must add the same one at the same time; it joins the round under way."""
-        if not self._ready:  # torch's constructor hands us the base's groups; ours registers all of them at once
+        if not self._ready:
             super().add_param_group(param_group)
             self._check_new(self.param_groups[-1])
             return
-        known = len(self.param_groups)
-        error: Exception | None = None
-        first = self.param_groups[0]
-        try:
+
+        def add() -> None:
+            first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
             for key, default in self.defaults.items():
@@ -202,16 +192,8 @@ class OuterOptimizer(PackedOptimizer):
             new.update({key: first[key] for key in ("round_step", "rounds")})
             self._check_new(new)
             new["round_lr"] = float(new.get("lr", 0.0)) * new["round_step"]
-        except (ValueError, TypeError) as caught:
-            error = caught
-        try:
-            self._register(self.param_groups[known:], error)
-        except Exception as raised:
-            del self.param_groups[known:]
-            forget_frames(raised)
-            raise
-        finally:
-            error = None
+
+        self.register_new(add)
 
     def _check_new(self, group: dict[str, Any]) -> None:
         checks.check_params(group["params"], self.devices())
@@ -321,11 +303,7 @@ class OuterOptimizer(PackedOptimizer):
         self._local_skips = 0 if finite else self._local_skips + 1
         if not finite:
             self.skipped_steps += 1
-            if worth_a_line(self.skipped_steps):
-                logger.warning(
-                    "%s: rank %d skipped its local step: inf or NaN in its gradients (%d skipped so far)",
-                    type(self).__name__, self.topology.rank, self.skipped_steps,
-                )  # fmt: skip
+            self._diagnostics.local_step_skipped(self.skipped_steps)
             return
         scale = unscale
         if self.max_grad_norm is not None:
@@ -377,15 +355,15 @@ class OuterOptimizer(PackedOptimizer):
             self._skip(decision)
             return
         self._skipped_in_a_row = 0
-        self._report_equal_gradients(decision)
+        if decision.equal_gradients:
+            self._diagnostics.equal_gradients_in_rounds()
         if decision.moved:
             self._equalize_anchors(device, where)
         if decision.checks:
             rounds.compare(topology, buckets, device, self.digests(), self._compare, where)
         means = rounds.mean_pseudo_gradients(topology, buckets, self.compressor, where)
-        groups, positions, squares = self.group_of(), self._positions(), dict[int, float]()
-        for bucket, mean in zip(buckets, means):
-            group = groups[id(bucket.params[0])]
+        positions, squares = self._positions(), dict[int, float]()
+        for (bucket, group), mean in zip(self.grouped_buckets(), means):
             lr = group["round_lr"] / group["round_step"]
             if bucket.feedback is not None:
                 bucket.feedback.commit()
@@ -417,12 +395,9 @@ class OuterOptimizer(PackedOptimizer):
         Raises:
             commopt.optim.ReplicasDiffer: they differ, and cannot be repaired, or shall not.
         """
-        names = [name for name, _ in self.replicated()]
-        right = self.guard.decide(table, names, where)
+        right = self.right_replica(table, where, "all have what rank %d has now")
         self._check_next = right is not None
         if right is not None:
-            if self.topology.rank == 0:
-                logger.error("%s: %s; all have what rank %d has now", where, describe_difference(table, names), right)
             self.copy_replica(right)
 
     def _equalize_anchors(self, device: torch.device, where: str) -> None:
@@ -449,28 +424,11 @@ class OuterOptimizer(PackedOptimizer):
     def _skip(self, decision: RoundDecision) -> None:
         self.skipped_rounds += 1
         self._skipped_in_a_row += 1
-        if self.topology.rank == 0 and worth_a_line(self.skipped_rounds):
-            logger.warning(
-                "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
-                "far). It is tried again after the next step; those ranks need the last good checkpoint.",
-                type(self).__name__, decision.broken, self.skipped_rounds,
-            )  # fmt: skip
+        self._diagnostics.round_skipped(decision.broken, self.skipped_rounds)
         if self.guard.ends_after(self._skipped_in_a_row):
             told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
             raise NotFinite(
                 f"{type(self).__name__}: {self._skipped_in_a_row} synchronisations in a row were skipped: {told}"
-            )
-
-    def _report_equal_gradients(self, decision: RoundDecision) -> None:
-        if self._reported_equal or not decision.equal_gradients:
-            return
-        self._reported_equal = True
-        if self.topology.rank == 0:
-            logger.warning(
-                "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
-                "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
-                "same data.",
-                type(self).__name__,
             )
 
     # saving and loading -----------------------------------------------------------------------------------------------
@@ -566,10 +524,6 @@ class OuterOptimizer(PackedOptimizer):
         """True if gradients should be averaged, as DDP does it: never."""
         return False
 
-    def accumulating(self) -> bool:
-        """True if an attached DDP model is in its ``no_sync()``."""
-        return self._attachment is not None and self._attachment.accumulating()
-
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context of every backward of a step but the last, as other optimizers have it: nothing is sent in any."""
         return contextlib.nullcontext()
@@ -589,15 +543,14 @@ class OuterOptimizer(PackedOptimizer):
             phase, step, total, fp32_bytes, ratio: as of :meth:`commopt.optim.CommOptimizer.comm_stats`; ``step`` is the
                 last step or call that may communicate.
             residual_norm, pseudo_gradient_norm: 2-norms of this rank's worker residual and of the last mean
-                pseudo-gradient; 0 without a
-                compressor.
+                pseudo-gradient; 0 without a compressor.
             residual_ratio: the one over the other; None if the latter is 0.
             round_step, rounds: local steps since the last synchronisation, and how many there were.
             skipped_steps: local steps that this rank skipped because of inf or NaN.
             skipped_rounds: synchronisations that all ranks skipped because of inf or NaN.
         """
         group = self.param_groups[0]
-        residual = square_norm([b.feedback.worker for b in self.buckets if b.feedback is not None]) ** 0.5
+        residual = self.residual_norm()
         norm = sum(g["pseudo_gradient_norm"] ** 2 for g in self.param_groups) ** 0.5
         return {
             "phase": self.phase,
