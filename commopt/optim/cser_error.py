@@ -78,7 +78,7 @@ class KeptError(StoredAnchor):
 
     def __init__(self, bucket: StateBucket) -> None:
         super().__init__(bucket)
-        self.error = bucket["error"][: bucket.numel]
+        self.error = bucket["error_buffer"][: bucket.numel]
 
     def reset_input(self, error: Tensor) -> Tensor:
         """e_i + x_i - a."""

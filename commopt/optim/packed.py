@@ -507,7 +507,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.buckets = []
         for group in self.param_groups:
             self.make_buckets(group)
-        self._fill(dict(state), origin)
+        self._fill(saving.without_values(state), origin)
         self._keep_users(saving.added_by_users(state, self._our_names()))
 
     def _our_names(self) -> dict[Tensor, tuple[str, ...]]:

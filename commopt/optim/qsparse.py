@@ -31,14 +31,15 @@ class QSparseLocalSGD(CSER):
     model. All ranks have the same model after every H-th step. EF-SGD (Karimireddy et al., arXiv 1901.09847) is
     ``period=1``.
 
-    State per parameter and rank: momentum_buffer 1 with ``momentum``, anchor 1, error 1. With one rank plain SGD.
+    State per parameter and rank: momentum_buffer 1 with ``momentum``, anchor 1, error_buffer 1. With one rank plain
+    SGD.
 
     Args:
         compressor: C, a RandomBlocks or any Compressor.
         all others: as for :class:`CSER`.
     """
 
-    rank_local_buffers = ("momentum_buffer", "error")
+    rank_local_buffers = ("momentum_buffer", "error_buffer")
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class QSparseLocalSGD(CSER):
     def init_bucket(self, bucket: StateBucket) -> None:
         super().init_bucket(bucket)
         if self.anchored:
-            bucket.buffers["error"] = bucket.zeros()
+            bucket.buffers["error_buffer"] = bucket.zeros()
 
     def resets_all(self) -> bool:
         return True
@@ -70,5 +71,5 @@ class QSparseLocalSGD(CSER):
         """2-norms of e_i, which the next reset adds, and of the momentum. How far x_i is from the anchor is no
         error: it has not been compressed yet."""
         flats = [bucket.buffers for bucket in self.buckets]
-        errors, momenta = ([b[name] for b in flats if name in b] for name in ("error", "momentum_buffer"))
+        errors, momenta = ([b[name] for b in flats if name in b] for name in ("error_buffer", "momentum_buffer"))
         return square_norm(errors) ** 0.5, square_norm(momenta) ** 0.5

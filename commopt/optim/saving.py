@@ -81,11 +81,17 @@ def read(
     mine = belongs(origin, rank, world_size)
     if origin is not None and not mine and not same_as_in(given["state"], part):
         origin = (MIXED, *origin[1:])
-    entries = {i: dict(e) for i, e in given["state"].items() if isinstance(e, Mapping)}
+    entries = without_values(given["state"])
     for i, entry in part.get("state", {}).items():
         taken = entry if mine else {name: t for name, t in entry.items() if name in RANK_LOCAL}
         entries.setdefault(i, {}).update(taken)
     return by_parameter(given, entries, params), origin
+
+
+def without_values(state: Mapping[Any, Any]) -> Entries:
+    """The entries of ``state`` without what would be a parameter's value: only an own part has such. It is a user's."""
+    entries = ((key, entry) for key, entry in state.items() if isinstance(entry, Mapping))
+    return {key: {name: value for name, value in entry.items() if name != PARAMETER} for key, entry in entries}
 
 
 def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
@@ -98,11 +104,11 @@ def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Seq
 def added_by_users(state: Mapping[Any, Any], ours: Mapping[Tensor, Iterable[str]]) -> dict[Any, Any]:
     """Entries that users have added to ``state``: other keys than parameters, and to a parameter's entry. ``ours``
     is what we have put there."""
-    known, out = {*NAMES, PARAMETER}, dict[Any, Any]()
+    out: dict[Any, Any] = {}
     for key, entry in state.items():
         if not isinstance(key, Tensor):
             out[key] = entry
-        elif added := {k: v for k, v in entry.items() if k not in known and k not in ours.get(key, ())}:
+        elif added := {k: v for k, v in entry.items() if k not in NAMES and k not in ours.get(key, ())}:
             out[key] = added
     return out
 
