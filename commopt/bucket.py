@@ -5,15 +5,20 @@ and ``state[p][name]`` is a view of it shaped like ``p``: a collective moves the
 
 Buckets are filled in reverse order of the parameters, which is about the order in which backward makes their gradients,
 so that a later bucket never has to wait for an earlier gradient. A bucket holds one device and one buffer dtype only.
+
+Of a sharded parameter a bucket holds what this rank has of it, its piece: shapes, offsets and views are those of the
+pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from commopt.sharding import is_sharded, largest_piece, local
 
 ROW_MULTIPLE = 64
 """A rank's shard of a bucket is a multiple of this many elements: whole bytes of signs, whole vectors in the
@@ -32,7 +37,8 @@ class Bucket:
     Attributes:
         params: the parameters, in packing order; each of them exactly once in one bucket.
         world_size: ranks that shard the bucket; each owns an equal chunk of every flat buffer.
-        shapes: of the parameters, when the bucket was made.
+        sharded: whether some parameters are DTensors.
+        shapes: of the pieces of the parameters, when the bucket was made.
         offsets: where each of them starts in a flat buffer, in elements.
         numel: elements in use.
         padded: length of a flat buffer; the elements from ``numel`` on belong to no parameter and stay 0.
@@ -42,6 +48,7 @@ class Bucket:
 
     params: list[Tensor]
     world_size: int
+    sharded: bool = field(init=False)
     device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
     shapes: list[torch.Size] = field(init=False)
@@ -53,14 +60,20 @@ class Bucket:
     def __post_init__(self) -> None:
         self.device = self.params[0].device
         self.dtype = buffer_dtype(self.params[0].dtype)
-        self.shapes = [p.shape for p in self.params]
+        self.sharded = any(is_sharded(p) for p in self.params)
+        self.shapes = [x.shape for x in self.values]
         self.offsets = []
         self.numel = 0
-        for p in self.params:
+        for x in self.values:
             self.offsets.append(self.numel)
-            self.numel += p.numel()
+            self.numel += x.numel()
         multiple = 1 if self.world_size == 1 else self.world_size * ROW_MULTIPLE
         self.padded = -(-self.numel // multiple) * multiple
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The parameters as plain tensors: what this rank holds of each."""
+        return [local(p) for p in self.params] if self.sharded else self.params
 
     def split(self, capacity: int, chunk_multiple: int | None) -> list[tuple[int, int]]:
         """The chunks [start, stop) of every rank's shard in which a bucket larger than ``capacity`` bytes is sent, so
@@ -83,15 +96,20 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
-        return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
+        return [flat[o : o + shape.numel()].view(shape) for o, shape in zip(self.offsets, self.shapes)]
 
     def gradients(self) -> list[tuple[Tensor, int]]:
         """The dense gradients there are, each with where it starts in a flat buffer."""
         return [
-            (p.grad, offset)
+            (local(p.grad) if self.sharded else p.grad, offset)
             for p, offset in zip(self.params, self.offsets)
             if p.grad is not None and p.grad.layout == torch.strided
         ]
+
+    def gradient(self, i: int) -> Tensor | None:
+        """The gradient of parameter ``i``, of the shape of its piece; None if it has none."""
+        grad = self.params[i].grad
+        return grad if grad is None else local(grad)
 
     def pack_gradients(self, scale: float) -> Tensor:
         """A new flat buffer, shape (padded,), with ``scale`` times each gradient; zeros where there is none."""
@@ -112,11 +130,11 @@ class Bucket:
 
     def pack_params_(self, flat: Tensor) -> None:
         """Copies the parameters to ``flat``, shape (padded,)."""
-        torch._foreach_copy_(self.views(flat), [p.detach() for p in self.params])
+        torch._foreach_copy_(self.views(flat), [x.detach() for x in self.values])
 
     def unpack_params(self, flat: Tensor) -> None:
         """Writes ``flat``, shape (padded,), to the parameters, rounded to their dtypes."""
-        torch._foreach_copy_([p.detach() for p in self.params], self.views(flat))
+        torch._foreach_copy_([x.detach() for x in self.values], self.views(flat))
 
     def shares(self, chunk: Tensor, rank: int) -> list[Tensor]:
         """Slices of the parameters that lie in ``rank``'s shard, as 1-d views of ``chunk`` (shape (padded / W,));
@@ -124,8 +142,8 @@ class Bucket:
         start = rank * chunk.numel()
         stop = start + chunk.numel()
         out = []
-        for o, p in zip(self.offsets, self.params):
-            low, high = max(o, start), min(o + p.numel(), stop)
+        for o, shape in zip(self.offsets, self.shapes):
+            low, high = max(o, start), min(o + shape.numel(), stop)
             out.append(chunk[low - start : high - start] if low < high else chunk[:0])
         return out
 
@@ -135,10 +153,10 @@ class Bucket:
 
     def check_shapes(self) -> None:
         """Raises ValueError if a parameter has another shape than when the bucket was made."""
-        for p, shape in zip(self.params, self.shapes):
-            if p.shape != shape:
+        for x, shape in zip(self.values, self.shapes):
+            if x.shape != shape:
                 raise ValueError(
-                    f"a parameter of shape {tuple(shape)} has shape {tuple(p.shape)} now: something (such as FSDP) has "
+                    f"a parameter of shape {tuple(shape)} has shape {tuple(x.shape)} now: something (such as FSDP) has "
                     "partitioned or exchanged the parameters after the optimizer was made; make the optimizer last"
                 )
 
@@ -158,26 +176,30 @@ def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor]) -> int:
     """
     if bucket_mb is not None:
         return int(bucket_mb * 2**20)
-    total = sum(p.numel() * buffer_dtype(p.dtype).itemsize for p in params)
+    total = sum(largest_piece(p) * buffer_dtype(p.dtype).itemsize for p in params)
     return min(max(total // 8, 2**20), 25 * 2**20)
 
 
-def partition(params: Iterable[Tensor], capacity: int) -> list[list[Tensor]]:
-    """Splits ``params`` into the contents of buckets of at most ``capacity`` bytes of flat buffer each.
+def partition(
+    params: Iterable[Tensor], capacity: int, kind: Callable[[Tensor], Hashable] = lambda _: None
+) -> list[list[Tensor]]:
+    """Splits ``params`` into the contents of buckets of at most ``capacity`` bytes of flat buffer each, and of one
+    ``kind`` each.
 
     A parameter larger than ``capacity`` gets a bucket of its own. Every rank that holds the same shapes, dtypes and
-    order gets the same split.
+    order gets the same split, whatever its pieces: the largest ones count.
     """
-    open_runs: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    open_runs: dict[Hashable, list[Tensor]] = {}
+    sizes: dict[Hashable, int] = {}
     full: list[list[Tensor]] = []
     for p in reversed(list(dict.fromkeys(params))):
-        key = (p.device, buffer_dtype(p.dtype))
+        dtype, numel = buffer_dtype(p.dtype), largest_piece(p)
+        key = (p.device, dtype, kind(p))
         run = open_runs.setdefault(key, [])
-        sizes[key] = sizes.get(key, 0) + p.numel()
-        if run and sizes[key] * key[1].itemsize > capacity:
+        sizes[key] = sizes.get(key, 0) + numel
+        if run and sizes[key] * dtype.itemsize > capacity:
             full.append(run)
             run = open_runs[key] = []
-            sizes[key] = p.numel()
+            sizes[key] = numel
         run.append(p)
     return full + list(open_runs.values())

@@ -243,7 +243,7 @@ def test_majorities():
     assert majority([[9, 2], [1, 2], [1, 2]]) == 1
     assert majority([[1], [2]]) is None
     assert majority([[1], [1], [2], [2]]) is None
-    text = describe_difference([[1, 2], [1, 2], [1, 3]], ["a", "b"])
+    text = describe_difference([[1, 2], [1, 2], [1, 3]], ["a", "b"], range(3))
     assert text == "rank 2 differs from all others in b"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import commopt
 
-ROOMS = ["ops", "bucket", "compress", "comm", "optim", "outer", "attach", "probe", "train", "report", "cli"]
+ROOMS = ["ops", "sharding", "bucket", "compress", "comm", "optim", "outer", "attach", "probe", "train", "report", "cli"]
 PACKAGE = Path(commopt.__file__).parent
 
 

@@ -337,7 +337,8 @@ def test_the_mean_over_all_is_one(nodes, places):
     def ours(backend):
         x = torch.randn(nodes * places * 5, generator=torch.Generator().manual_seed(backend.rank), dtype=torch.float64)
         topology = Topology(backend.nodes(places))
-        run([mean_over_all(x, topology.channel, topology.channel)])
+        channel = topology.replicas[0].channel
+        run([mean_over_all(x, channel, channel)])
         return x, topology.traffic.total.summary()["bytes"]
 
     world = nodes * places
@@ -409,7 +410,7 @@ def test_with_other_nodes_what_compression_owes_is_kept(old, new):
         state = {i: {**optimizer.state[p], **optimizer.residuals.get(p, {})} for i, p in enumerate(model.parameters())}
         copied = {i: {k: v.clone() for k, v in s.items()} for i, s in state.items()}
         train(model, optimizer, range(8, 11), backend.rank, world)
-        return optimizer.topology.shard_index, copied, params_of(model)
+        return optimizer.topology.replicas[0].shard_index, copied, params_of(model)
 
     loaded = on_threads(new[0] * (new[1] or 1), load)
     assert all(same_bits(loaded[0][2], params) for _, _, params in loaded)

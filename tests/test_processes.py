@@ -212,7 +212,11 @@ def run_mixed(rank: int, world: int) -> dict[str, Any]:
         (work or dist.all_reduce(mine, group=group, async_op=True)).wait()
         with optimizer.averaged():  # replicas of CSER are apart
             params = params_of(model)
-        out[name] = {"params": params, "sum": mine.tolist(), "channels": len(optimizer._channels or [])}
+        out[name] = {
+            "params": params,
+            "sum": mine.tolist(),
+            "channels": len(optimizer.topology.replicas[0].channels or []),
+        }
     if rank == 1:
         dist.new_group([1], backend="cpu:gloo", use_local_synchronization=True)
     group = dist.new_group(ranks, backend="cpu:gloo")

@@ -10,6 +10,8 @@ from commopt.comm.collectives import (
     to_node,
 )
 from commopt.comm.counting import CountingBackend, Traffic, all_reduce_bytes
+from commopt.comm.holding import Holding, ShardedBackend
+from commopt.comm.mesh import MeshBackend
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import CollectiveError, Pipeline, Task, run, run_interleaved, wait
@@ -17,7 +19,7 @@ from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
-from commopt.comm.topology import Channel, Topology
+from commopt.comm.topology import Channel, Replicas, Topology, gather_number
 from commopt.comm.torch import TorchBackend
 from commopt.comm.watch import first_notice, set_first_notice
 
@@ -28,14 +30,18 @@ __all__ = [
     "Channel",
     "CollectiveError",
     "CountingBackend",
+    "Holding",
     "InFlightChunk",
     "LocalBackend",
     "MPIBackend",
+    "MeshBackend",
     "MessageDamaged",
     "NodesBackend",
     "PSync",
     "PayloadSync",
     "Pipeline",
+    "Replicas",
+    "ShardedBackend",
     "Task",
     "ThreadBackend",
     "ThreadWorld",
@@ -48,6 +54,7 @@ __all__ = [
     "compressed_mean",
     "confirm",
     "first_notice",
+    "gather_number",
     "mean_over_all",
     "message_device",
     "open_channels",

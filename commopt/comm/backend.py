@@ -79,6 +79,12 @@ def message_device(backend: Any) -> torch.device:
     return torch.device("cpu" if devices is None or "cpu" in devices else devices[0])
 
 
+def common_devices(*backends: Any) -> tuple[str, ...] | None:
+    """The types of devices that all of ``backends`` can send from; None: all."""
+    each = [set(devices) for devices in map(sends_from, backends) if devices is not None]
+    return tuple(sorted(set.intersection(*each))) if each else None
+
+
 def open_channels(backend: Backend, n: int) -> list[Backend]:
     """``n`` backends of the same ranks, whose collectives do not wait for each other's: each needs its collectives
     started in one order on every rank, but any order between channels will do.
@@ -108,6 +114,28 @@ class Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class OfWorld:
+    """Base of backends whose collectives are those of another one, their ``world``."""
+
+    world: Backend
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self.world.all_reduce(x)
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        return self.world.all_to_all(out, inp)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        return self.world.all_gather(out, inp)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self.world.broadcast(x, src)
+
+    def control(self) -> Backend:
+        """The channel of all ranks for small messages."""
+        return open_control(self.world)
 
 
 class LocalBackend:

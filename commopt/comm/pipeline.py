@@ -44,6 +44,7 @@ class _Running:
     task: Task
     where: str
     work: Work
+    number: int
 
 
 class Pipeline:
@@ -66,10 +67,12 @@ class Pipeline:
         self._held: list[_Running] = []
         self._early: deque[_Running] = deque()
         self._later: deque[_Running] = deque()
+        self._started = 0
 
     def start(self, task: Task, where: str = "a collective", early: bool = False) -> None:
         """Starts ``task``; ``where`` says in an error what it was about."""
-        self._advance(task, where, self._early if early else self._later)
+        self._started += 1
+        self._advance(task, where, self._started, self._early if early else self._later)
 
     def progress(self) -> bool:
         """Takes the oldest early tasks on to the barrier, as far as what they wait for is done; whether any moved."""
@@ -96,9 +99,10 @@ class Pipeline:
             self._step()
         if self._held and self.last is not None:
             self.last.wait()
-            held, self._held = self._held, []
+            # in the order of their start: what they exchange now, if anything, has one order on every rank
+            held, self._held = sorted(self._held, key=lambda running: running.number), []
             for running in held:
-                self._advance(running.task, running.where, self._later)
+                self._advance(running.task, running.where, running.number, self._later)
             self.finish()
 
     def stop(self) -> None:
@@ -148,12 +152,12 @@ class Pipeline:
             running.work.wait()
         else:
             wait(running.work, running.where)
-        self._advance(running.task, running.where, to)
+        self._advance(running.task, running.where, running.number, to)
 
-    def _advance(self, task: Task, where: str, to: deque[_Running]) -> None:
+    def _advance(self, task: Task, where: str, number: int, to: deque[_Running]) -> None:
         work = next(task, None)
         if work is not None:
-            running = _Running(task, where, work)
+            running = _Running(task, where, work, number)
             if work is self.last:
                 self._held.append(running)
             else:

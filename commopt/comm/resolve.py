@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from commopt.comm.backend import Backend, LocalBackend, check_backend
-from commopt.comm.nodes import NodesBackend
+from commopt.comm.mesh import MeshBackend
 from commopt.comm.torch import TorchBackend
 
 
@@ -30,8 +30,8 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
             raise ValueError("give either process_group or backend, not both")
         check_backend(backend)
         return backend
-    if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
-        return NodesBackend.from_mesh(process_group)
+    if isinstance(process_group, DeviceMesh):
+        return MeshBackend(process_group)
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return TorchBackend(process_group)
     return NobodyElse()

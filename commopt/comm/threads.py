@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm.backend import Work
+from commopt.comm.holding import ShardedBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.watch import Roll
 
@@ -188,6 +189,18 @@ class ThreadBackend:
         node, place = divmod(self.rank, ranks_per_node)
         inside = self.part(range(node * ranks_per_node, (node + 1) * ranks_per_node))
         return NodesBackend(self, inside, self.part(range(place, self.world_size, ranks_per_node)))
+
+    def sharded(self, parts: int) -> ShardedBackend:
+        """The ranks as replicas of a model in ``parts`` parts: ranks that follow each other hold one replica.
+
+        Raises:
+            ValueError: if they cannot be divided so.
+        """
+        if parts < 1 or self.world_size % parts:
+            raise ValueError(f"{self.world_size} ranks cannot be replicas of {parts!r} parts each")
+        replica, part = divmod(self.rank, parts)
+        inside = self.part(range(replica * parts, (replica + 1) * parts))
+        return ShardedBackend(self, inside, self.part(range(part, self.world_size, parts)))
 
     def _start(self, collective: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
         call, self.calls = (self.members, self.channel, self.calls), self.calls + 1

@@ -1,22 +1,28 @@
-"""Topology, or who exchanges with whom: all ranks, those of a node, and one of each node; in one order of
-collectives, or in several."""
+"""Topology, or who exchanges with whom: all ranks, those that hold the same part of a model, those of a node, and one
+of each node; in one order of collectives, or in several."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from commopt.comm.backend import Backend, LocalBackend, open_channels, open_control
+import torch
+from torch import Tensor
+
+from commopt.comm.backend import Backend, LocalBackend, message_device, open_channels, open_control
 from commopt.comm.counting import CountingBackend, Traffic
+from commopt.comm.holding import Holding
 from commopt.comm.nodes import NodesBackend
+from commopt.comm.pipeline import wait
 from commopt.comm.receipt import Receipt
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The ranks, with an order of collectives of their own.
+    """The ranks that average with each other, with an order of collectives of their own.
 
     Attributes:
-        world: all ranks.
+        world: all of them.
         intra_node: those of this rank's node; without nodes, this rank alone.
         inter_node: those with this rank's place in their nodes; without nodes, all.
     """
@@ -26,6 +32,59 @@ class Channel:
     inter_node: CountingBackend
 
 
+class Replicas:
+    """The ranks that hold the same as this one of some parameters, and average with each other.
+
+    Attributes:
+        backend: what they were made of.
+        channel: the ranks; ``world``, ``intra_node`` and ``inter_node`` are its.
+        rank, world_size: among them.
+        nodes: how many there are; without nodes, every rank is one.
+        shard_index: which of ``world_size`` equal shards of a flat buffer this rank averages: they are in the order of
+            local ranks, and of nodes within.
+        members: the number of each of them among all ranks.
+        channels: more channels of the same ranks; None before :meth:`open`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        counted: Callable[..., CountingBackend],
+        members: Sequence[int],
+        world: CountingBackend | None = None,
+    ) -> None:
+        self.backend, self._counted, self.members = backend, counted, list(members)
+        self.channel = self._channel(backend, world)
+        self.world, self.inter_node = self.channel.world, self.channel.inter_node
+        self.intra_node = self.channel.intra_node
+        self.rank, self.world_size, self.nodes = backend.rank, backend.world_size, self.inter_node.world_size
+        self.shard_index = self.intra_node.rank * self.nodes + self.inter_node.rank
+        self.channels: list[Channel] | None = None
+
+    def open(self, n: int) -> None:
+        """Opens ``n`` channels, if that has not been done: none where the backend has none, or for one rank alone. All
+        ranks must call this at the same point; it may communicate."""
+        if self.channels is None:
+            opened = open_channels(self.backend, n) if self.world_size > 1 else []
+            self.channels = [self._channel(channel) for channel in opened]
+
+    def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:
+        world = world or self._counted(backend)
+        if not isinstance(backend, NodesBackend):
+            return Channel(world, LocalBackend(), world)
+        inside = self._counted(backend.intra_node, intra_node=True)
+        return Channel(world, inside, self._counted(backend.inter_node))
+
+
+def gather_number(backend: Backend, number: int) -> list[int]:
+    """The ``number`` of each of the ranks of ``backend``, by rank."""
+    device = message_device(backend)
+    table = torch.empty(backend.world_size, 1, dtype=torch.int64, device=device)
+    wait(backend.all_gather(table, torch.tensor([number], device=device)), "numbers of the ranks")
+    numbers: list[int] = table.flatten().tolist()
+    return numbers
+
+
 class Topology:
     """The ranks of one optimizer.
 
@@ -33,25 +92,64 @@ class Topology:
         backend: the backend that it was made of; what goes over this itself is counted nowhere.
         traffic: what this rank has sent, over all channels.
         receipt: what it has sent and received since that was cleared.
-        channel: the ranks; ``world``, ``intra_node`` and ``inter_node`` are its.
+        world: all ranks, which agree on every step.
         rank, world_size: of the world.
-        nodes: how many there are; without nodes, every rank is one.
-        shard_index: which of ``world_size`` equal shards of a flat buffer this rank averages: they are in the order of
-            local ranks, and of nodes within.
+        is_sharded: whether ranks hold parts of the model, and not all of them the whole.
+        replicas: who averages with whom: one entry for each set of ranks that parameters were :meth:`held` by.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.traffic, self.receipt = backend, Traffic(), Receipt()
-        self.channel = self._channel(backend)
-        self.world, self.inter_node = self.channel.world, self.channel.inter_node
-        self.intra_node = self.channel.intra_node
-        self.rank, self.world_size, self.nodes = backend.rank, backend.world_size, self.inter_node.world_size
-        self.shard_index = self.intra_node.rank * self.nodes + self.inter_node.rank
+        self.world = self._counted(backend)
+        self.rank, self.world_size = backend.rank, backend.world_size
+        self.is_sharded = hasattr(backend, "holding")
+        self._alone = CountingBackend(LocalBackend())
+        self._of: dict[int, Replicas] = {}
+        if not self.is_sharded:
+            self._replicas_over(backend)
 
-    def channels(self, n: int) -> list[Channel]:
-        """``n`` more channels of the same ranks, empty where the backend has none. All ranks must call this at the
-        same point; it may communicate."""
-        return [self._channel(channel) for channel in open_channels(self.backend, n)]
+    @property
+    def replicas(self) -> list[Replicas]:
+        return list(self._of.values())
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same, at most: 1 if nothing is averaged."""
+        return max((replicas.world_size for replicas in self.replicas), default=1)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes hold the same, at most: with 1, nothing is compressed."""
+        return max((replicas.nodes for replicas in self.replicas), default=1)
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """Of each rank, by rank, which part of the model it holds: ranks of one part are replicas."""
+        return self.backend.parts if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """Of each rank, by rank, which parameters it holds at all, whole or in parts."""
+        return self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+
+    @property
+    def inside(self) -> Backend:
+        """The ranks that hold one replica together; this rank alone where it holds a whole one."""
+        return self.backend.inside if self.is_sharded else self._alone  # type: ignore[attr-defined]
+
+    def check(self, p: Tensor) -> None:
+        """Raises ValueError if the ranks cannot hold ``p``. Communicates nothing."""
+        if self.is_sharded:
+            self.backend.check(p)  # type: ignore[attr-defined]
+
+    def held(self, p: Tensor) -> tuple[Replicas, Holding]:
+        """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at
+        the same point; it may communicate."""
+        if self.is_sharded:
+            holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
+        else:
+            holding = Holding(self.backend, self.world_size)
+        return self._replicas_over(holding.replicas), holding
 
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
@@ -59,11 +157,12 @@ class Topology:
         control = open_control(self.backend)
         return self.world if control is self.backend else self._counted(control)
 
-    def _channel(self, backend: Backend) -> Channel:
-        world = self._counted(backend)
-        if not isinstance(backend, NodesBackend):
-            return Channel(world, LocalBackend(), world)
-        return Channel(world, self._counted(backend.intra_node, intra_node=True), self._counted(backend.inter_node))
+    def _replicas_over(self, backend: Backend) -> Replicas:
+        if id(backend) not in self._of:
+            world = self.world if backend is self.backend else None
+            members = gather_number(backend, self.rank) if self.is_sharded else range(self.world_size)
+            self._of[id(backend)] = Replicas(backend, self._counted, members, world)
+        return self._of[id(backend)]
 
     def _counted(self, backend: Backend, intra_node: bool = False) -> CountingBackend:
         return CountingBackend(backend, self.traffic, self.receipt, intra_node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of times that this process has opened connections for each process group."""
+_asked = 0
+"""Number of times that this process has called :func:`same_on_all`."""
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each process group that is not Gloo, the one that we use in its place."""
 
@@ -213,6 +216,28 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=True,
         **order,
     )
+
+
+def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of these ranks of the default one, with its backend; all of them, and nobody else, must call this
+    at the same point."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def same_on_all(ranks: Sequence[int], what: str) -> None:
+    """Makes sure that all ``ranks`` say the same; they call this equally often.
+
+    Raises:
+        ValueError: on every rank that sees a difference.
+    """
+    global _asked
+    _asked += 1
+    store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store.set(f"commopt/same/{_asked}/{mine}", what)
+    for rank in ranks:
+        theirs = store.get(f"commopt/same/{_asked}/{rank}").decode()
+        if theirs != what:
+            raise ValueError(f"ranks differ in what they were given: rank {mine} has a {what}, rank {rank} a {theirs}")
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import CONFIRMATION_BYTES, Backend, Work, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_number, wait
 from commopt.comm.backend import Done
 from commopt.optim.setup import gather_texts
 
@@ -28,6 +28,21 @@ what compression leaves behind of them, would not fit into float32."""
 FIELDS = 8
 AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 """Bytes of the rows that each rank all-gathers at a step: before anything is used, and when all has come."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """What each rank holds, where not all hold the whole model.
+
+    Attributes:
+        rank: this one.
+        parts: of each rank, which part of the model it has.
+        stages: of each rank, which parameters it has at all, whole or in part.
+    """
+
+    rank: int
+    parts: Sequence[int]
+    stages: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,8 @@ class OutOfStep(StepRefused):
 class Agreement:
     """Agreement of all ranks on one step: a :class:`Work` that is done when they have.
 
-    One all-gather of 8 float64, which ``start()`` begins; a mean of one number per parameter if any rank lacks a
-    gradient; and an all-gather of digests if any rank checks.
+    One all-gather of 8 float64, which ``start()`` begins; a mean of one number per parameter (of every stage) if any
+    rank lacks a gradient; and an all-gather of digests if any rank checks.
 
     Attributes:
         decision: what was decided; None before.
@@ -104,9 +119,17 @@ class Agreement:
         self._second: Work | None = None
         self._answer: list[list[float]] | None = None
 
-    def start(self, backend: Backend, device: torch.device, report: StepReport, where: str) -> None:
+    def start(
+        self,
+        backend: Backend,
+        device: torch.device,
+        report: StepReport,
+        where: str,
+        holders: Holders | None = None,
+    ) -> None:
         """Tells the other ranks this ``report``; ``where`` says in an error which step it was about."""
         self._backend, self._device, self._report, self._where = backend, device, report, where
+        self._holders = holders
         if backend.world_size == 1:
             return
         usable = is_usable(report.square_norm)
@@ -188,16 +211,24 @@ class Agreement:
         for rank, (failed, *_) in enumerate(table):
             if failed:
                 raise StepRefused(f"rank {rank} cannot take this step; its own error says why")
-        for rank, (_, _, _, _, _, count, _, _) in enumerate(table):
-            if count != table[0][5]:
+        stages: Sequence[int] = [0] * len(table) if self._holders is None else self._holders.stages
+        counts: dict[int, tuple[int, int]] = {}  # of each stage: parameters, and a rank that has so many
+        for rank, (stage, row) in enumerate(zip(stages, table)):
+            count, first = counts.setdefault(stage, (int(row[5]), rank))
+            if row[5] != count:
                 raise OutOfStep(
-                    f"{self._where}: ranks hold different numbers of trainable parameters: {count:.0f} on rank {rank}, "
-                    f"{table[0][5]:.0f} on rank 0; freeze and unfreeze the same ones on every rank"
+                    f"{self._where}: ranks hold different numbers of trainable parameters: {row[5]:.0f} on rank "
+                    f"{rank}, {count} on rank {first}; freeze and unfreeze the same ones on every rank"
                 )
         if any(row[6] != table[0][6] for row in table):
             self._raise_different_terms()
         if any(row[3] for row in table):
-            self._shares = torch.tensor([float(p) for p in report.present], dtype=torch.float64, device=self._device)
+            mine = 0 if self._holders is None else stages[self._holders.rank]
+            sizes = {stage: count for stage, (count, _) in counts.items()}
+            start = sum(count for stage, count in sizes.items() if stage < mine)
+            self._mine = slice(start, start + len(report.present))
+            self._shares = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=self._device)
+            self._shares[self._mine] = torch.tensor([float(p) for p in report.present], dtype=torch.float64)
             self._second = backend.all_reduce(self._shares)
         self._answer = table
         return table
@@ -222,26 +253,35 @@ class Agreement:
         present: Sequence[bool] = report.present
         if self._second is not None:
             wait(self._second, self._where)
-            present = [share > 0 for share in self._shares.tolist()]
+            present = [share > 0 for share in self._shares[self._mine].tolist()]
         if any(row[7] for row in table):
             self._compare()
         squares = [row[2] for row in table]
+        same = squares
+        if self._holders is not None:  # somebody may have averaged what ranks hold of one part
+            part = self._holders.parts[self._holders.rank]
+            same = [square for square, of in zip(squares, self._holders.parts) if of == part]
         return StepDecision(
             non_finite=[rank for rank, row in enumerate(table) if not row[1]],
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
             average=any(row[4] for row in table),
-            already_equal=squares[0] > 0 and not [s for s in squares if not math.isclose(s, squares[0], rel_tol=1e-12)],
+            already_equal=len(same) > 1
+            and same[0] > 0
+            and not [s for s in same if not math.isclose(s, same[0], rel_tol=1e-12)],
         )
 
     def _compare(self) -> None:
         """Compares the digests of all ranks."""
         backend, report = self._backend, self._report
         assert backend is not None
-        mine = torch.tensor(report.digests(), dtype=torch.int64, device=self._device)
-        table = mine.new_empty(backend.world_size, mine.numel())
         # not counted: a resumed run compares once more, and must count as one that was never stopped
         uncounted = getattr(backend, "inner", backend)
+        mine = torch.tensor(report.digests(), dtype=torch.int64, device=self._device)
+        if self._holders is not None:
+            longest = max(gather_number(uncounted, mine.numel()))
+            mine = torch.nn.functional.pad(mine, (0, longest - mine.numel()), value=-1)
+        table = mine.new_empty(backend.world_size, mine.numel())
         wait(uncounted.all_gather(table, mine), self._where)
         if report.decide is not None:
             report.decide(table.tolist())

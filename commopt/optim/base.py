@@ -46,7 +46,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import checks
+from commopt.optim import checks, replicas
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -58,6 +58,7 @@ from commopt.optim.packed import PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
+from commopt.sharding import is_sharded, settle
 
 logger = logging.getLogger("commopt")
 
@@ -135,10 +136,9 @@ class CommOptimizer(PackedOptimizer):
         self._skipped_in_a_row = 0
         self._check_next = True  # digests, at the next step
         self._damaged: str | None = None
-        self._right: int | None = None  # whose replica the others get after the step
+        self._right: dict[int, int] = {}  # whose replica the others get after the step
         self._in_flight: StepInFlight | None = None
         self._watching: Overlap | None = None
-        self._channels: list[Channel] | None = None
         self._control: CountingBackend | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
@@ -195,7 +195,9 @@ class CommOptimizer(PackedOptimizer):
 
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
-            checks.check_params(self.param_groups[-1]["params"], self.devices())
+            checks.check_params(self.param_groups[-1]["params"], self.devices(), self.topology.is_sharded)
+            for p in self.param_groups[-1]["params"]:
+                self.topology.check(p)
             self.check_group(self.param_groups[-1])
 
         if self._ready:
@@ -297,12 +299,12 @@ class CommOptimizer(PackedOptimizer):
             self._open_channels()
         refused = refused or self._follow(step)
         step.params = [p for bucket in self.buckets for p in bucket.params]
+        settle(step.params if self.topology.is_sharded else ())
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
-        if not local:
-            report = self._guarded(report, step.number)
-        elif report.error is None and not is_usable(report.square_norm):
+        report = self._within_replica(report, step.number) if local else self._guarded(report, step.number)
+        if local and report.error is None and not is_usable(report.square_norm):
             step.nonfinite_dropped, report = True, StepReport(0.0, [False] * len(step.params), False)
             self.dropped_gradients += 1
             self._diagnostics.dropped(self.dropped_gradients)
@@ -312,8 +314,10 @@ class CommOptimizer(PackedOptimizer):
                 self._diagnostics.equal_gradients()
             return self._clip(decision) * unscale
 
-        over = _ALONE if local else self._control or self.topology.world
-        step.run(report, over, overlapped, self.buckets, scale)
+        over, holders = _ALONE, None
+        if not local:
+            over, holders = self._control or self.topology.world, self.holders()
+        step.run(report, over, overlapped, self.buckets, scale, holders)
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()
@@ -326,9 +330,9 @@ class CommOptimizer(PackedOptimizer):
         self._skipped_in_a_row, self._check_next = 0, False
         if step.params and not step.present():
             self._diagnostics.idle()
-        if self._right is not None:
-            self.copy_replica(self._right)
-            self._right, self._check_next = None, True
+        if self._right:
+            self.copy_replicas(self._right)
+            self._right, self._check_next = {}, True
 
     def _follow(self, step: StepInFlight) -> Exception | None:
         """Follows parameters that were moved, cast or unfrozen; what forbids this step if something else was done to
@@ -373,7 +377,7 @@ class CommOptimizer(PackedOptimizer):
         averaged = self._attachment.averaged if self._attachment is not None else {}
         wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
-        square = square_norm([p.grad for p in fresh if p.grad is not None])
+        square = self.square_norm_of([p for p in fresh if p.grad is not None])
         square += sum(float(s) for s in averaged.values())
         return StepReport(square * unscale**2, present, any(id(p) in wanting for p in fresh))
 
@@ -408,7 +412,7 @@ class CommOptimizer(PackedOptimizer):
             return groups[key]
 
         def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
-            return self.topology.intra_node.world_size > 1 or not self.wants_average(group_of(bucket))
+            return bucket.local_world_size > 1 or not self.wants_average(group_of(bucket))
 
         return Starter(
             task=lambda bucket, ctx: self.bucket_step(bucket, group_of(bucket), ctx),
@@ -420,8 +424,10 @@ class CommOptimizer(PackedOptimizer):
     def starts_in_backward(self) -> bool:
         """True if buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
         first step of a copy, which has no channels yet, nor where the agreement would share their order."""
-        alone = self.topology.world_size == 1
-        if not self.overlap or alone or self._channels is None or self._all_on_one_channel() or self.steps_locally():
+        opened = all(ranks.channels is not None for ranks in self.topology.replicas)
+        if not self.overlap or self.topology.copies == 1 or not opened:
+            return False
+        if self._all_on_one_channel() or self.steps_locally():
             return False
         if self._attachment is None:
             return True
@@ -439,22 +445,27 @@ class CommOptimizer(PackedOptimizer):
 
     def _channels_of(self, index: int) -> tuple[Channel, Channel]:
         """The channels of bucket ``index``: for what goes out, and for what comes back."""
-        if not self._channels:
-            return self.topology.channel, self.topology.channel
-        return self._channels[index % CHANNELS], self._channels[CHANNELS + index % CHANNELS]
+        ranks = self.buckets[index].replicas
+        if not ranks.channels:
+            return ranks.channel, ranks.channel
+        return ranks.channels[index % CHANNELS], ranks.channels[CHANNELS + index % CHANNELS]
 
     def _open_channels(self) -> None:
         """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first
         bucket waits for a gradient would by then have started the agreement instead."""
-        if self._channels is None:
+        for ranks in self.topology.replicas:
+            ranks.open(2 * CHANNELS)
+        if self._control is None:
             alone = self.topology.world_size == 1
-            self._channels = [] if alone else self.topology.channels(2 * CHANNELS)
+            channels = [ranks.channels for ranks in self.topology.replicas if ranks.world_size > 1]
             # where buckets have channels, nothing else is under way on the world's when the ranks agree
-            self._control = self.topology.world if alone or self._channels else self.topology.control()
+            self._control = self.topology.world if alone or (channels and all(channels)) else self.topology.control()
 
     def _all_on_one_channel(self) -> bool:
         """True if buckets and the agreement of the ranks share one order."""
-        return not self._channels and self._control is self.topology.world
+        return self._control is self.topology.world and any(
+            ranks.world is self._control and not ranks.channels for ranks in self.topology.replicas
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
@@ -476,6 +487,12 @@ class CommOptimizer(PackedOptimizer):
             self._watching = self._watching or Overlap(self)
             self._watching.follow(self.buckets)
 
+    def _within_replica(self, report: StepReport, number: int) -> StepReport:
+        """``report`` of the local step ``number``, with what the ranks that hold a replica together bring to it."""
+        where = f"{type(self).__name__}, step {number}"
+        square, error = replicas.agree_inside(self.topology, report.square_norm, report.error, where)
+        return dataclasses.replace(report, square_norm=square, error=error)
+
     # is it still right? -----------------------------------------------------------------------------------------------
 
     def _guarded(self, report: StepReport, number: int) -> StepReport:
@@ -488,7 +505,7 @@ class CommOptimizer(PackedOptimizer):
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""
         where = f"{type(self).__name__}, step {number}"
-        self._right = self.right_replica(table, where, "after this step all have what rank %d has")
+        self._right = self.right_replicas(table, where, "after this step all have what rank %d has")
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
@@ -531,7 +548,8 @@ class CommOptimizer(PackedOptimizer):
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
         lets a variance stand later."""
-        params = [p for group in groups for p in group["params"] if "exp_avg_sq" in self.state.get(p, ()) and p.numel()]
+        held = self.packed()
+        params = [p for group in groups for p in group["params"] if id(p) in held and p.numel() and not is_sharded(p)]
         self._diagnostics.zero_variance(params, self.state, self.param_groups, later)
 
     def _report_new_phases(self, before: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.compress import Compressor, RandomBlocks
+from commopt.sharding import is_sharded
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,8 +117,8 @@ def check_common(max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
         )
 
 
-def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None) -> None:
-    """devices: the types that the backend can send from; None for all."""
+def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None, sharded: bool = False) -> None:
+    """devices: the types that the backend can send from; None for all. sharded: whether DTensors are allowed."""
     if _is_partition():
         raise ValueError(
             "ZeroRedundancyOptimizer gives each rank other parameters, which an optimizer that averages them over the "
@@ -130,11 +130,8 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None)
                 f"parameter {i} is sharded by FullyShardedDataParallel: each rank holds another part of the model, and "
                 "averaging these would mix them up; allowed are whole parameters, the same on every rank"
             )
-        if _is_dtensor(p):
-            raise ValueError(
-                f"parameter {i} is a DTensor, sharded as {getattr(p, 'placements', '?')}: sharded parameters are not "
-                "supported yet; allowed are whole parameters, the same on every rank"
-            )
+        if is_sharded(p):
+            _check_sharded(i, p, sharded)
         if p.device.type == "meta":
             raise ValueError(
                 f"parameter {i} is on the meta device and has no values: first give it memory (to_empty())"
@@ -161,9 +158,19 @@ def _is_partition() -> bool:
     )
 
 
-def _is_dtensor(p: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
-    return module is not None and isinstance(p, module.DTensor)
+def _check_sharded(i: int, p: Tensor, allowed: bool) -> None:
+    placements = getattr(p, "placements", ())
+    if not allowed:
+        raise ValueError(
+            f"parameter {i} is a DTensor, placed as {placements}: whom its ranks average with must be told. Give all "
+            "of the device mesh that the parameters are on a slice of, process_group=mesh, where the model has "
+            'fully_shard(model, mesh=mesh["shard"])'
+        )
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"parameter {i} is a DTensor placed as {placements}: a sum that is still to be made is no parameter; "
+            "allowed are Shard and Replicate"
+        )
 
 
 def check_gradients(params: Sequence[Tensor]) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, PSync, Work, psync
+from commopt.comm import Backend, PSync, Replicas, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks, replicas
 from commopt.optim.base import CommOptimizer
@@ -164,10 +164,12 @@ class CSER(CommOptimizer):
         if isinstance(self.reset_compressor, RandomBlocks) and math.isinf(self.reset_compressor.ratio):
             raise ValueError(f"reset_compressor must keep something, got {self.reset_compressor}")
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
-        if self.topology.intra_node.world_size > 1:
+
+    def check_replicas(self, replicas: Replicas) -> None:
+        if replicas.intra_node.world_size > 1:
             raise ValueError(
                 f"{type(self).__name__} does not know nodes of several ranks, got nodes of "
-                f"{self.topology.intra_node.world_size}: give it a process group or mesh of one dimension"
+                f"{replicas.intra_node.world_size}: give it a process group or mesh of one dimension"
             )
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -188,7 +190,7 @@ class CSER(CommOptimizer):
     @property
     def anchored(self) -> bool:
         """True if x_i - e_i is stored, because it cannot be found again from x_i."""
-        return self.topology.world_size > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
+        return self.topology.copies > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Nothing is left behind but in the model."""
@@ -203,8 +205,8 @@ class CSER(CommOptimizer):
         """The momentum of a bucket; zeros, if it has had none so far."""
         if "momentum_buffer" not in bucket.buffers:
             bucket.buffers["momentum_buffer"] = bucket.zeros()
-            for p, view in zip(bucket.params, bucket.tensors("momentum_buffer")):
-                self.state[p]["momentum_buffer"] = view
+            for p, entry in zip(bucket.params, bucket.state()):
+                self.state[p]["momentum_buffer"] = entry["momentum_buffer"]
         return bucket["momentum_buffer"]
 
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -237,15 +239,16 @@ class CSER(CommOptimizer):
         if not self.owns(origin) and (self.replicas_differ or (ranks > 1 and any(t.any() for t in own))):
             self.report_not_own(origin, "its parameters and momentum", "parameters stay as they are")
         for bucket in self.buckets:
-            for p, anchor in zip(bucket.params, bucket.tensors("anchor") if "anchor" in bucket.buffers else ()):
+            anchors = bucket.tensors("anchor") if "anchor" in bucket.buffers else []
+            for p, x, anchor in zip(bucket.params, bucket.values, anchors):
                 if "anchor" not in entries.get(p, {}):  # of an optimizer that had none, its models are in one place
-                    anchor.copy_(p.detach())
+                    anchor.copy_(x.detach())
 
     # the mean model ---------------------------------------------------------------------------------------------------
 
     @property
     def replicas_differ(self) -> bool:
-        many = self.topology.world_size > 1
+        many = self.topology.copies > 1
         return many and any(group["step"] != group.get("last_sync_step", 0) for group in self.param_groups)
 
     def synchronize_replicas(self) -> None:
@@ -263,9 +266,10 @@ class CSER(CommOptimizer):
 
     def after_step(self) -> None:
         """Takes down where all ranks have the same parameters."""
-        alone = self.topology.world_size == 1
+        copies = self.topology.copies
+        alone = copies == 1
         for group in self.param_groups:
-            group["ranks"] = self.topology.world_size
+            group["ranks"] = copies
             together = _keeps_all(self.compressor) and group["last_sync_step"] == group["step"] - 1
             if alone or together or (group["step"] % group["period"] == 0 and self.resets_all()):
                 group["last_sync_step"] = group["step"]
@@ -274,13 +278,13 @@ class CSER(CommOptimizer):
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one rank, else "compressed"."""
-        return "plain" if self.topology.world_size == 1 else "compressed"
+        return "plain" if self.topology.copies == 1 else "compressed"
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return False
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        if self.phase_of(group) == "plain":
+        if bucket.world_size == 1:
             yield ctx.barrier
             self._plain_step(bucket, group, ctx)
             return
@@ -356,8 +360,9 @@ class CSER(CommOptimizer):
     def _plain_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> None:
         moving = ctx.moving(bucket)
         bucket.increment(("step",), moving)
-        params = [bucket.params[i] for i in moving]
-        grads = [scaled_gradient(p, bucket.dtype, ctx.scale) for p in params]
+        values = bucket.values
+        params = [values[i] for i in moving]
+        grads = [scaled_gradient(values[i], bucket.gradient(i), bucket.dtype, ctx.scale) for i in moving]
         momenta = []
         if group["momentum"] != 0:
             self._momentum(bucket)

@@ -51,6 +51,23 @@ class Diagnostics:
                 self.optimizer,
             )
 
+    def nothing_to_average(self, count: int, by_others: bool, ranks: Any) -> None:
+        """Of ``count`` sharded parameters no rank holds what another one averages: ``by_others``, if some hold the same
+        and FSDP makes it so. ``ranks`` is the backend."""
+        if not self._once("nothing to average"):
+            return
+        what = (
+            "FSDP averages their gradients in full precision by itself"
+            if by_others
+            else "every rank holds another part of them"
+        )
+        logger.warning(
+            "%s: nothing of %d sharded parameters is averaged, nor compressed: %s. To compress between replicas give "
+            "fully_shard() the inner dimension of a mesh, fully_shard(model, mesh=mesh[\"shard\"]), and the "
+            "optimizer all of it, process_group=mesh; this one has %s",
+            self.optimizer, count, what, getattr(ranks, "mesh", ranks),
+        )  # fmt: skip
+
     def equal_gradients(self) -> None:
         """All ranks had the same gradients before anything was averaged."""
         if self._once("equal gradients"):

@@ -47,15 +47,17 @@ def averaged_gradients(bucket: StateBucket, ctx: StepContext) -> Generator[Work,
         flat = bucket.pack_gradients(ctx.scale)
         yield from mean_over_all(flat, ctx.send, ctx.reply)
     yield ctx.barrier
-    if ctx.average and ctx.send.world.world_size > 1:
+    if ctx.average and bucket.world_size > 1:
         ctx.confirmed.note(torch.isfinite(ops.square_sum([flat])))
+    if (ctx.average and bucket.world_size > 1) or bucket.pieces:
         yield ctx.confirmed
     bucket.active = None
     moving = ctx.moving(bucket)
     if ctx.average:
         views = bucket.views(flat)
         return [views[i] for i in moving]
-    return [scaled_gradient(bucket.params[i], bucket.dtype, ctx.scale) for i in moving]
+    values = bucket.values
+    return [scaled_gradient(values[i], bucket.gradient(i), bucket.dtype, ctx.scale) for i in moving]
 
 
 def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: StepContext) -> Generator[Work, None, Momentum]:

@@ -71,14 +71,17 @@ class Guard:
         """True if the run ends after so many skipped steps in a row."""
         return self.max_skipped is not None and skipped >= self.max_skipped
 
-    def decide(self, table: Sequence[Sequence[int]], names: Sequence[str], where: str) -> int | None:
-        """Consequence of the digests of all ranks: None if they agree, or the rank whose replica the others are to get
-        after the step.
+    def decide(
+        self, table: Sequence[Sequence[int]], names: Sequence[str], where: str, ranks: Sequence[int]
+    ) -> int | None:
+        """Consequence of the digests of ranks that must hold the same: None if they agree, or the rank whose replica
+        the others are to get after the step.
 
         Args:
-            table: the digests of every rank, by rank.
+            table: the digests of each of these ranks.
             names: of what they are the digests.
             where: begins the message.
+            ranks: their numbers.
 
         Raises:
             ReplicasDiffer: they do not agree, and no rank is to be repaired, or none can be.
@@ -87,11 +90,11 @@ class Guard:
             return None
         right = majority(table)
         if self.on_difference == "repair" and right is not None:
-            return right
+            return ranks[right]
         remedy = "go on from the last checkpoint"
         if right is not None:
             remedy += ", or let guard=Guard(on_difference='repair') give such a rank what the majority has"
-        raise ReplicasDiffer(f"{where}: {describe_difference(table, names)}; {remedy}")
+        raise ReplicasDiffer(f"{where}: {describe_difference(table, names, ranks)}; {remedy}")
 
 
 def check_guard(guard: Any) -> None:
@@ -108,17 +111,18 @@ def majority(table: Sequence[Sequence[int]]) -> int | None:
     return rows.index(row) if 2 * count > len(rows) else None
 
 
-def describe_difference(table: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Describes which ranks differ from the others, and in what. ``names`` are those of the digests."""
+def describe_difference(table: Sequence[Sequence[int]], names: Sequence[str], ranks: Sequence[int]) -> str:
+    """Describes which of ``ranks`` differ from the others, and in what. ``names`` are those of the digests."""
     right = majority(table)
     reference = table[0 if right is None else right]
-    odd = [rank for rank, row in enumerate(table) if list(row) != list(reference)]
-    where = [name for i, name in enumerate(names) if any(table[rank][i] != reference[i] for rank in odd)]
+    wrong = [row for row in table if list(row) != list(reference)]
+    odd = [rank for rank, row in zip(ranks, table) if list(row) != list(reference)]
+    where = [name for i, name in enumerate(names) if any(row[i] != reference[i] for row in wrong)]
     what = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
     if right is None:
         camps = Counter(tuple(row) for row in table)
-        ranks = " and ".join(str([r for r, row in enumerate(table) if tuple(row) == camp]) for camp in camps)
-        return f"ranks {ranks} differ in {what}, and there is no majority that could be right"
+        sides = " and ".join(str([r for r, row in zip(ranks, table) if tuple(row) == camp]) for camp in camps)
+        return f"ranks {sides} differ in {what}, and there is no majority that could be right"
     return f"{_ranks(odd)} from all others in {what}"
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Channel, CountingBackend, Pipeline, Task, confirm, message_device
-from commopt.optim.agreement import Agreement, StepDecision, StepReport
+from commopt.optim.agreement import Agreement, Holders, StepDecision, StepReport
 from commopt.optim.state_bucket import StateBucket
 
 
@@ -85,6 +85,7 @@ class Confirmation:
         self._where = where
         self._backend: CountingBackend | None = None
         self._sound: list[Tensor] = []
+        self.done = False
 
     def over(self, backend: CountingBackend) -> None:
         """Sets what the ranks tell each other over."""
@@ -105,7 +106,7 @@ class Confirmation:
         """
         assert self._backend is not None
         sound = all(self._sound)
-        self._sound = []
+        self._sound, self.done = [], True
         if self._backend.world_size > 1:
             confirm(self._backend, sound, self._where)
 
@@ -199,6 +200,7 @@ class StepInFlight:
         overlapped: bool,
         buckets: Sequence[StateBucket],
         scale: Callable[[StepDecision], float],
+        holders: Holders | None = None,
     ) -> None:
         """Takes the step, from wherever backward has taken it, to its end.
 
@@ -208,11 +210,12 @@ class StepInFlight:
             overlapped: whether buckets start in backward.
             buckets: those there are now.
             scale: the factor of gradients that follows from the decision.
+            holders: what each rank holds; None: all of them the whole model.
         """
         where = self.where("agreement of the ranks on it")
         self._overlapped = overlapped
         self.confirmation.over(over)
-        self.agreement.start(over, message_device(over), report, where)
+        self.agreement.start(over, message_device(over), report, where, holders)
         if overlapped:  # a bucket that lacks a gradient here must know at its start whether others have it
             self._start_while(_complete)
             self.pipeline.reach(self.agreement, self.agreement.under_way, where)
@@ -224,6 +227,8 @@ class StepInFlight:
             self._start_while(lambda _: True, scale(decision), decision.average)
         self.pipeline.finish()
         self.agreement.wait()
+        if holders is not None and not self.confirmation.done:  # others may have parameters to confirm
+            self.confirmation.wait()
 
     def abort(self) -> None:
         """Ends all tasks without effect, where all ranks have started the same collectives."""

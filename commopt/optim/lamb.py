@@ -125,7 +125,7 @@ class Lamb(torch.optim.Optimizer):
             for state in states:
                 state["step"] += 1
             sign = -1.0 if group["maximize"] else 1.0
-            grads = [scaled_gradient(p, s["exp_avg"].dtype, sign) for p, s in zip(params, states)]
+            grads = [scaled_gradient(p, p.grad, s["exp_avg"].dtype, sign) for p, s in zip(params, states)]
             lamb_(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], group)
         return loss
 

@@ -42,7 +42,7 @@ def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
     """Runs of the parameters of the indices ``absent``, ascending, in a flat buffer; neighbours in one run."""
     out: list[Run] = []
     for i in absent:
-        start, stop = bucket.offsets[i], bucket.offsets[i] + bucket.params[i].numel()
+        start, stop = bucket.offsets[i], bucket.offsets[i] + bucket.shapes[i].numel()
         if out and out[-1][1] == start:
             start = out.pop()[0]
         if start < stop:

@@ -163,10 +163,11 @@ class OneBitLamb(WarmupOptimizer):
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
-        x, m, v, _ = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
-        ratios = lamb_(x, g, m, v, group)
-        for p, c in zip(x, ratios):
-            _average(self.state[p], c, group["coeff_beta"])  # c_avg = b3 c_avg + (1-b3) c
+        moving = self.increment(bucket, ctx, variance_moves=True)
+        x, m, v, _ = bucket.operands(moving)
+        ratios = lamb_(x, g, m, v, group, bucket.total)
+        for i, c in zip(moving, ratios):
+            _average(self.state[bucket.params[i]], c, group["coeff_beta"])  # c_avg = b3 c_avg + (1-b3) c
         bucket.numbers["scaling_coeff"].zero_()  # there is a switch to come, maybe not the first
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
@@ -175,32 +176,35 @@ class OneBitLamb(WarmupOptimizer):
         m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
         self._switch(bucket, k)
-        x, before, v, _ = bucket.operands(self.increment(bucket, ctx, variance_moves=False))
-        f = [self.state[p]["fresh_exp_avg_sq"] for p in x]
-        new = dict(zip(map(id, bucket.params), bucket.views(mean.values())))
-        c = [_averaged(self.state[p]) for p in x]
-        r = [self.state[p]["factor"].item() for p in x]
-        used, factors = frozen_lamb_(x, [new[id(p)] for p in x], before, v, f, c, r, group)  # x = x - lr c_avg r u
-        for p, average, ratio, factor in zip(x, c, used, factors):
-            self.state[p]["factor"].fill_(factor)
+        moving = self.increment(bucket, ctx, variance_moves=False)
+        x, before, v, _ = bucket.operands(moving)
+        f, means = bucket.tensors("fresh_exp_avg_sq", moving), bucket.views(mean.values())
+        states = [self.state[bucket.params[i]] for i in moving]
+        c, r = [_averaged(state) for state in states], [state["factor"].item() for state in states]
+        used, factors = frozen_lamb_(  # x = x - lr c_avg r u
+            x, [means[i] for i in moving], before, v, f, c, r, group, bucket.total, bucket.highest
+        )
+        for state, average, ratio, factor in zip(states, c, used, factors):
+            state["factor"].fill_(factor)
             if average is None:
-                _average(self.state[p], ratio, group["coeff_beta"])
+                _average(state, ratio, group["coeff_beta"])
 
     def _scaling(self, bucket: StateBucket) -> list[float]:
         """k of each parameter; not stored yet where it is new."""
         known: list[float] = bucket.numbers["scaling_coeff"].tolist()
         if all(known):
             return known
-        fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"))
+        fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"), bucket.total)
         return [old or new for old, new in zip(known, fresh)]
 
     def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
         """Stores k where it is new, and starts the fresh variance there, and with it r, anew."""
-        for p, k in zip(bucket.params, ks):
+        fresh, standing = bucket.tensors("fresh_exp_avg_sq"), bucket.tensors("exp_avg_sq")
+        for p, k, f, v in zip(bucket.params, ks, fresh, standing):
             state = self.state[p]
             if state["scaling_coeff"] == 0:
                 state["scaling_coeff"].fill_(k)
-                state["fresh_exp_avg_sq"].copy_(state["exp_avg_sq"])
+                f.copy_(v)
                 state["factor"].fill_(1.0)
 
 

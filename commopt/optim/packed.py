@@ -21,6 +21,7 @@ from commopt import ops
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     LocalBackend,
+    Replicas,
     Topology,
     all_reduce_bytes,
     message_device,
@@ -30,6 +31,7 @@ from commopt.comm import (
 )
 from commopt.compress import Compressor
 from commopt.optim import replicas, saving
+from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.digest import digest
 from commopt.optim.guard import Guard, describe_difference
@@ -39,6 +41,7 @@ from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state_bucket import StateBucket
+from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")
 
@@ -101,6 +104,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Makes all replicas equal; called while they differ."""
         raise NotImplementedError
 
+    def check_replicas(self, replicas: Replicas) -> None:
+        """Raises ValueError, the same on all ranks, if this optimizer cannot average over ``replicas``."""
+
     def why_not_synchronize(self) -> Exception | None:
         """Error that forbids this rank to take the mean now, if there is one."""
         return None
@@ -119,7 +125,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
         """Adds what is left of the residual of ``p`` to what is compressed: one node compresses no more."""
-        self.state[p][self.residual_of].add_(residual)
+        local(self.state[p][self.residual_of]).add_(residual)
 
     # groups and buckets -----------------------------------------------------------------------------------------------
 
@@ -127,6 +133,31 @@ class PackedOptimizer(torch.optim.Optimizer):
     def params(self) -> list[Tensor]:
         """The parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def values(self) -> list[Tensor]:
+        """What this rank holds of the parameters in buckets, as plain tensors without gradient."""
+        return [x.detach() for bucket in self.buckets for x in bucket.values]
+
+    def square_norm_of(self, params: Sequence[Tensor]) -> float:
+        """The sum of squares of the gradients that this rank has of ``params``, so weighted that the mean over all
+        ranks is that over the replicas: what ranks hold in parts counts as if each held the whole."""
+        if not self.topology.is_sharded:
+            return square_norm([_dense(p.grad) for p in params if p.grad is not None])
+        shares, grads = self.shares(), dict[float, list[Tensor]]()
+        for p in params:
+            if p.grad is not None:
+                grads.setdefault(shares[id(p)], []).append(local(p.grad))
+        return sum((share * square_norm(mine) for share, mine in grads.items()), 0.0)
+
+    def holders(self) -> Holders | None:
+        """What each rank holds; None where all hold the whole model."""
+        topology = self.topology
+        return Holders(topology.rank, topology.parts, topology.stages) if topology.is_sharded else None
+
+    def shares(self) -> dict[int, float]:
+        """Of each parameter, by its id: how many times as much as an element of a whole one its elements count in a
+        sum over all ranks."""
+        return {id(p): bucket.share for bucket in self.buckets for p in bucket.params}
 
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""
@@ -182,24 +213,41 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if they differ, or for this or another rank's ``error``.
         """
         params = [p for group in groups for p in group["params"]]
+        topology = self.topology
         # providers may differ in the last bit of an update; instruction sets of one provider do not
         devices = sorted({p.device.type for p in params})
         providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
         facts = {
             **versions(devices),
             "parameter lists": str(
-                [[(tuple(p.shape), p.dtype, p.device.type) for p in group["params"]] for group in groups]
+                [[(tuple(p.shape), p.dtype, p.device.type, *_cut(p)) for p in group["params"]] for group in groups]
             ),
             "names of the parameters": str([group.get("param_names") for group in groups]),
             "settings or kernel providers": str([*settings, providers]),
         }
         counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
         device = self.control_device(params)
-        agree_on_setup(self.topology.world, device, facts, error, counts)
-        if equalize(self.topology.world, device, params) and self.topology.rank == 0:
-            logger.warning("%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__)
+        agree_on_setup(topology.world, device, facts, error, counts, topology.stages)
+        held: dict[Replicas, list[Tensor]] = {}
+        for p in params:
+            held.setdefault(topology.held(p)[0], []).append(p)
+        for ranks in held:
+            self.check_replicas(ranks)
+        self._report_unaveraged(params)
+        for ranks, same in held.items():
+            if equalize(ranks.world, device, [local(p) for p in same]) and topology.rank == 0:
+                logger.warning(
+                    "%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__
+                )
         for group in groups:
             self.make_buckets(group)
+
+    def _report_unaveraged(self, params: Sequence[Tensor]) -> None:
+        """Warns of parameters that nothing is averaged of, though ranks hold the same of them."""
+        alone = [p for p in params if is_sharded(p) and self.topology.held(p)[0].world_size == 1]
+        twice = [p for p in alone if self.topology.held(p)[1].copies > 1]
+        if self.topology.world_size > 1 and alone and self.topology.rank == 0:
+            self._diagnostics.nothing_to_average(len(alone), bool(twice), self.topology.backend)
 
     def devices(self) -> tuple[str, ...] | None:
         """Types of devices that parameters may be on; None for all."""
@@ -216,8 +264,10 @@ class PackedOptimizer(torch.optim.Optimizer):
     def fp32_bytes(self) -> int:
         """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
         ranks are grouped by them."""
-        places, nodes = self.topology.intra_node.world_size, self.topology.inter_node.world_size
-        return all_reduce_bytes(-(-4 * sum(bucket.numel for bucket in self.buckets) // places), nodes)
+        numel: dict[Replicas, int] = {}
+        for bucket in self.buckets:
+            numel[bucket.replicas] = numel.get(bucket.replicas, 0) + bucket.numel
+        return sum(all_reduce_bytes(-(-4 * n // r.intra_node.world_size), r.nodes) for r, n in numel.items())
 
     def traffic(self) -> dict[str, Any]:
         """Traffic of this rank: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
@@ -240,11 +290,15 @@ class PackedOptimizer(torch.optim.Optimizer):
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         topology, packed = self.topology, self.packed()
-        place, places = topology.intra_node.rank, topology.intra_node.world_size
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
+        if not new:
+            return
+        held = {id(p): topology.held(p) for p in new}
         capacity = bucket_bytes(self.bucket_mb, new)
-        for run in partition(new, capacity):
-            bucket = StateBucket(run, topology.world_size, place, places, topology.shard_index)
+        for run in partition(new, capacity, lambda p: held[id(p)]):
+            replicas, holding = held[id(run[0])]
+            share = topology.world_size / holding.copies
+            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces)
             bucket.add_numbers(dict.fromkeys(self.step_counters, 0.0), torch.float32)
             bucket.add_numbers(self.scalars, torch.float64)
             self.init_messages(bucket, capacity)
@@ -256,7 +310,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
         bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
-        bucket.add_residuals(self.topology.nodes, self.overlap)
+        bucket.add_residuals(self.overlap)
 
     def follow_parameters(self) -> bool:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
@@ -270,26 +324,38 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     # replicas ---------------------------------------------------------------------------------------------------------
 
-    def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that must be the same on all ranks now, to the bit, each with a name: parameters unless replicas
-        differ, flat buffers that are not a rank's own, and numbers of the parameters."""
+    def replicated(self) -> Iterator[tuple[StateBucket, str, Tensor]]:
+        """Tensors that must be the same now, to the bit, on all ranks that hold the same of a bucket, each with that
+        bucket and a name: parameters unless replicas differ, flat buffers that are not a rank's own, and numbers of the
+        parameters."""
         for i, (bucket, group) in enumerate(self.grouped_buckets()):
             where, own = f"bucket {i} ({bucket.describe()})", self.rank_local(group)
             if not self.replicas_differ:
-                yield f"the parameters of {where}", bucket.pack_params()
+                yield bucket, f"the parameters of {where}", bucket.pack_params()
             for name, flat in bucket.buffers.items():
                 if name not in own:
-                    yield f"{name} of {where}", flat
+                    yield bucket, f"{name} of {where}", flat
             if bucket.numbers:
-                yield f"step counts of {where}", torch.cat([n.double() for n in bucket.numbers.values()])
+                yield bucket, f"step counts of {where}", torch.cat([n.double() for n in bucket.numbers.values()])
 
     def digests(self) -> list[int]:
-        """The digests of what :meth:`replicated` gives."""
-        found = [digest(x) for _, x in self.replicated()]
-        return torch.stack([d.to(found[0].device) for d in found]).tolist() if found else []
+        """The digests of what :meth:`replicated` gives; where ranks hold parts, each after a number that is that of
+        the ranks that hold the same."""
+        found = [digest(x) for _, _, x in self.replicated()]
+        digests = torch.stack([d.to(found[0].device) for d in found]).tolist() if found else []
+        if not self.topology.is_sharded:
+            return digests
+        holders = [self._holders(bucket) for bucket, _, _ in self.replicated()]
+        return [number for pair in zip(holders, digests) for number in pair]
 
-    def right_replica(self, table: list[list[int]], where: str, when: str) -> int | None:
-        """The rank whose replica the others are to get, as follows from the digests of all ranks; None for none.
+    def _holders(self, bucket: StateBucket) -> int:
+        """A number of the ranks that hold the same of ``bucket``; other ranks have others, or none."""
+        replicas = bucket.replicas
+        return self.topology.replicas.index(replicas) * self.topology.world_size + replicas.members[0]
+
+    def right_replicas(self, table: list[list[int]], where: str, when: str) -> dict[int, int]:
+        """Of ranks that must hold the same and do not, the rank whose replica the others are to get, by their number;
+        the same on all ranks, as it follows from the digests of all.
 
         Args:
             table: the digests, by rank.
@@ -299,31 +365,44 @@ class PackedOptimizer(torch.optim.Optimizer):
         Raises:
             commopt.optim.ReplicasDiffer: replicas differ, and cannot be repaired, or shall not.
         """
-        names = [name for name, _ in self.replicated()]
-        right = self.guard.decide(table, names, where)
-        if right is not None and self.topology.rank == 0:
-            logger.error("%s: %s; " + when, where, describe_difference(table, names), right)
+        names: dict[int, list[str]] = {}
+        for bucket, name, _ in self.replicated():
+            names.setdefault(self._holders(bucket), []).append(name)
+        rows: dict[int, dict[int, list[int]]] = {}
+        for rank, row in enumerate(table):
+            pairs = zip(row[::2], row[1::2]) if self.topology.is_sharded else ((0, number) for number in row)
+            for holders, number in pairs:
+                rows.setdefault(holders, {}).setdefault(rank, []).append(number)
+        rows.pop(-1, None)  # what made rows equally long
+        right = {}
+        for holders, by_rank in sorted(rows.items()):
+            ranks, same = list(by_rank), list(by_rank.values())
+            of = names.get(holders) or [f"tensor {i}" for i in range(len(same[0]))]
+            chosen = self.guard.decide(same, of, where, ranks)
+            if chosen is not None:
+                right[holders] = chosen
+                if self.topology.rank == 0:
+                    logger.error("%s: %s; " + when, where, describe_difference(same, of, ranks), chosen)
         return right
 
-    def copy_replica(self, source: int) -> None:
-        """Gives all ranks what rank ``source`` has of what must be the same on all of them."""
+    def copy_replicas(self, right: Mapping[int, int]) -> None:
+        """Gives ranks what must be the same on all that hold it, from the one that is ``right``, by their number."""
         for bucket, group in self.grouped_buckets():
-            own = self.rank_local(group)
+            if (chosen := right.get(self._holders(bucket))) is None:
+                continue
+            own, source = self.rank_local(group), bucket.replicas.members.index(chosen)
             if not self.replicas_differ:
                 flat = bucket.pack_params()
-                self._copy_from(source, flat)
+                _copy_from(bucket, source, flat)
                 bucket.unpack_params(flat)
             for name, flat in bucket.buffers.items():
                 if name not in own:
-                    self._copy_from(source, flat)
+                    _copy_from(bucket, source, flat)
             for numbers in bucket.numbers.values():
                 values = numbers.to(bucket.device, copy=True)
-                self._copy_from(source, values)
+                _copy_from(bucket, source, values)
                 numbers.copy_(values)
             bucket.active = None
-
-    def _copy_from(self, source: int, x: Tensor) -> None:
-        wait(self.topology.world.broadcast(x, source), f"the replica of rank {source} for all")
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -407,7 +486,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         rank, world_size, layout = self._origin()
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
-        nodes, shard_index = self.topology.nodes, self.topology.shard_index
+        nodes = self.topology.nodes
+        shard_index = next((ranks.shard_index for ranks in self.topology.replicas), 0)
         whose = {"rank": rank, "world_size": world_size, "layout": layout, "nodes": nodes, "shard_index": shard_index}
         return {**whose, "state": own}
 
@@ -572,3 +652,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = new
         new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.topology.backend})
         return new
+
+
+def _copy_from(bucket: StateBucket, source: int, x: Tensor) -> None:
+    wait(
+        bucket.replicas.world.broadcast(x, source), f"what rank {bucket.replicas.members[source]} has, for its replicas"
+    )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
+def _cut(p: Tensor) -> list[str]:
+    """How a sharded parameter is cut, in words that are the same on all ranks that hold pieces of it."""
+    return [f"{tuple(p.device_mesh.shape)} {p.placements}"] if is_sharded(p) else []  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ class QSparseLocalSGD(CSER):
 
     @property
     def anchored(self) -> bool:
-        return self.topology.world_size > 1
+        return self.topology.copies > 1
 
     def init_bucket(self, bucket: StateBucket) -> None:
         super().init_bucket(bucket)

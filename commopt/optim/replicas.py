@@ -22,6 +22,7 @@ from commopt.comm import (
     message_device,
     wait,
 )
+from commopt.optim.agreement import StepRefused
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -55,6 +56,34 @@ def agree(topology: Topology, buckets: Sequence[StateBucket], error: Exception |
         raise RuntimeError(f"another rank cannot take part in {what}; its own error says why")
 
 
+def agree_inside(
+    topology: Topology, square: float, error: Exception | None, where: str
+) -> tuple[float, Exception | None]:
+    """What a local step goes by, where ranks hold a replica together: they take it alike, and tell no other replica.
+
+    Args:
+        topology: the ranks.
+        square: sum of squares of this rank's gradients, weighted by :meth:`PackedOptimizer.square_norm_of`.
+        error: why this rank cannot take the step.
+        where: begins errors.
+
+    Returns:
+        that sum of the whole replica; and why the step cannot be taken.
+    """
+    inside = topology.inside
+    if inside.world_size == 1:
+        return square, error
+    device = message_device(inside)
+    table = torch.empty(inside.world_size, 2, dtype=torch.float64, device=device)
+    mine = torch.tensor([square, float(error is not None)], dtype=torch.float64, device=device)
+    wait(inside.all_gather(table, mine), f"{where}, agreement of the ranks of a replica")
+    rows: list[list[float]] = table.tolist()
+    refused = [rank for rank, (_, failed) in enumerate(rows) if failed]
+    if refused and error is None:
+        error = StepRefused(f"{where}: rank {refused[0]} of this replica cannot take this step; its own error says why")
+    return sum(one for one, _ in rows) / len(rows), error
+
+
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer) -> Iterator[None]:
     """``optimizer.averaged()``."""
@@ -83,20 +112,22 @@ def averaged(optimizer: PackedOptimizer) -> Iterator[None]:
 @torch._disable_dynamo
 @torch.no_grad()
 def take_mean(topology: Topology, buckets: Sequence[StateBucket]) -> None:
-    """Makes the parameters the mean of all replicas, and nothing else."""
-    for i, bucket in enumerate(buckets):
-        flat = bucket.pack_params()
-        where = f"mean of the replicas, bucket {i} of {len(buckets)} ({bucket.describe()})"
-        average_exactly(topology, flat, where)
+    """Makes the parameters the mean of all replicas, and nothing else. Takes their memory once more."""
+    flats = [bucket.pack_params() for bucket in buckets]
+    average_exactly(topology, buckets, flats, "mean of the replicas")
+    for bucket, flat in zip(buckets, flats):
         bucket.unpack_params(flat)
     topology.traffic.leave_out()
 
 
-def average_exactly(topology: Topology, flat: Tensor, where: str) -> None:
-    """``flat``, shape (padded,) of a bucket, <- its mean over all ranks; ``where`` says in an error what it was."""
-    pipeline = Pipeline()
-    pipeline.start(mean_over_all(flat, topology.channel, topology.channel), where)
-    pipeline.finish()
+def average_exactly(topology: Topology, buckets: Sequence[StateBucket], flats: Sequence[Tensor], where: str) -> None:
+    """``flats``, shape (padded,) of each bucket, <- their means over the replicas; ``where`` says in an error what it
+    was."""
+    for i, (bucket, flat) in enumerate(zip(buckets, flats)):
+        pipeline, channel = Pipeline(), bucket.replicas.channel
+        what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()})"
+        pipeline.start(mean_over_all(flat, channel, channel), what)
+        pipeline.finish()
     if topology.world_size > 1:
         confirm(topology.world, True, where)
 
@@ -109,8 +140,7 @@ def reaching_others(topology: Topology, buckets: Sequence[StateBucket], where: s
     Raises:
         commopt.comm.CollectiveError: begins with ``where``, or with where in it the collective was.
     """
-    now = topology.backend.world_size
-    had = next((bucket.world_size for bucket in buckets), now)
+    now, had = topology.backend.world_size, topology.world_size
     if now != had:
         raise CollectiveError(f"{where}: the backend has {now} ranks now, it had {had}; {_REMEDY}")
     try:

@@ -1,17 +1,26 @@
 """Update rules on lists of tensors, with the arithmetic of torch.optim.
 
-Each list holds one tensor per parameter. Nothing here communicates.
+Each list holds one tensor per parameter. Nothing here communicates, but what is given to: where a rank has a piece of
+each tensor, ``total`` and ``highest`` make what all pieces come to out of what this one does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import ops
+
+Reduce = Callable[[Sequence[float]], Sequence[float]]
+
+
+def itself(numbers: Sequence[float]) -> Sequence[float]:
+    """What a whole tensor comes to is what its only piece does."""
+    return numbers
+
 
 VANISHING = 0.1
 """Root mean square of a momentum over that of sqrt(v), below which it counts as vanished. It is more than 0.2 where
@@ -89,6 +98,7 @@ def lamb_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     group: dict[str, Any],
+    total: Reduce = itself,
 ) -> list[float | None]:
     """One step of LAMB, without bias correction (see :mod:`commopt.optim.lamb` for what that changes).
 
@@ -99,6 +109,7 @@ def lamb_(
         params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
         grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state.
         group: lr, betas, eps, weight_decay, min_coeff, max_coeff.
+        total: the sums over all pieces.
 
     Returns:
         c of each parameter, None where there is none.
@@ -113,7 +124,7 @@ def lamb_(
     updates = list(torch._foreach_div(exp_avgs, _roots(exp_avg_sqs, group["eps"])))
     if group["weight_decay"] != 0:
         torch._foreach_add_(updates, work, alpha=group["weight_decay"])
-    ratios = trust_ratios(work, updates, group)
+    ratios = trust_ratios(work, updates, group, total)
     _move(params, work, updates, [1.0 if c is None else c for c in ratios], group)
     return ratios
 
@@ -127,6 +138,8 @@ def frozen_lamb_(
     averages: Sequence[float | None],
     lasts: Sequence[float],
     group: dict[str, Any],
+    total: Reduce = itself,
+    highest: Reduce = itself,
 ) -> tuple[list[float | None], list[float]]:
     """One step of 1-bit LAMB after the momentum has come.
 
@@ -142,6 +155,7 @@ def frozen_lamb_(
         averages: c of each parameter; where it is None, the trust ratio of this step serves, if there is one.
         lasts: r of the last step.
         group: lr, betas, eps, weight_decay, min_coeff, max_coeff, factor_min, factor_max, factor_threshold.
+        total, highest: the sums, and the largest, over all pieces.
 
     Returns:
         c as it was used (None stands for 1), and r.
@@ -157,18 +171,20 @@ def frozen_lamb_(
     torch._foreach_addcmul_(fresh_sqs, exp_avgs, exp_avgs, 1 - beta2)
     torch._foreach_copy_(exp_avgs, news)
     roots = _roots(exp_avg_sqs, group["eps"])
-    largest = _largest(roots, _roots(fresh_sqs, group["eps"]), exp_avg_sqs)
+    largest = [r or 1.0 for r in highest(_largest(roots, _roots(fresh_sqs, group["eps"]), exp_avg_sqs))]
     updates = news
     torch._foreach_div_(updates, roots)
     weights = [1.0] * len(params)
     if group["weight_decay"] != 0:
         before = square_sums(updates)
         torch._foreach_add_(updates, work, alpha=group["weight_decay"])
-        weights = [min(1.0, (a / b) ** 0.5) if b > 0 else 1.0 for a, b in zip(before, square_sums(updates))]
+        pairs = halves(total([*before, *square_sums(updates)]))
+        weights = [min(1.0, (a / b) ** 0.5) if b > 0 else 1.0 for a, b in pairs]
     factors = bounded_factors(largest, weights, lasts, group)
     ratios = list(averages)
     lacking = [i for i, c in enumerate(averages) if c is None]
-    for i, c in zip(lacking, trust_ratios([work[i] for i in lacking], [updates[i] for i in lacking], group)):
+    fresh = trust_ratios([work[i] for i in lacking], [updates[i] for i in lacking], group, total)
+    for i, c in zip(lacking, fresh):
         ratios[i] = c
     _move(params, work, updates, [(1.0 if c is None else c) * r for c, r in zip(ratios, factors)], group)
     return ratios, factors
@@ -193,14 +209,18 @@ def bounded_factors(
     return out
 
 
-def trust_ratios(params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[float | None]:
+def trust_ratios(
+    params: list[Tensor], updates: list[Tensor], group: dict[str, Any], total: Reduce = itself
+) -> list[float | None]:
     """||x|| / ||u|| of each parameter, kept in [min_coeff, max_coeff]; None where one of the norms is 0."""
-    pairs = zip(square_sums(params), square_sums(updates))
+    if not params:
+        return []
+    pairs = halves(total([*square_sums(params), *square_sums(updates)]))
     low, high = group["min_coeff"], group["max_coeff"]
     return [min(max((x / u) ** 0.5, low), high) if x > 0 and u > 0 else None for x, u in pairs]
 
 
-def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[float]:
+def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], total: Reduce = itself) -> list[float]:
     """Factors that make the root mean square of each momentum 1, over the elements with v > 0.
 
     A momentum that has vanished counts with :data:`VANISHING` of the root mean square of sqrt(v). 1 where v is 0
@@ -209,7 +229,9 @@ def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[fl
     if not exp_avgs:
         return []
     counts = torch.stack([v.count_nonzero().to(exp_avgs[0].device) for v in exp_avg_sqs]).tolist()
-    sums = zip(counts, square_sums(exp_avgs), square_sums(list(torch._foreach_sqrt(exp_avg_sqs))))
+    both = total([*counts, *square_sums(exp_avgs), *square_sums(list(torch._foreach_sqrt(exp_avg_sqs)))])
+    n = len(counts)
+    sums = zip(both[:n], both[n : 2 * n], both[2 * n :])
     return [1 / max((m / n) ** 0.5, VANISHING * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
 
 
@@ -227,6 +249,12 @@ def square_sums(tensors: list[Tensor]) -> list[float]:
     return torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
 
 
+def halves(numbers: Sequence[float]) -> list[tuple[float, float]]:
+    """Pairs of the first and second half of ``numbers``."""
+    half = len(numbers) // 2
+    return list(zip(numbers[:half], numbers[half:]))
+
+
 def _roots(squares: list[Tensor], eps: float) -> list[Tensor]:
     """sqrt(v) + eps."""
     out = list(torch._foreach_sqrt(squares))
@@ -235,13 +263,14 @@ def _roots(squares: list[Tensor], eps: float) -> list[Tensor]:
 
 
 def _largest(roots: list[Tensor], fresh_roots: list[Tensor], squares: list[Tensor]) -> list[float]:
-    """The largest ratio of ``roots`` to ``fresh_roots`` of each tensor where ``squares`` is not 0; 1 if it is 0
+    """The largest ratio of ``roots`` to ``fresh_roots`` of each tensor where ``squares`` is not 0; 0 if it is 0
     everywhere. Overwrites ``fresh_roots``."""
     out = []
     for root, fresh, square in zip(roots, fresh_roots, squares):
         ratio = torch.div(root, fresh, out=fresh).masked_fill_(square == 0, 0)
         out.append(ratio.amax().to(roots[0].device) if ratio.numel() else ratio.new_zeros(()))
-    return [r if r > 0 else 1.0 for r in torch.stack(out).tolist()]
+    largest: list[float] = torch.stack(out).tolist()
+    return largest
 
 
 def _move(
@@ -256,9 +285,9 @@ def _move(
             x.copy_(result)
 
 
-def scaled_gradient(p: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """``scale`` times the gradient of ``p`` in ``dtype``, zeros if it has none; itself where that is the same."""
-    grad = torch.zeros_like(p) if p.grad is None else p.grad
+def scaled_gradient(x: Tensor, grad: Tensor | None, dtype: torch.dtype, scale: float) -> Tensor:
+    """``scale`` times the gradient of x in ``dtype``, zeros if it has none; itself where that is the same."""
+    grad = torch.zeros_like(x) if grad is None else grad
     grad = grad.to(dtype)
     return grad if scale == 1 else grad * scale
 

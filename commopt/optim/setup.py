@@ -20,12 +20,20 @@ SETUP_BYTES = 768
 PAYLOAD_FORMAT = 1
 """Goes up when what compressors or collectives send changes its layout."""
 
+OF_STAGE = ("parameter lists", "names of the parameters")
+"""Facts that are equal on the ranks of one stage of a pipeline only."""
+
 _DIGEST = 16
 _TEXT = 512
 
 
 def agree_on_setup(
-    backend: Backend, device: torch.device, facts: dict[str, str], error: Exception | None, counts: str = ""
+    backend: Backend,
+    device: torch.device,
+    facts: dict[str, str],
+    error: Exception | None,
+    counts: str = "",
+    stages: Sequence[int] | None = None,
 ) -> None:
     """Raises, on every rank, if ``error`` is set on any rank or if any of ``facts`` differs between ranks.
 
@@ -35,6 +43,8 @@ def agree_on_setup(
         facts: at most 14 things that must be equal on all ranks, by name, in words of any length.
         error: what this rank has found wrong with its own arguments.
         counts: a short description of this rank's parameters, for the message.
+        stages: of each rank, which parameters it has at all; what differs between ranks of different stages is no
+            error. None: all have the same.
 
     Raises:
         ValueError: names the rank that differs from rank 0 and in what, or the rank whose arguments are wrong.
@@ -50,10 +60,15 @@ def agree_on_setup(
     for rank, (failed, _, text) in enumerate(everyone):
         if failed:
             raise ValueError(f"rank {rank} refused its arguments: {text}")
+    stages = [0] * backend.world_size if stages is None else stages
+    first = {stage: stages.index(stage) for stage in stages}
     for i, name in enumerate(names):
-        different = [rank for rank, (_, digests, _) in enumerate(everyone) if digests[i] != everyone[0][1][i]]
-        if different:
-            _raise_different(backend, name, facts[name], different[0], [text for _, _, text in everyone])
+        of_stage = name in OF_STAGE
+        for rank, (_, digests, _) in enumerate(everyone):
+            reference = first[stages[rank]] if of_stage else 0
+            if digests[i] != everyone[reference][1][i]:
+                texts = [text for _, _, text in everyone]
+                _raise_different(backend, name, facts[name], rank, reference, texts)
 
 
 def versions(devices: Sequence[str]) -> dict[str, str]:
@@ -72,16 +87,16 @@ def versions(devices: Sequence[str]) -> dict[str, str]:
     return known
 
 
-def _raise_different(backend: Backend, name: str, fact: str, rank: int, counts: Sequence[str]) -> None:
-    """Every rank has seen that ``rank`` differs from rank 0 in the fact called ``name``."""
+def _raise_different(backend: Backend, name: str, fact: str, rank: int, reference: int, counts: Sequence[str]) -> None:
+    """Every rank has seen that ``rank`` differs from rank ``reference`` in the fact called ``name``."""
     facts = gather_texts(backend, fact)
-    theirs, first = counts[rank], counts[0]
+    theirs, first = counts[rank], counts[reference]
     if theirs == first:
-        theirs, first = facts[rank], facts[0]
+        theirs, first = facts[rank], facts[reference]
     if max(len(theirs), len(first)) > 500:  # show where they part
         at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
         theirs, first = (f"... {text[max(0, at - 100) : at + 100]} ..." for text in (theirs, first))
-    raise ValueError(f"{name} differ between ranks: rank {rank} has {theirs}, rank 0 has {first}")
+    raise ValueError(f"{name} differ between ranks: rank {rank} has {theirs}, rank {reference} has {first}")
 
 
 def gather_texts(backend: Backend, text: str) -> list[str]:

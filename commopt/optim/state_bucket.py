@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from commopt.bucket import Bucket
+from commopt.comm import Backend, Replicas, message_device, wait
 from commopt.compress import Chunk, Feedback
+from commopt.sharding import like
 
 
 @dataclass
@@ -20,22 +22,38 @@ class StateBucket(Bucket):
     With nodes of several ranks, each rank compresses a part of the bucket: the one of its local rank.
 
     Attributes:
-        local_rank, local_world_size: of this rank in its node, and how many there are.
-        shard_index: which of ``world_size`` equal shards this rank averages; they are in the order of local ranks, and
-            of nodes within.
+        replicas: the ranks that hold the same of the parameters as this one, and average it.
+        share: of a sum of squares over all ranks, how much one of this bucket's elements is to count: so that it comes
+            to a sum of those ranks times all elements of the model, as if each held the whole.
+        pieces: for each dimension of ranks that the parameters are cut over, the ranks along that.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
     """
 
-    local_rank: int = 0
-    local_world_size: int = 1
-    shard_index: int = 0
+    replicas: Replicas
+    share: float = 1.0
+    pieces: Sequence[Backend] = ()
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
     chunks: list[Chunk] = field(init=False, default_factory=list)
     active: Tensor | None = field(init=False, default=None)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number in its node."""
+        return self.replicas.intra_node.rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of a node."""
+        return self.replicas.intra_node.world_size
+
+    @property
+    def shard_index(self) -> int:
+        """Which of ``world_size`` equal shards this rank averages."""
+        return self.replicas.shard_index
 
     def part(self, flat: Tensor) -> Tensor:
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
@@ -66,11 +84,30 @@ class StateBucket(Bucket):
         """x, m, v and the counts (t, t') of m and v, of the parameters given by their indices, as the rules of the Adam
         family take them."""
         t, frozen_t = self.numbers["step"].tolist(), self.numbers["variance_step"].tolist()
-        params, counts = [self.params[i] for i in indices], [(t[i], frozen_t[i]) for i in indices]
-        return params, self.tensors("exp_avg", indices), self.tensors("exp_avg_sq", indices), counts
+        values, counts = self.values, [(t[i], frozen_t[i]) for i in indices]
+        m, v = self.tensors("exp_avg", indices), self.tensors("exp_avg_sq", indices)
+        return [values[i] for i in indices], m, v, counts
 
-    def add_residuals(self, nodes: int, double_buffered: bool) -> None:
-        """Makes the residuals of a compressed mean over ``nodes``; none on one node."""
+    def total(self, numbers: Sequence[float]) -> Sequence[float]:
+        """What ``numbers`` of the parameters come to over all their pieces, added up: the same on all ranks, to the
+        bit. Those of all pieces call it in the same order."""
+        return self._over_pieces(numbers, lambda table: table.sum(0))
+
+    def highest(self, numbers: Sequence[float]) -> Sequence[float]:
+        """As :meth:`total`, the largest of them."""
+        return self._over_pieces(numbers, lambda table: table.amax(0))
+
+    def _over_pieces(self, numbers: Sequence[float], reduce: Callable[[Tensor], Tensor]) -> Sequence[float]:
+        for ranks in self.pieces:
+            mine = torch.tensor(numbers, dtype=torch.float64, device=message_device(ranks))
+            table = mine.new_empty(ranks.world_size, mine.numel())
+            wait(ranks.all_gather(table, mine), f"norms of the sharded tensors of a bucket ({self.describe()})")
+            numbers = reduce(table).tolist()
+        return numbers
+
+    def add_residuals(self, double_buffered: bool) -> None:
+        """Makes the residuals of a compressed mean over the nodes; none on one node."""
+        nodes = self.replicas.nodes
         if nodes > 1:
             numel = self.padded // self.local_world_size
             self.feedback = Feedback.zeros(numel, nodes, self.dtype, self.device, double_buffered)
@@ -81,12 +118,12 @@ class StateBucket(Bucket):
             self.numbers[name] = torch.full((len(self.params),), start, dtype=dtype)
 
     def state(self) -> list[dict[str, Tensor]]:
-        """The state of each parameter, as views."""
+        """The state of each parameter, as views; of a sharded one, cut as it is."""
         numbers = {name: values.unbind() for name, values in self.numbers.items()}
         out: list[dict[str, Tensor]] = []
         for i in range(len(self.params)):
             out.append({name: values[i] for name, values in numbers.items()})
-            out[i].update({name: self.tensors(name)[i] for name in self.buffers})
+            out[i].update({name: like(self.tensors(name)[i], self.params[i]) for name in self.buffers})
         return out
 
     def increment(self, names: Sequence[str], indices: Sequence[int]) -> None:

@@ -82,18 +82,18 @@ class WarmupOptimizer(CommOptimizer):
             return
         norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
         where = f"step {max(step for step, _ in cohorts)}, whether the variance has settled"
-        # equal already, but for the order of summation; the decision must be
+        # where every rank holds the whole: equal already, but for the order of summation; the decision must be
         wait(self.topology.world.all_reduce(norms), where)
         for groups, norm in zip(cohorts.values(), norms.tolist()):
             self._decide(groups, norm)
 
     def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
-        """||v||_1 over the parameters of ``groups``, 0-d float64."""
+        """||v||_1 over the parameters of ``groups``, 0-d float64: the mean over all ranks is that of the model."""
         chosen = {id(group) for group in groups}
         norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
         for bucket, group in self.grouped_buckets():
             if id(group) in chosen:
-                norm += bucket["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
+                norm += bucket.share * bucket["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
         return norm
 
     def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:

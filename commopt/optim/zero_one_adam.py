@@ -322,10 +322,11 @@ class ZeroOneAdam(CommOptimizer):
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
-        for bucket, update in self._differing():
-            mean = bucket.buffers["mean_momentum"].clone()
-            where = f"synchronisation between rounds, bucket with {bucket.describe()}"
-            replicas.average_exactly(self.topology, mean, where)
+        differing = list(self._differing())
+        means = [bucket.buffers["mean_momentum"].clone() for bucket, _ in differing]
+        where = "synchronisation between rounds"
+        replicas.average_exactly(self.topology, [bucket for bucket, _ in differing], means, where)
+        for (bucket, update), mean in zip(differing, means):
             ops.zero_dead_(mean, active_mask(bucket))
             place(bucket, update, mean)
             bucket.buffers["exp_avg"].copy_(mean)

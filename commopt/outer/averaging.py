@@ -74,8 +74,8 @@ class LocalSGD(OuterOptimizer):
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x = bucket.buffers["anchor"]
-        if self.topology.world_size > 1:
+        if self.topology.copies > 1:
             x.sub_(pseudo_gradient)
             return
-        for p, mine in zip(bucket.params, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding
+        for p, mine in zip(bucket.values, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding
             mine.copy_(p)

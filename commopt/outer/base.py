@@ -34,7 +34,7 @@ from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
 from commopt.optim.packed import PackedOptimizer
-from commopt.optim.replicas import reaching_others
+from commopt.optim.replicas import agree_inside, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.setup import equalize
@@ -43,6 +43,7 @@ from commopt.outer import rounds
 from commopt.outer.loading import base_to_load
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
+from commopt.sharding import local, settle
 
 logger = logging.getLogger("commopt")
 
@@ -172,7 +173,7 @@ class OuterOptimizer(PackedOptimizer):
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Makes residuals that stay what they were until a synchronisation is complete."""
         if self.compressor is not None:
-            bucket.add_residuals(self.topology.nodes, double_buffered=True)
+            bucket.add_residuals(double_buffered=True)
 
     # groups -----------------------------------------------------------------------------------------------------------
 
@@ -284,8 +285,7 @@ class OuterOptimizer(PackedOptimizer):
     def _too_many_skipped(self) -> Exception | None:
         """Error that ends the run if this rank has skipped its local steps for too long, though its parameters are
         finite."""
-        params = [p.detach() for bucket in self.buckets for p in bucket.params]
-        if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(params)):
+        if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(self.values())):
             return None
         return NotFinite(
             f"{type(self).__name__}: rank {self.topology.rank} has skipped its last {self._local_skips} local steps: "
@@ -294,10 +294,12 @@ class OuterOptimizer(PackedOptimizer):
         )
 
     def _local_step(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        dense = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in grads]
+        params = [p for p in self.params if p.grad is not None]
+        if self.topology.is_sharded:
+            settle(params)
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
-        square = square_norm(dense) * unscale**2
+        where = f"{type(self).__name__}, local step {self.param_groups[0]['round_step'] + 1}"
+        square, _ = agree_inside(self.topology, self.square_norm_of(params) * unscale**2, None, where)
         finite = is_usable(square)
         self._square = square if finite else 0.0
         self._local_skips = 0 if finite else self._local_skips + 1
@@ -309,8 +311,8 @@ class OuterOptimizer(PackedOptimizer):
         if self.max_grad_norm is not None:
             scale *= min(1.0, self.max_grad_norm / (square**0.5 + 1e-6))
         if scale != 1:
-            for g in grads:
-                g.mul_(scale)
+            for p in params:
+                p.grad.mul_(scale)  # type: ignore[union-attr]
         step_base(self.base)
 
     # rounds -----------------------------------------------------------------------------------------------------------
@@ -337,10 +339,10 @@ class OuterOptimizer(PackedOptimizer):
         loaded after the optimizer was made. An anchor that rounds to its parameter stays."""
         for bucket in self.buckets:
             anchors = bucket.tensors("anchor")
-            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.params, anchors)])
+            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.values, anchors)])
             if changed.any():
                 self._moved = True
-                for p, x, new in zip(bucket.params, anchors, changed.tolist()):
+                for p, x, new in zip(bucket.values, anchors, changed.tolist()):
                     if new:
                         x.copy_(p)
 
@@ -370,7 +372,7 @@ class OuterOptimizer(PackedOptimizer):
                 squares[id(group)] = squares.get(id(group), 0.0) + square_norm([mean])
             ctx = Round(group["rounds"], lr, [positions[id(p)] for p in bucket.params])
             self.outer_step(bucket, group, mean, ctx)
-            for p, x in zip(bucket.params, bucket.tensors("anchor")):
+            for p, x in zip(bucket.values, bucket.tensors("anchor")):
                 p.copy_(x)
         for group in self.param_groups:
             norm = squares.get(id(group), 0.0) ** 0.5
@@ -384,7 +386,7 @@ class OuterOptimizer(PackedOptimizer):
             for group in self.param_groups
         ]
         group = self.param_groups[0]
-        finite = is_usable(square_norm([p.detach() for bucket in self.buckets for p in bucket.params]))
+        finite = is_usable(square_norm(self.values()))
         checksum, rounds = zlib.crc32(str(terms).encode()), group["rounds"]
         checks = self.guard.checks_at(rounds + 1, self._check_next, group["period"])
         return RoundReport(finite, self._square, group["round_step"], rounds, checksum, self._moved, checks, error)
@@ -395,16 +397,17 @@ class OuterOptimizer(PackedOptimizer):
         Raises:
             commopt.optim.ReplicasDiffer: they differ, and cannot be repaired, or shall not.
         """
-        right = self.right_replica(table, where, "all have what rank %d has now")
-        self._check_next = right is not None
-        if right is not None:
-            self.copy_replica(right)
+        right = self.right_replicas(table, where, "all have what rank %d has now")
+        self._check_next = bool(right)
+        self.copy_replicas(right)
 
     def _equalize_anchors(self, device: torch.device, where: str) -> None:
         """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
-        anchors = [bucket["anchor"] for bucket in self.buckets]
+        differed = False
         with reaching_others(self.topology, self.buckets, where):
-            differed = equalize(self.topology.world, device, anchors)
+            for replicas in self.topology.replicas:
+                anchors = [bucket["anchor"] for bucket in self.buckets if bucket.replicas is replicas]
+                differed |= equalize(replicas.world, device, anchors)
         if differed and self.topology.rank == 0:
             logger.warning(
                 "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
@@ -413,12 +416,12 @@ class OuterOptimizer(PackedOptimizer):
             )
 
     def _positions(self) -> dict[int, int]:
-        """Start of each parameter in the model, in elements."""
+        """Start of each parameter in what this rank holds of the model, in elements."""
         at, out = 0, {}
         for group in self.param_groups:
             for p in group["params"]:
                 out[id(p)] = at
-                at += p.numel()
+                at += local(p).numel()
         return out
 
     def _skip(self, decision: RoundDecision) -> None:
@@ -488,9 +491,9 @@ class OuterOptimizer(PackedOptimizer):
         self._fill(entries, origin)
         self._keep_users(users)
         for bucket in self.buckets:
-            for p, anchor in zip(bucket.params, bucket.tensors("anchor")):
+            for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
                 if PARAMETER not in entries.get(p, {}):
-                    p.copy_(anchor)
+                    x.copy_(anchor)
 
     def _adopt_groups(self, before: list[dict[str, Any]]) -> None:
         """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
@@ -508,7 +511,7 @@ class OuterOptimizer(PackedOptimizer):
         return False  # it may be of a run without a compressor
 
     def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
-        self.state[p]["anchor"].sub_(residual)
+        local(self.state[p]["anchor"]).sub_(residual)
 
     _SETTINGS: tuple[str, ...] = (
         "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "skipped_steps", "skipped_rounds", "defaults",
@@ -531,7 +534,7 @@ class OuterOptimizer(PackedOptimizer):
     @property
     def phase(self) -> str:
         """Of the next step: "plain" on one rank, "local", or "synchronizing" if it ends a round."""
-        if self.topology.world_size == 1:
+        if self.topology.copies == 1:
             return "plain"
         group = self.param_groups[0]
         return "local" if group["round_step"] + 1 < group["period"] else "synchronizing"

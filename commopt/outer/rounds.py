@@ -166,7 +166,7 @@ def mean_pseudo_gradients(
         pipeline = Pipeline()
         for i, (bucket, flat) in enumerate(zip(buckets, flats)):
             what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()})"
-            pipeline.start(mean_pseudo_gradient(flat, bucket, compressor, topology.channel), what)
+            pipeline.start(mean_pseudo_gradient(flat, bucket, compressor, bucket.replicas.channel), what)
         pipeline.finish()
     if topology.world_size > 1:
         confirm(topology.world, square_norm(flats) < float("inf"), where)
@@ -177,7 +177,7 @@ def pseudo_gradient(bucket: StateBucket) -> Tensor:
     """Pseudo-gradient of this rank: anchor - x_i, how far it has come from the anchor as its parameters have it; a
     new flat buffer."""
     flat = bucket.zeros()
-    for p, x, d in zip(bucket.params, bucket.tensors("anchor"), bucket.views(flat)):
+    for p, x, d in zip(bucket.values, bucket.tensors("anchor"), bucket.views(flat)):
         d.copy_(x.to(p.dtype)).sub_(p)
     return flat
 

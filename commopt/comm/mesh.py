@@ -1,0 +1,163 @@
+"""A device mesh: over some of its dimensions a parameter is cut into pieces, over the others every rank has the same.
+
+What commopt averages is averaged over the dimensions that a parameter's own mesh lacks:
+
+    mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])       # parameters are cut over "shard", and lack "replicate"
+
+A plain tensor lacks them all. Where several are lacking, the first is between nodes, the others are inside a node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from commopt.comm.backend import Backend, LocalBackend, OfWorld, sends_from
+from commopt.comm.holding import Holding
+from commopt.comm.nodes import NodesBackend
+from commopt.comm.torch import TorchBackend, group_of_ranks, same_on_all
+from commopt.sharding import is_sharded
+
+
+class MeshBackend(OfWorld):
+    """The ranks of a device mesh, of which each holds pieces of parameters.
+
+    All of them agree on every step; each parameter is averaged over the dimensions of ``mesh`` that its own mesh lacks.
+
+    Args:
+        mesh: of any number of dimensions. All its ranks must make this at the same time.
+        pipeline: the name of a dimension over which ranks hold other parameters altogether, the stages of a pipeline:
+            nothing is averaged over it, but its ranks agree too.
+
+    Raises:
+        ValueError: on a rank that the mesh does not contain, if ranks give different meshes, and for a dimension that
+            the mesh does not have.
+    """
+
+    def __init__(self, mesh: DeviceMesh, pipeline: str | None = None) -> None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the device mesh given")
+        names = mesh.mesh_dim_names or ()
+        if pipeline is not None and pipeline not in names:
+            raise ValueError(f"pipeline must be one of the dimensions {names} of the mesh, or None; got {pipeline!r}")
+        self.mesh, self._coordinate = mesh, tuple(coordinate)
+        self._pipeline = None if pipeline is None else names.index(pipeline)
+        ranks = mesh.mesh.flatten().tolist()
+        same_on_all(ranks, f"device mesh {names} of shape {tuple(mesh.shape)} with ranks {mesh.mesh.tolist()}")
+        if mesh.size() == dist.get_world_size():
+            self.world: TorchBackend = TorchBackend()
+        else:
+            self.world = TorchBackend(mesh.get_group() if mesh.ndim == 1 else group_of_ranks(ranks))
+        self.rank, self.world_size = self.world.rank, self.world.world_size
+        self._places = {rank: place for place, rank in zip(itertools.product(*map(range, mesh.shape)), ranks)}
+        self._by_rank = [self._places[rank] for rank in dist.get_process_group_ranks(self.world.group)]
+        self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
+        self._cut: set[int] = set()
+        self._holdings: dict[Any, Holding] = {}
+
+    @property
+    def devices(self) -> tuple[str, ...] | None:
+        """Those that the ranks can send from."""
+        return sends_from(self.world)
+
+    @property
+    def stages(self) -> list[int]:
+        """By rank, its coordinate along the pipeline."""
+        return [0 if self._pipeline is None else place[self._pipeline] for place in self._by_rank]
+
+    @property
+    def parts(self) -> list[int]:
+        """By rank, a number of the part of the model that it holds."""
+        dims = self._inside()
+        keys = [tuple(place[dim] for dim in dims) for place in self._by_rank]
+        known = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        return [known[key] for key in keys]
+
+    @property
+    def inside(self) -> Backend:
+        """The ranks that hold one replica together, as far as parameters are cut that were asked for."""
+        return self._over(self._inside())
+
+    def check(self, p: Tensor) -> None:
+        """Raises ValueError for a parameter that is cut over other ranks than those along dimensions of the mesh."""
+        self.dims_of(p)
+
+    def holding(self, p: Tensor) -> Holding:
+        dims = self.dims_of(p)
+        self._cut.update(dims)
+        along = _groups_cut_over(p)
+        key = (dims, tuple(tuple(dist.get_process_group_ranks(group)) for group in along))
+        if key not in self._holdings:
+            lacking = (i for i in range(self.mesh.ndim) if i not in dims and i != self._pipeline)
+            replicas = self._nodes([i for i in lacking if self.mesh.size(i) > 1])
+            ranks = math.prod(self.mesh.size(i) for i in dims)
+            same = ranks // math.prod(dist.get_world_size(group) for group in along)
+            pieces = tuple(TorchBackend(group) for group in along)
+            self._holdings[key] = Holding(replicas, replicas.world_size * same, pieces)
+        return self._holdings[key]
+
+    def dims_of(self, p: Tensor) -> tuple[int, ...]:
+        """The dimensions of the mesh, of several ranks each, that the own mesh of ``p`` is made of.
+
+        Raises:
+            ValueError: it is not made of dimensions of this one.
+        """
+        if not is_sharded(p):
+            return ()
+        theirs = sorted(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+        several = [i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1 and i != self._pipeline]
+        for n in range(len(several) + 1):
+            for dims in itertools.combinations(several, n):
+                if theirs == sorted(self._ranks(dims)):
+                    return dims
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is cut over ranks {theirs} ({p.device_mesh}), which are not those "  # type: ignore[attr-defined]
+            f"along dimensions of the mesh given, {self.mesh}; allowed are parameters on slices of it, such as "
+            'fully_shard(model, mesh=mesh["shard"])'
+        )
+
+    def _inside(self) -> tuple[int, ...]:
+        several = {self._pipeline} if self._pipeline is not None else set()
+        return tuple(sorted(i for i in self._cut | several if self.mesh.size(i) > 1))
+
+    def _ranks(self, dims: Sequence[int]) -> list[int]:
+        """The ranks along ``dims``, this one among them."""
+        at = self._coordinate
+        along = [range(self.mesh.size(i)) if i in dims else (at[i],) for i in range(self.mesh.ndim)]
+        by_place = {place: rank for rank, place in self._places.items()}
+        return [by_place[place] for place in itertools.product(*along)]
+
+    def _over(self, dims: tuple[int, ...]) -> Backend:
+        """The ranks along ``dims``."""
+        if dims not in self._backends:
+            ranks = self._ranks(dims)
+            if len(ranks) == self.world_size:
+                self._backends[dims] = self.world
+            else:
+                one = len(dims) == 1
+                self._backends[dims] = TorchBackend(self.mesh.get_group(dims[0]) if one else group_of_ranks(ranks))
+        return self._backends[dims]
+
+    def _nodes(self, dims: Sequence[int]) -> Backend:
+        """The ranks along ``dims``, as nodes if there are several dimensions."""
+        every = self._over(tuple(dims))
+        if len(dims) < 2:
+            return every
+        return NodesBackend(every, self._over(tuple(dims[1:])), self._over((dims[0],)))
+
+
+def _groups_cut_over(p: Tensor) -> list[dist.ProcessGroup]:
+    """For each dimension of its own mesh that ``p`` is cut over, the ranks along that; of several ranks each."""
+    if not is_sharded(p):
+        return []
+    mesh: DeviceMesh = p.device_mesh  # type: ignore[attr-defined]
+    cut = (i for i, placement in enumerate(p.placements) if not placement.is_replicate())  # type: ignore[attr-defined]
+    return [mesh.get_group(i) for i in cut if mesh.size(i) > 1]

@@ -1,0 +1,60 @@
+"""Sharded parameters (torch's DTensor) as the plain tensors that this rank holds of them.
+
+FSDP2, tensor parallelism and their like cut a parameter into pieces, one for each rank of a device mesh. Whatever works
+element by element works on the pieces; these functions lead from one to the other. All of them take plain tensors too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(t: Any) -> bool:
+    """True for a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def local(t: Tensor) -> Tensor:
+    """What this rank holds of ``t``: the same memory, without gradient; ``t`` itself if it is a plain tensor."""
+    if not is_sharded(t):
+        return t
+    piece = t._local_tensor  # type: ignore[attr-defined]
+    return piece.wait() if hasattr(piece, "wait") and hasattr(piece, "elem") else piece  # of a collective in flight
+
+
+def largest_piece(p: Tensor) -> int:
+    """Number of elements of the largest piece of ``p`` on any rank: the same on all of them, however it is cut."""
+    if not is_sharded(p):
+        return p.numel()
+    sizes = list(p.shape)
+    for ranks, placement in zip(p.device_mesh.shape, p.placements):  # type: ignore[attr-defined]
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            sizes[dim] = -(-sizes[dim] // ranks)
+    numel = 1
+    for size in sizes:
+        numel *= size
+    return numel
+
+
+def like(piece: Tensor, p: Tensor) -> Tensor:
+    """``piece``, of the shape of ``local(p)``, as a tensor that is cut as ``p`` is, of the same memory."""
+    if not is_sharded(p):
+        return piece
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def settle(params: Iterable[Tensor]) -> None:
+    """Makes every gradient lie as its parameter does: tensor parallelism leaves some as sums that are still to be made.
+    That communicates, with the ranks that the parameter is cut over, which all call it."""
+    for p in params:
+        if is_sharded(p) and p.grad is not None and is_sharded(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
+            p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]

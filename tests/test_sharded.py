@@ -1,0 +1,253 @@
+"""Models in parts: a rank holds one part, averages it with the ranks that hold the same, and agrees with all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from every import OVERLAPPING, every_communicating, every_variant, make
+from torch import Tensor, nn
+from worlds import give, on_threads, same_bits, some_grads, some_of
+
+import commopt
+from commopt.comm import ShardedBackend
+from commopt.compress import Identity, Sign
+
+SIZES = ([(7, 3), (5,), (4, 4), (2,), (3,)], [(2, 3), (9,), (1, 9), (6,), (1,)])
+"""Of the parameters in each part: of other shapes."""
+STEPS = 14
+PARTS = 2
+
+
+def own_params(part: int) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(part)
+    return [nn.Parameter(torch.randn(size, generator=g, dtype=torch.float64)) for size in SIZES[part]]
+
+
+def own_grads(part: int, step: int, replica: int, complete: bool) -> list[Tensor | None]:
+    grads = some_grads(SIZES[part], step, replica + 10 * part)
+    return list(grads) if complete else some_of(grads, step + part, replica)
+
+
+def run(
+    backend: Any, part: int, replica: int, name: str, complete: bool, until: int = STEPS, **settings: Any
+) -> tuple[list[Tensor], Any]:
+    """What ``until`` steps make of ``part`` in ``replica``: parameters, and its optimizer."""
+    params = own_params(part)
+    optimizer = make(name, params, backend=backend, bucket_mb=2e-4, **settings)
+    for step in range(until):
+        give(params, own_grads(part, step, replica, complete))
+        optimizer.step()
+    return [p.detach().clone() for p in params], optimizer
+
+
+def tensors_of(optimizer: Any) -> list[Tensor]:
+    """All state, residuals too."""
+    state = [t for p in optimizer.params for t in optimizer.state[p].values()]
+    return state + [t for entry in optimizer.residuals.values() for t in entry.values()]
+
+
+@every_variant
+@pytest.mark.parametrize("complete", [True, False])
+def test_each_part_is_trained_as_a_model_of_its_own(name, complete):
+    """To the bit, with any compressor: also where gradients are missing in one part and not in the other."""
+    settings = {"compressor": Sign(16)} if name.startswith("OneBit") else {}
+
+    def apart(part: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+        def ours(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
+            params, optimizer = run(backend, part, backend.rank, name, complete, **settings)
+            return params, tensors_of(optimizer)
+
+        return on_threads(2, ours)
+
+    def together(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
+        replica, part = divmod(backend.rank, PARTS)
+        params, optimizer = run(backend.sharded(PARTS), part, replica, name, complete, **settings)
+        return params, tensors_of(optimizer)
+
+    expected = [apart(part) for part in range(PARTS)]
+    for rank, (params, state) in enumerate(on_threads(2 * PARTS, together)):
+        replica, part = divmod(rank, PARTS)
+        assert same_bits(params, expected[part][replica][0])
+        assert same_bits(state, expected[part][replica][1])
+
+
+@every_communicating
+@pytest.mark.parametrize("where", [0, 3])
+def test_inf_in_one_part_of_one_replica_is_skipped_by_all_that_would_follow_it(name, where):
+    """Steps and rounds in which the ranks talk: by all ranks. In a local step, by the replica."""
+
+    def ours(backend: Any) -> tuple[list[Tensor], int]:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        optimizer = make(name, params, backend=backend.sharded(PARTS))
+        for step in range(9):
+            give(params, own_grads(part, step, replica, complete=True))
+            if step == 4 and backend.rank == where:
+                params[0].grad.view(-1)[0] = math.inf
+            optimizer.step()
+            if step == 4:
+                dropped = optimizer.skipped_steps + getattr(optimizer, "dropped_gradients", 0)
+        return [p.detach().clone() for p in params], dropped
+
+    ranks = on_threads(2 * PARTS, ours)
+    replica = where // PARTS
+    for rank, (params, dropped) in enumerate(ranks):
+        assert all(torch.isfinite(p).all() for p in params)
+        assert dropped == (name not in LOCAL or rank // PARTS == replica)
+    for part in range(PARTS):
+        assert same_bits(ranks[part][0], ranks[part + PARTS][0]) or name in ROUNDS
+
+
+LOCAL = ("ZeroOneAdam", "LocalSGD", "SlowMo", "DiLoCo", "SignMomentum")
+"""Those with steps in which nobody is told anything; the fifth is one."""
+ROUNDS = ("CSER", "CSER, signs", "QSparseLocalSGD", *LOCAL)
+"""Those whose replicas differ between rounds; the ninth step ends none."""
+
+
+@pytest.mark.parametrize("name", [*OVERLAPPING[:3], "DiLoCo"])
+def test_one_norm_of_all_parts_clips_them(name):
+    """As a whole model's: the root mean square over the replicas; in a local step, the replica's own."""
+    norm = 0.5
+
+    def ours(backend: Any) -> list[Tensor]:
+        replica, part = divmod(backend.rank, PARTS)
+        return run(backend.sharded(PARTS), part, replica, name, True, 3, max_grad_norm=norm, **freeze)[0]
+
+    def whole(backend: Any) -> list[Tensor]:
+        params = [p for part in range(PARTS) for p in own_params(part)]
+        optimizer = make(name, params, backend=backend, max_grad_norm=norm, **freeze)
+        for step in range(3):
+            give(params, [g for part in range(PARTS) for g in own_grads(part, step, backend.rank, True)])
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    freeze = {"freeze_step": 100} if name.startswith("OneBit") else {"compressor": Identity()}
+    expected = on_threads(2, whole)
+    for rank, params in enumerate(on_threads(2 * PARTS, ours)):
+        replica, part = divmod(rank, PARTS)
+        for p, q in zip(params, expected[replica][5 * part :]):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+def test_the_variance_of_all_parts_decides_when_it_has_settled():
+    """freeze_step="auto": one part settles long before the other."""
+
+    def ours(backend: Any) -> list[Any]:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        optimizer = commopt.OneBitAdam(params, 1e-3, (0.9, 0.9), backend=backend.sharded(PARTS))
+        seen = []
+        for step in range(80):
+            grow = 1.0 if part == 0 else 1.1 ** min(step, 40)
+            give(params, [g * grow for g in own_grads(part, 0, replica, True)])
+            optimizer.step()
+            seen.append(optimizer.param_groups[0]["freeze_step"])
+        return seen
+
+    ranks = on_threads(2 * PARTS, ours)
+    assert all(seen == ranks[0] for seen in ranks)
+    decided = [step for step in ranks[0] if step != "auto"]
+    assert decided
+    assert decided[0] > 40
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_replicas_of_a_part_are_compared_with_each_other_only(repair):
+    """Three replicas of two parts: one of them is made to differ."""
+    guard = commopt.Guard(check_every=3, on_difference="repair" if repair else "raise")
+
+    def ours(backend: Any) -> tuple[list[Tensor], str]:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        optimizer = commopt.OneBitAdam(params, freeze_step=2, guard=guard, backend=backend.sharded(PARTS))
+        said = ""
+        for step in range(8):
+            give(params, own_grads(part, step, replica, True))
+            if step == 3 and backend.rank == 3:
+                with torch.no_grad():
+                    params[1].view(-1)[0] += 1e-9
+            try:
+                optimizer.step()
+            except commopt.optim.ReplicasDiffer as error:
+                said = str(error)
+                break
+        return [p.detach().clone() for p in params], said
+
+    ranks = on_threads(3 * PARTS, ours)
+    if repair:
+        for part in range(PARTS):
+            assert all(same_bits(ranks[part][0], ranks[part + PARTS * i][0]) for i in (1, 2))
+            assert ranks[part][1] == ""
+    else:
+        assert all("rank 3 differs from all others in " in said for _, said in ranks)
+
+
+def test_parts_that_differ_at_the_start_get_those_of_their_first_replica():
+    def ours(backend: Any) -> list[Tensor]:
+        _, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        with torch.no_grad():
+            params[0].add_(backend.rank)
+        make("OneBitAdam", params, backend=backend.sharded(PARTS))
+        return [p.detach().clone() for p in params]
+
+    ranks = on_threads(2 * PARTS, ours)
+    for part in range(PARTS):
+        expected = own_params(part)
+        assert same_bits(ranks[part][0:1], [expected[0].detach() + part])
+        assert same_bits(ranks[part], ranks[part + PARTS])
+
+
+def test_what_differs_between_replicas_is_refused_and_between_parts_is_not():
+    def ours(backend: Any) -> str:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)[: 4 if backend.rank == 3 else 5]
+        try:
+            make("OneBitAdam", params, backend=backend.sharded(PARTS))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for said in on_threads(2 * PARTS, ours):
+        assert said == (
+            "parameter lists differ between ranks: rank 3 has 4 parameters with 30 elements in 1 groups, rank 1 has 5 "
+            "parameters with 31 elements in 1 groups"
+        )
+
+
+def test_groups_that_are_no_grid_are_refused():
+    def ours(backend: Any) -> str:
+        low = backend.rank < 2
+        inside = backend.part([0, 1] if low else [2, 3])
+        replicas = backend.part([0, 1] if low else [2, 3])
+        try:
+            ShardedBackend(backend, inside, replicas)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for said in on_threads(4, ours):
+        assert "are not the 4 ranks of world, each in a place of its own" in said or "should have" in said
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "CSER, signs", "DiLoCo"])
+def test_stopped_and_resumed_is_never_stopped(name):
+    def ours(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
+        replica, part = divmod(backend.rank, PARTS)
+        params, optimizer = run(backend.sharded(PARTS), part, replica, name, False, 7)
+        again = [nn.Parameter(p.clone()) for p in params]
+        resumed = make(name, again, backend=backend.sharded(PARTS), bucket_mb=2e-4)
+        resumed.load_state_dict(optimizer.state_dict())
+        out = []
+        for ps, one in ((optimizer.params, optimizer), (again, resumed)):
+            for step in range(7, STEPS):
+                give(ps, own_grads(part, step, replica, False))
+                one.step()
+            out.append([p.detach().clone() for p in ps])
+        return out[0], out[1]
+
+    for never, resumed in on_threads(2 * PARTS, ours):
+        assert same_bits(never, resumed)
