@@ -3,7 +3,7 @@
 A backend whose ranks do not all hold whole replicas has, besides its collectives, which are those of all ranks:
 
     check(p)         raises ValueError if the ranks cannot hold the parameter ``p``; communicates nothing
-    holding(p)       how they do; the first call for a kind of parameter may communicate
+    holding(p)       how they do, once all were checked; the first call for a kind of parameter may communicate
     inside           a backend: the ranks that hold one replica together
     parts, stages    of each rank, by rank: which part of the model it has, and which parameters it has at all
 
@@ -28,11 +28,14 @@ class Holding:
         replicas: those that hold the same of it as this one, and average it.
         copies: how many ranks hold the same of it as this one, whether they average it or get the same anyway.
         pieces: for each dimension of ranks that it is cut over, the ranks along that.
+        inside: the ranks of one replica that hold the same of it, while they hold pieces of others: first of all they
+            average its gradient, so that the replica stays one. None where there are none.
     """
 
     replicas: Backend
     copies: int
     pieces: tuple[Backend, ...] = ()
+    inside: Backend | None = None
 
 
 class ShardedBackend(OfWorld):

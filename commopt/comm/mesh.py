@@ -5,7 +5,9 @@ What commopt averages is averaged over the dimensions that a parameter's own mes
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])       # parameters are cut over "shard", and lack "replicate"
 
-A plain tensor lacks them all. Where several are lacking, the first is between nodes, the others are inside a node.
+A plain tensor lacks them all. Where several are lacking, the first is between nodes, the others are inside a node. But
+over dimensions that other parameters of the model are cut over, ranks hold one replica together: there the gradient of
+a parameter that is not cut is averaged first, in full precision, and then all of them do the same.
 """
 
 from __future__ import annotations
@@ -88,20 +90,21 @@ class MeshBackend(OfWorld):
 
     def check(self, p: Tensor) -> None:
         """Raises ValueError for a parameter that is cut over other ranks than those along dimensions of the mesh."""
-        self.dims_of(p)
+        self._cut.update(self.dims_of(p))
 
     def holding(self, p: Tensor) -> Holding:
         dims = self.dims_of(p)
-        self._cut.update(dims)
         along = _groups_cut_over(p)
         key = (dims, tuple(tuple(dist.get_process_group_ranks(group)) for group in along))
         if key not in self._holdings:
-            lacking = (i for i in range(self.mesh.ndim) if i not in dims and i != self._pipeline)
-            replicas = self._nodes([i for i in lacking if self.mesh.size(i) > 1])
-            ranks = math.prod(self.mesh.size(i) for i in dims)
-            same = ranks // math.prod(dist.get_world_size(group) for group in along)
+            lacking = [i for i in self._several() if i not in dims]
+            replicas = self._nodes([i for i in lacking if i not in self._cut])
+            inner = tuple(i for i in lacking if i in self._cut)
             pieces = tuple(TorchBackend(group) for group in along)
-            self._holdings[key] = Holding(replicas, replicas.world_size * same, pieces)
+            copies = self.world_size // math.prod(ranks.world_size for ranks in pieces)
+            if self._pipeline is not None:
+                copies //= self.mesh.size(self._pipeline)
+            self._holdings[key] = Holding(replicas, copies, pieces, self._over(inner) if inner else None)
         return self._holdings[key]
 
     def dims_of(self, p: Tensor) -> tuple[int, ...]:
@@ -113,7 +116,7 @@ class MeshBackend(OfWorld):
         if not is_sharded(p):
             return ()
         theirs = sorted(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-        several = [i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1 and i != self._pipeline]
+        several = self._several()
         for n in range(len(several) + 1):
             for dims in itertools.combinations(several, n):
                 if theirs == sorted(self._ranks(dims)):
@@ -124,9 +127,13 @@ class MeshBackend(OfWorld):
             'fully_shard(model, mesh=mesh["shard"])'
         )
 
+    def _several(self) -> list[int]:
+        """The dimensions of several ranks that hold the same parameters, whole or in pieces."""
+        return [i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1 and i != self._pipeline]
+
     def _inside(self) -> tuple[int, ...]:
-        several = {self._pipeline} if self._pipeline is not None else set()
-        return tuple(sorted(i for i in self._cut | several if self.mesh.size(i) > 1))
+        """The dimensions of several ranks that hold one replica together."""
+        return tuple(i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1 and i in {*self._cut, self._pipeline})
 
     def _ranks(self, dims: Sequence[int]) -> list[int]:
         """The ranks along ``dims``, this one among them."""

@@ -7,12 +7,8 @@ rank sends the part that is its own. So the bytes that leave a node are divided 
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from commopt.comm.backend import Backend, OfWorld, check_backend, common_devices, message_device, open_channels
 from commopt.comm.grid import check_grid
-from commopt.comm.torch import TorchBackend
 
 
 class NodesBackend(OfWorld):
@@ -43,26 +39,6 @@ class NodesBackend(OfWorld):
     def devices(self) -> tuple[str, ...] | None:
         """Those that all three can send from."""
         return common_devices(self.world, self.intra_node, self.inter_node)
-
-    @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> NodesBackend:
-        """The nodes of a 2-d device mesh: its rows, as ``init_device_mesh("cuda", (nodes, ranks_per_node))`` has them.
-
-        Raises:
-            ValueError: for a mesh of another number of dimensions, on a rank that it does not contain, and if it does
-                not hold all ranks of the default process group.
-        """
-        if mesh.ndim != 2:
-            raise ValueError(f"the mesh of nodes must have 2 dimensions, nodes and ranks of a node, got {mesh.ndim}")
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the device mesh given")
-        if mesh.size() != dist.get_world_size():
-            raise ValueError(
-                f"the mesh of nodes must hold all {dist.get_world_size()} ranks of the default process group, got "
-                f"{mesh.size()}; for some of them give backend=NodesBackend(world, intra_node, inter_node), with a "
-                "group of your own for world"
-            )
-        return cls(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend(mesh.get_group(0)))
 
     def channels(self, n: int) -> list[NodesBackend]:
         """``n`` channels within and between nodes; none where one of the two has none."""

@@ -3,8 +3,8 @@ of each node; in one order of collectives, or in several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,11 +49,13 @@ class Replicas:
     def __init__(
         self,
         backend: Backend,
-        counted: Callable[..., CountingBackend],
+        traffic: Traffic,
+        receipt: Receipt,
         members: Sequence[int],
         world: CountingBackend | None = None,
     ) -> None:
-        self.backend, self._counted, self.members = backend, counted, list(members)
+        self.backend, self.members = backend, list(members)
+        self._traffic, self._receipt = traffic, receipt
         self.channel = self._channel(backend, world)
         self.world, self.inter_node = self.channel.world, self.channel.inter_node
         self.intra_node = self.channel.intra_node
@@ -69,11 +71,12 @@ class Replicas:
             self.channels = [self._channel(channel) for channel in opened]
 
     def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:
-        world = world or self._counted(backend)
+        traffic, receipt = self._traffic, self._receipt
+        world = world or CountingBackend(backend, traffic, receipt)
         if not isinstance(backend, NodesBackend):
             return Channel(world, LocalBackend(), world)
-        inside = self._counted(backend.intra_node, intra_node=True)
-        return Channel(world, inside, self._counted(backend.inter_node))
+        inside = CountingBackend(backend.intra_node, traffic, receipt, intra_node=True)
+        return Channel(world, inside, CountingBackend(backend.inter_node, traffic, receipt))
 
 
 def gather_number(backend: Backend, number: int) -> list[int]:
@@ -88,6 +91,10 @@ def gather_number(backend: Backend, number: int) -> list[int]:
 class Topology:
     """The ranks of one optimizer.
 
+    Args:
+        backend: those that agree on every step.
+        nodes: whether ranks that hold the same parts of a mesh are grouped by nodes.
+
     Attributes:
         backend: the backend that it was made of; what goes over this itself is counted nowhere.
         traffic: what this rank has sent, over all channels.
@@ -98,9 +105,10 @@ class Topology:
         replicas: who averages with whom: one entry for each set of ranks that parameters were :meth:`held` by.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, nodes: bool = True) -> None:
         self.backend, self.traffic, self.receipt = backend, Traffic(), Receipt()
-        self.world = self._counted(backend)
+        self._with_nodes = nodes
+        self.world = CountingBackend(backend, self.traffic, self.receipt)
         self.rank, self.world_size = backend.rank, backend.world_size
         self.is_sharded = hasattr(backend, "holding")
         self._alone = CountingBackend(LocalBackend())
@@ -132,6 +140,10 @@ class Topology:
         """Of each rank, by rank, which parameters it holds at all, whole or in parts."""
         return self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
 
+    def same_part(self) -> list[int]:
+        """The ranks that hold the same part of the model as this one."""
+        return [rank for rank, part in enumerate(self.parts) if part == self.parts[self.rank]]
+
     @property
     def inside(self) -> Backend:
         """The ranks that hold one replica together; this rank alone where it holds a whole one."""
@@ -147,6 +159,8 @@ class Topology:
         the same point; it may communicate."""
         if self.is_sharded:
             holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
+            if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
+                holding = replace(holding, replicas=holding.replicas.world)
         else:
             holding = Holding(self.backend, self.world_size)
         return self._replicas_over(holding.replicas), holding
@@ -155,14 +169,11 @@ class Topology:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
         call this at the same point; it may communicate."""
         control = open_control(self.backend)
-        return self.world if control is self.backend else self._counted(control)
+        return self.world if control is self.backend else CountingBackend(control, self.traffic, self.receipt)
 
     def _replicas_over(self, backend: Backend) -> Replicas:
         if id(backend) not in self._of:
             world = self.world if backend is self.backend else None
             members = gather_number(backend, self.rank) if self.is_sharded else range(self.world_size)
-            self._of[id(backend)] = Replicas(backend, self._counted, members, world)
+            self._of[id(backend)] = Replicas(backend, self.traffic, self.receipt, members, world)
         return self._of[id(backend)]
-
-    def _counted(self, backend: Backend, intra_node: bool = False) -> CountingBackend:
-        return CountingBackend(backend, self.traffic, self.receipt, intra_node)

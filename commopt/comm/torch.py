@@ -43,9 +43,8 @@ class TorchBackend:
         group: a ProcessGroup, a 1-d DeviceMesh, or None for the default process group.
 
     Raises:
-        ValueError: for a mesh of more than one dimension (slice it first: ``mesh["replicate"]``; one of nodes is for
-            :class:`NodesBackend`), for something that is neither a group nor a mesh, and on a rank that the group
-            does not contain.
+        ValueError: for a mesh of more than one dimension (that is for :class:`MeshBackend`), for something that is
+            neither a group nor a mesh, and on a rank that the group does not contain.
         RuntimeError: without an initialised process group.
     """
 
@@ -248,12 +247,12 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"the device mesh must have 1 dimension, or 2 for nodes of several ranks, got {group.ndim} "
-                f'{group.mesh_dim_names or ""}; give the one over which replicas differ, such as mesh["replicate"]'
+                f"the device mesh of a TorchBackend must have 1 dimension, got {group.ndim} "
+                f"{group.mesh_dim_names or ''}; all of a mesh is for a MeshBackend"
             )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the process group given")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a ProcessGroup, a 1-d DeviceMesh or None, got {group!r}")
+        raise ValueError(f"process_group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
     return group

@@ -58,7 +58,7 @@ from commopt.optim.packed import PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import is_sharded, settle
+from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
@@ -109,7 +109,7 @@ class CommOptimizer(PackedOptimizer):
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        self.topology = Topology(resolve_backend(process_group, backend))
+        self.topology = Topology(resolve_backend(process_group, backend), self.knows_nodes)
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
@@ -299,7 +299,8 @@ class CommOptimizer(PackedOptimizer):
             self._open_channels()
         refused = refused or self._follow(step)
         step.params = [p for bucket in self.buckets for p in bucket.params]
-        settle(step.params if self.topology.is_sharded else ())
+        if self.topology.is_sharded:
+            self.settle()
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))

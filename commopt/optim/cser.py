@@ -158,6 +158,8 @@ class CSER(CommOptimizer):
             backend=backend,
         )
 
+    knows_nodes = False
+
     def check_settings(self) -> None:
         checks.check_partial("compressor", self.compressor)
         checks.check_partial("reset_compressor", self.reset_compressor)
@@ -169,7 +171,7 @@ class CSER(CommOptimizer):
         if replicas.intra_node.world_size > 1:
             raise ValueError(
                 f"{type(self).__name__} does not know nodes of several ranks, got nodes of "
-                f"{replicas.intra_node.world_size}: give it a process group or mesh of one dimension"
+                f"{replicas.intra_node.world_size}: give it a process group, or a mesh"
             )
 
     def check_group(self, group: dict[str, Any]) -> None:

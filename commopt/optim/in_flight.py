@@ -25,6 +25,7 @@ from torch import Tensor
 from commopt.comm import Channel, CountingBackend, Pipeline, Task, confirm, message_device
 from commopt.optim.agreement import Agreement, Holders, StepDecision, StepReport
 from commopt.optim.state_bucket import StateBucket
+from commopt.sharding import settle
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,17 @@ class StepInFlight:
                 "but the last backward() of a step in `with optimizer.no_sync():` (DDP: model.no_sync()), or create "
                 "the optimizer with overlap=False"
             )
+        if self.buckets[index].sharded:
+            settle([p])
         self._waiting[index].discard(id(p))
         self.pipeline.progress()
         while self.started < len(self.buckets) - 1 and not self._waiting[self.started]:
             bucket = self.buckets[self.started]
-            if bucket.stale() or any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params):
+            if (
+                bucket.inside is not None
+                or bucket.stale()
+                or any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params)
+            ):
                 return  # step() reports it, or deals with it
             self._start_next(1.0, True)
 

@@ -78,6 +78,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     scalars: Mapping[str, float] = {}
     """0-d float64 CPU tensors in the state of each parameter, and what they start from."""
 
+    knows_nodes = True
+    """False if it cannot average inside a node first: over a mesh of several dimensions it does not."""
+
     residual_of = "exp_avg"
     """The flat buffer whose compression leaves the residuals."""
 
@@ -148,6 +151,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             if p.grad is not None:
                 grads.setdefault(shares[id(p)], []).append(local(p.grad))
         return sum((share * square_norm(mine) for share, mine in grads.items()), 0.0)
+
+    def settle(self) -> None:
+        """Makes the gradients what they are to the replica that this rank holds with others."""
+        for bucket in self.buckets:
+            bucket.settle()
 
     def holders(self) -> Holders | None:
         """What each rank holds; None where all hold the whole model."""
@@ -295,10 +303,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             return
         held = {id(p): topology.held(p) for p in new}
         capacity = bucket_bytes(self.bucket_mb, new)
-        for run in partition(new, capacity, lambda p: held[id(p)]):
+        runs = partition(new, capacity, lambda p: held[id(p)])
+        for run in sorted(runs, key=lambda run: held[id(run[0])][1].inside is not None):  # these cannot start early
             replicas, holding = held[id(run[0])]
             share = topology.world_size / holding.copies
-            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces)
+            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces, holding.inside)
             bucket.add_numbers(dict.fromkeys(self.step_counters, 0.0), torch.float32)
             bucket.add_numbers(self.scalars, torch.float64)
             self.init_messages(bucket, capacity)
@@ -628,7 +637,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
         alone = LocalBackend() if state.pop("alone", False) else None
-        self.topology = Topology(resolve_backend(backend=state.pop("backend", alone)))
+        self.topology = Topology(resolve_backend(backend=state.pop("backend", alone)), self.knows_nodes)
         ours = set(state["defaults"])
         super().__setstate__(state)
         for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups

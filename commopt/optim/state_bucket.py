@@ -11,7 +11,7 @@ from torch import Tensor
 from commopt.bucket import Bucket
 from commopt.comm import Backend, Replicas, message_device, wait
 from commopt.compress import Chunk, Feedback
-from commopt.sharding import like
+from commopt.sharding import like, settle
 
 
 @dataclass
@@ -26,6 +26,7 @@ class StateBucket(Bucket):
         share: of a sum of squares over all ranks, how much one of this bucket's elements is to count: so that it comes
             to a sum of those ranks times all elements of the model, as if each held the whole.
         pieces: for each dimension of ranks that the parameters are cut over, the ranks along that.
+        inside: ranks of one replica that hold the same of the parameters; None where there are none.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
@@ -34,6 +35,7 @@ class StateBucket(Bucket):
     replicas: Replicas
     share: float = 1.0
     pieces: Sequence[Backend] = ()
+    inside: Backend | None = None
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
     chunks: list[Chunk] = field(init=False, default_factory=list)
@@ -87,6 +89,21 @@ class StateBucket(Bucket):
         values, counts = self.values, [(t[i], frozen_t[i]) for i in indices]
         m, v = self.tensors("exp_avg", indices), self.tensors("exp_avg_sq", indices)
         return [values[i] for i in indices], m, v, counts
+
+    def settle(self) -> None:
+        """Makes the gradients what they are to the replica: where ranks hold it together, the same on all that hold the
+        same. Those call it at the same point; it communicates with them."""
+        settle(self.params if self.sharded else ())
+        if self.inside is None:
+            return
+        there = [p.grad is not None for p in self.params]
+        flat = self.pack_gradients(1.0)
+        flat = torch.cat([flat, torch.tensor(there, dtype=self.dtype, device=self.device)])
+        wait(self.inside.all_reduce(flat), f"gradients inside a replica ({self.describe()})")
+        gradients = self.views(flat[: self.padded])
+        for p, gradient, ranks in zip(self.params, gradients, flat[self.padded :].tolist()):
+            if ranks > 0:
+                p.grad = like(gradient.to(p.dtype), p)
 
     def total(self, numbers: Sequence[float]) -> Sequence[float]:
         """What ``numbers`` of the parameters come to over all their pieces, added up: the same on all ranks, to the

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
+from commopt.comm import Backend, Topology, message_device, refuse_if_left_out, resolve_backend, wait
 from commopt.compress import Compressor
 from commopt.optim import checks, saving
 from commopt.optim.agreement import LARGEST_NORM, is_usable
@@ -43,7 +43,7 @@ from commopt.outer import rounds
 from commopt.outer.loading import base_to_load
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
-from commopt.sharding import local, settle
+from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
 
@@ -197,7 +197,9 @@ class OuterOptimizer(PackedOptimizer):
         self.register_new(add)
 
     def _check_new(self, group: dict[str, Any]) -> None:
-        checks.check_params(group["params"], self.devices())
+        checks.check_params(group["params"], self.devices(), self.topology.is_sharded)
+        for p in group["params"]:
+            self.topology.check(p)
         checks.check_period(group["period"])
         if group["period"] != self.param_groups[0]["period"]:
             raise ValueError(
@@ -294,9 +296,9 @@ class OuterOptimizer(PackedOptimizer):
         )
 
     def _local_step(self) -> None:
-        params = [p for p in self.params if p.grad is not None]
         if self.topology.is_sharded:
-            settle(params)
+            self.settle()
+        params = [p for p in self.params if p.grad is not None]
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         where = f"{type(self).__name__}, local step {self.param_groups[0]['round_step'] + 1}"
         square, _ = agree_inside(self.topology, self.square_norm_of(params) * unscale**2, None, where)
@@ -369,15 +371,25 @@ class OuterOptimizer(PackedOptimizer):
             lr = group["round_lr"] / group["round_step"]
             if bucket.feedback is not None:
                 bucket.feedback.commit()
-                squares[id(group)] = squares.get(id(group), 0.0) + square_norm([mean])
+                squares[id(group)] = squares.get(id(group), 0.0) + bucket.share * square_norm([mean])
             ctx = Round(group["rounds"], lr, [positions[id(p)] for p in bucket.params])
             self.outer_step(bucket, group, mean, ctx)
             for p, x in zip(bucket.values, bucket.tensors("anchor")):
                 p.copy_(x)
-        for group in self.param_groups:
-            norm = squares.get(id(group), 0.0) ** 0.5
+        whole = self._of_all_parts([squares.get(id(group), 0.0) for group in self.param_groups])
+        for group, square in zip(self.param_groups, whole):
+            norm = square**0.5
             group.update(round_step=0, round_lr=0.0, rounds=group["rounds"] + 1, pseudo_gradient_norm=norm)
         self._moved = False
+
+    def _of_all_parts(self, squares: list[float]) -> list[float]:
+        """Sums of squares of what the model has, from those of what each rank has of it."""
+        if not self.topology.is_sharded or self.compressor is None:
+            return squares
+        table = torch.tensor(squares, dtype=torch.float64, device=message_device(self.topology.backend))
+        wait(self.topology.world.all_reduce(table), "norms of the mean pseudo-gradients of all parts")
+        whole: list[float] = table.tolist()
+        return whole
 
     def _report(self, error: Exception | None) -> RoundReport:
         own = self.defaults.keys() - self.base.defaults.keys()

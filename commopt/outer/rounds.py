@@ -101,7 +101,7 @@ def agree(
     """
     with reaching_others(topology, buckets, where):
         table = _exchange(topology.world, device, report, where)
-    return _decide(table, report, where)
+    return _decide(table, report, where, [table[rank][2] for rank in topology.same_part()])
 
 
 def _exchange(backend: Backend, device: torch.device, mine: RoundReport, where: str) -> list[list[float]]:
@@ -117,7 +117,8 @@ def _exchange(backend: Backend, device: torch.device, mine: RoundReport, where: 
     return table
 
 
-def _decide(table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
+def _decide(table: list[list[float]], mine: RoundReport, where: str, squares: list[float]) -> RoundDecision:
+    """``squares``: the square norms of the ranks that hold what this one does."""
     if mine.error is not None:
         raise mine.error
     for rank, (failed, *_) in enumerate(table):
@@ -135,8 +136,7 @@ def _decide(table: list[list[float]], mine: RoundReport, where: str) -> RoundDec
                 f"{where}: rank {rank} has other learning rates or outer hyper-parameters than rank 0; set them alike "
                 "on every rank"
             )
-    squares = [line[2] for line in table]
-    equal = len(table) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
+    equal = len(squares) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
     return RoundDecision(broken, equal, any(line[6] for line in table), any(line[7] for line in table))
 
