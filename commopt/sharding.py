@@ -58,3 +58,21 @@ def settle(params: Iterable[Tensor]) -> None:
     for p in params:
         if is_sharded(p) and p.grad is not None and is_sharded(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
             p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+
+
+def global_offset(p: Tensor) -> tuple[int, ...]:
+    """Where this rank's piece of ``p`` starts in it."""
+    if not is_sharded(p):
+        return (0,) * p.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    return tuple(offset)
+
+
+def cut(whole: Tensor, p: Tensor) -> Tensor:
+    """This rank's piece of ``whole``, a plain tensor of the shape of all of ``p``, or sharded as it."""
+    if is_sharded(whole) or not is_sharded(p) or whole.shape != p.shape:
+        return local(whole)
+    offset, shape = global_offset(p), local(p).shape
+    return whole[tuple(slice(start, start + n) for start, n in zip(offset, shape))]

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from every import COMMUNICATING, make
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from commopt.compress import Identity
+from commopt.compress import Identity, Sign
 
 WORDS, WIDTH = 7, 6
 """7 rows over 2 ranks are 4 and 3, over 4 ranks 2, 2, 2 and 1."""
@@ -83,8 +90,8 @@ def exact(name: str) -> dict[str, Any]:
 
 
 def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
-    """Every optimizer on (2, world_size / 2), with the identity for a compressor, beside the same of whole models, whose
-    ranks have the batches of a replica."""
+    """How far every optimizer on (2, world_size / 2), with the identity for a compressor, comes from the same of whole
+    models, of which each has the batches of a replica."""
     torch.set_num_threads(1)
     mesh = grid(2, world_size // 2)
     replica, _ = mesh.get_coordinate()
@@ -103,4 +110,61 @@ def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
                 for p, q in zip(net.parameters(), reference.parameters()):
                     furthest = max(furthest, float((whole(p).detach() - q.detach()).abs().max()))
             out[f"{name} {clip}"] = furthest
+    return out
+
+
+# saving ---------------------------------------------------------------------------------------------------------------
+
+SAVED, LATER = 7, 11
+"""Steps when a checkpoint is written, between two rounds, and when what was resumed is compared."""
+
+
+def lossy(name: str) -> dict[str, Any]:
+    return {"compressor": Sign(16)} if name.startswith(("OneBit", "ZeroOne", "DiLoCo", "QSparse")) else {}
+
+
+def owed(optimizer: Any) -> dict[int, list[tuple[str, Any, Tensor]]]:
+    """What compression owes on this rank: by parameter, name, place and values."""
+    names = ("worker_error", "server_error")
+    state = optimizer.state_dict()["state"]
+    return {i: [(n, e[n].place, e[n].plain().clone()) for n in names if n in e] for i, e in state.items()}
+
+
+def states(net: Net, optimizer: Any, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optim = get_state_dict(net, optimizer, options=options)
+    return {"model": model, "optim": optim}
+
+
+def save(rank: int, world_size: int, folder: str, shards: int) -> dict[str, Any]:
+    """Trains every optimizer, writes what it has, flattened and not, and trains on."""
+    mesh, out = grid(world_size // shards, shards), {}
+    for name in COMMUNICATING:
+        net = sharded(mesh["shard"])
+        optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
+        learn(net, optimizer, range(SAVED), rank)
+        for flat in (False, True):
+            dcp.save(states(net, optimizer, flat), checkpoint_id=f"{folder}/{name} {flat}")
+        out[name] = {"owed": owed(optimizer)}
+        learn(net, optimizer, range(SAVED, LATER), rank)
+        out[name]["later"] = [local(p) for p in net.parameters()]
+    return out
+
+
+def load(rank: int, world_size: int, folder: str, shards: int, flat: bool, back: str = "") -> dict[str, Any]:
+    """Goes on from that, on a mesh of its own; and writes it once more, before it does, if told where."""
+    mesh, out = grid(world_size // shards, shards), {}
+    for name in COMMUNICATING:
+        net = sharded(mesh["shard"], seed=1)
+        optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
+        state = states(net, optimizer, flat)
+        dcp.load(state, checkpoint_id=f"{folder}/{name} {flat}")
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        set_model_state_dict(net, state["model"])
+        set_optimizer_state_dict(net, optimizer, state["optim"], options=options)
+        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach() for p in net.parameters()]}
+        if back:
+            dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
+        learn(net, optimizer, range(SAVED, LATER), rank)
+        out[name]["later"] = [local(p) for p in net.parameters()]
     return out

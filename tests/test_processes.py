@@ -262,7 +262,7 @@ def run_nan(rank: int, world: int) -> dict[str, Any]:
 
 
 def run_groups(rank: int, world: int) -> dict[str, Any]:
-    """The same run on a mesh; on one of 3 dimensions; refused: a foreign rank, ranks that differ, a hook already there."""
+    """The same run on a mesh, and on one of 3 dimensions; refused: a foreign rank, others, a hook already there."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
     out: dict[str, Any] = {"mesh": run_bare(rank, world, process_group=mesh)["params"], "errors": {}}
 

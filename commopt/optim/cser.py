@@ -48,6 +48,7 @@ from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import absent_runs, without
 from commopt.optim.own import Origin
+from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import scaled_gradient, sgd_, square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import MERGED
@@ -111,6 +112,7 @@ class CSER(CommOptimizer):
     hyperparams_used_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
     step_counters = ("step",)
     rank_local_buffers: tuple[str, ...] = ("momentum_buffer",)
+    ever_rank_local: tuple[str, ...] = (PARAMETER, "momentum_buffer")
     """Flat buffers of which every rank has its own."""
     compressor: Any
     _SETTINGS = (*CommOptimizer._SETTINGS, "reset_compressor")
@@ -192,7 +194,10 @@ class CSER(CommOptimizer):
     @property
     def anchored(self) -> bool:
         """True if x_i - e_i is stored, because it cannot be found again from x_i."""
-        return self.topology.copies > 1 and not (_shared(self.compressor) and _shared(self.reset_compressor))
+        many = (
+            self.topology.copies > 1 or self.topology.is_sharded
+        )  # one replica today may be several when it is loaded
+        return many and not (_shared(self.compressor) and _shared(self.reset_compressor))
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Nothing is left behind but in the model."""
@@ -202,6 +207,11 @@ class CSER(CommOptimizer):
             bucket.buffers["momentum_buffer"] = bucket.zeros()
         if self.anchored:
             bucket.buffers["anchor"] = bucket.pack_params()
+
+    def own_tensors(self, bucket: StateBucket, group: dict[str, Any]) -> list[dict[str, OwnTensor]]:
+        if bucket.world_size == 1 and "anchor" in bucket.buffers:
+            bucket.pack_params_(bucket["anchor"])
+        return super().own_tensors(bucket, group)
 
     def _momentum(self, bucket: StateBucket) -> Tensor:
         """The momentum of a bucket; zeros, if it has had none so far."""
@@ -375,7 +385,7 @@ class CSER(CommOptimizer):
         """2-norms of e_i, where it is kept (else 0), and of the momentum."""
         errors = []
         for bucket in self.buckets:
-            if "anchor" in bucket.buffers:
+            if "anchor" in bucket.buffers and bucket.world_size > 1:
                 errors.append(bucket.pack_params().sub_(bucket.buffers["anchor"]))
         momenta = [b.buffers["momentum_buffer"] for b in self.buckets if "momentum_buffer" in b.buffers]
         return square_norm(errors) ** 0.5, square_norm(momenta) ** 0.5

@@ -180,11 +180,8 @@ class StepInFlight:
         self.pipeline.progress()
         while self.started < len(self.buckets) - 1 and not self._waiting[self.started]:
             bucket = self.buckets[self.started]
-            if (
-                bucket.inside is not None
-                or bucket.stale()
-                or any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params)
-            ):
+            sparse = any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params)
+            if bucket.inside is not None or bucket.stale() or sparse:
                 return  # step() reports it, or deals with it
             self._start_next(1.0, True)
 

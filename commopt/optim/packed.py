@@ -37,13 +37,19 @@ from commopt.optim.digest import digest
 from commopt.optim.guard import Guard, describe_difference
 from commopt.optim.lifetime import forget_frames
 from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
+from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
-from commopt.optim.saving import Entries
+from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.optim.state import RANK_LOCAL
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")
+
+
+OWN = "own_"
+"""Begins the names of what is a rank's own now and then, where that is in ``state``."""
 
 
 class PackedOptimizer(torch.optim.Optimizer):
@@ -71,6 +77,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
+
+    ever_rank_local: tuple[str, ...] = ()
+    """All names that :meth:`rank_local` may ever give."""
 
     step_counters: tuple[str, ...] = ("step", "variance_step")
     """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
@@ -315,6 +324,32 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.buckets.append(bucket)
             for p, entry in zip(bucket.params, bucket.state()):
                 self.state[p].update(entry)
+        self._refresh_own_tensors()
+
+    @property
+    def own_in_state(self) -> bool:
+        """True if what is a rank's own is in ``state``, as tensors that know their places: where parameters are
+        DTensors, whose checkpoints are written by all ranks together."""
+        return any(bucket.sharded for bucket in self.buckets)
+
+    def own_tensors(self, bucket: StateBucket, group: dict[str, Any]) -> list[dict[str, OwnTensor]]:
+        """What is this rank's own of each parameter of ``bucket``, or may be at another time, by name."""
+        out: list[dict[str, OwnTensor]] = bucket.own_residuals() or [{} for _ in bucket.params]
+        now = self.rank_local(group)
+        for name in self.ever_rank_local:
+            if name == PARAMETER:
+                mine = [local(self.own_value(p)) for p in bucket.params]
+            else:
+                mine = bucket.tensors(name) if name in bucket.buffers else bucket.views(bucket.zeros())
+            for i, tensor in enumerate(mine):
+                out[i][OWN + name] = bucket.own(i, tensor, name in now)
+        return out
+
+    def _refresh_own_tensors(self) -> None:
+        if self.own_in_state:
+            for bucket, group in self.grouped_buckets():
+                for p, own in zip(bucket.params, self.own_tensors(bucket, group)):
+                    self.state[p].update(own)
 
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
@@ -483,9 +518,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         never). Such a tool's mixture of ranks is known by the digest when it is loaded.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
         """
+        self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
-        if self.topology.world_size > 1 or self.owns_alone:
+        if (self.topology.world_size > 1 or self.owns_alone) and not self.own_in_state:
             own = self.own_part()
             out["residuals"] = {**own, "digest": digest_of(own)}
         return out
@@ -540,9 +576,30 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _load(self, given: dict[str, Any]) -> None:
         """Loads a state that fits, once the parameter groups are those of it."""
         entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
+        entries, origin = self._placed(entries, origin)
         users = self._forget_users(given)
         self._fill(entries, origin)
         self._keep_users(users)
+
+    def _placed(self, entries: Entries, origin: Origin | None) -> tuple[Entries, Origin | None]:
+        """``entries`` with what this rank gets of the tensors that know their places in place of these; if there are
+        any, they are this rank's own."""
+        if not any(isinstance(value, OwnTensor) for entry in entries.values() for value in entry.values()):
+            return entries, origin
+        here: dict[Any, dict[str, OwnTensor]] = {}
+        if self.own_in_state:
+            for bucket, group in self.grouped_buckets():
+                here.update(zip(bucket.params, self.own_tensors(bucket, group)))
+        placed: Entries = {}
+        for p, entry in entries.items():
+            placed[p] = {name: value for name, value in entry.items() if not isinstance(value, OwnTensor)}
+            for name, own in here.get(p, {}).items():
+                given = entry.get(name)
+                value = given.value(own.place) if isinstance(given, OwnTensor) else None
+                if value is not None:
+                    whole = name not in RANK_LOCAL
+                    placed[p][name.removeprefix(OWN)] = value.view(own.place.piece) if whole else value
+        return placed, self._origin()
 
     @torch.no_grad()
     def _fill(self, entries: Entries, origin: Origin | None) -> None:
@@ -608,6 +665,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         torch, a tensor goes where its parameter is; but it keeps its dtype."""
         names = self._our_names()
         self.state = defaultdict(dict, {p: {name: self.state[p][name] for name in ours} for p, ours in names.items()})
+        self._refresh_own_tensors()
         users = cloned(saving.added_by_users(saving.by_parameter(given, given["state"], self.params), names))
         for p in (p for p in users if isinstance(p, Tensor)):
             users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}

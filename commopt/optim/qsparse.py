@@ -21,6 +21,7 @@ from commopt.compress import RandomBlocks
 from commopt.optim.cser import CSER, AnyCompressor
 from commopt.optim.cser_error import KeptError
 from commopt.optim.rules import square_norm
+from commopt.optim.saving import PARAMETER
 from commopt.optim.state_bucket import StateBucket
 
 
@@ -40,6 +41,7 @@ class QSparseLocalSGD(CSER):
     """
 
     rank_local_buffers = ("momentum_buffer", "error_buffer")
+    ever_rank_local = (PARAMETER, *rank_local_buffers)
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class QSparseLocalSGD(CSER):
 
     @property
     def anchored(self) -> bool:
-        return self.topology.copies > 1
+        return self.topology.copies > 1 or self.topology.is_sharded
 
     def init_bucket(self, bucket: StateBucket) -> None:
         super().init_bucket(bucket)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
+from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
 from commopt.optim.state_bucket import StateBucket
+from commopt.sharding import cut, is_sharded, local
 
 Entries = dict[Any, dict[str, Any]]
 """State by parameter; by other keys what users have put there."""
@@ -64,10 +66,17 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
             value = given["state"].get(i, {}).get(name)
             if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                 continue
+            if isinstance(value, OwnTensor):
+                continue
             if value.shape != mine.shape:
                 raise ValueError(
                     f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
                     f"has shape {tuple(p.shape)}: it is the state of another model"
+                )
+            if is_sharded(value) and (value.device_mesh, value.placements) != (p.device_mesh, p.placements):  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"parameter {i}: {name} in the loaded state is cut as {value.placements} over {value.device_mesh}, "  # type: ignore[attr-defined]
+                    f"the parameter otherwise: load it with torch.distributed.checkpoint, which reads any mesh's"
                 )
 
 
@@ -109,7 +118,7 @@ def added_by_users(state: Mapping[Any, Any], ours: Mapping[Tensor, Iterable[str]
         if not isinstance(key, Tensor):
             out[key] = entry
         elif added := {k: v for k, v in entry.items() if k not in NAMES and k not in ours.get(key, ())}:
-            out[key] = added
+            out[key] = {k: v for k, v in added.items() if not isinstance(v, OwnTensor)}
     return out
 
 
@@ -123,15 +132,17 @@ def fill(
         for p, mine in zip(bucket.params, bucket.state()):
             entry = entries.get(p, {})
             for name, tensor in mine.items():
+                mine_of_it = local(tensor)
                 if name in entry:
-                    tensor.copy_(torch.as_tensor(entry[name]).reshape(tensor.shape))
+                    mine_of_it.copy_(cut(torch.as_tensor(entry[name]), p).reshape(mine_of_it.shape))
                 else:
-                    tensor.fill_(starts.get(name, 0.0))
+                    mine_of_it.fill_(starts.get(name, 0.0))
             # the state of a plain Adam has one counter: its second moment never stopped
             if "variance_step" in mine and "variance_step" not in entry:
                 mine["variance_step"].copy_(mine["step"])
             if PARAMETER in entry:
-                p.detach().copy_(entry[PARAMETER].reshape(p.shape))
+                x = local(p.detach())
+                x.copy_(cut(entry[PARAMETER], p).reshape(x.shape))
 
 
 def fill_residuals(
@@ -163,19 +174,18 @@ def fill_residuals(
             if worker is None or server is None:
                 dropped = dropped or expected(p)
                 worker = server = torch.zeros(())
+            elif mine is None and (origin == here or (origin is not None and origin[0] == MERGED)):
+                for part in (worker, server):
+                    fold(p, part.to(bucket.device).view(bucket.shapes[i]))
             elif origin is not None and origin[0] == MERGED:
-                worker, server = worker.reshape(-1), server.reshape(-1)
-                if mine is None:
-                    for part in (worker, server):
-                        fold(p, part.to(bucket.device).view(p.shape))
-                else:
-                    worker, server = _share_of(bucket, i, mine, worker, server)
+                worker, server = (cut(part.reshape(p.shape), p).reshape(-1) for part in (worker, server))
+                worker, server = _share_of(bucket, i, mine, worker, server)
             elif origin != here or mine is None or not _same_sizes(mine, worker, server):
                 dropped = dropped or worker.any() or server.any()
                 worker = server = torch.zeros(())
             if mine is not None:
-                mine["worker_error"].copy_(worker)
-                mine["server_error"].copy_(server)
+                for name, part in (("worker_error", worker), ("server_error", server)):
+                    mine[name].copy_(part.reshape(mine[name].shape) if part.dim() else part)
     return bool(dropped)
 
 
@@ -186,7 +196,7 @@ def _share_of(
     compresses, of the servers' what it averages."""
     feedback = bucket.feedback
     assert feedback is not None
-    offset, numel = bucket.offsets[i], bucket.params[i].numel()
+    offset, numel = bucket.offsets[i], bucket.shapes[i].numel()
 
     def own(whole: Tensor, share: int, chunk: Tensor, part: Tensor) -> Tensor:
         start = min(max(share * chunk.numel() - offset, 0), numel)

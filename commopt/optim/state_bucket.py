@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from commopt.bucket import Bucket
 from commopt.comm import Backend, Replicas, message_device, wait
 from commopt.compress import Chunk, Feedback
+from commopt.optim.own_tensor import OwnTensor, Place
 from commopt.sharding import like, settle
 
 
@@ -28,6 +29,7 @@ class StateBucket(Bucket):
         pieces: for each dimension of ranks that the parameters are cut over, the ranks along that.
         inside: ranks of one replica that hold the same of the parameters; None where there are none.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
+        compressed: whether its mean is, where there are several nodes.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
     """
@@ -38,6 +40,7 @@ class StateBucket(Bucket):
     inside: Backend | None = None
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
+    compressed: bool = field(init=False, default=False)
     chunks: list[Chunk] = field(init=False, default_factory=list)
     active: Tensor | None = field(init=False, default=None)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
@@ -72,6 +75,43 @@ class StateBucket(Bucket):
             return []
         workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.shard_index)
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
+
+    def own_residuals(self) -> list[dict[str, OwnTensor]]:
+        """The residuals of each parameter on this rank, with their places; zeros on one node. Empty if nothing is ever
+        compressed."""
+        if not self.compressed:
+            return []
+        ranks, nodes = self.replicas, self.replicas.nodes
+        out = []
+        for i, (p, shape) in enumerate(zip(self.params, self.shapes)):
+            if self.feedback is None:
+                worker = server = self.zeros()[: shape.numel()]
+                starts = (0, 0)
+            else:
+                worker, server = self.residuals()[i].values()
+                workers, servers = self.feedback.worker.numel(), self.feedback.server.numel()
+                at, numel = self.offsets[i], shape.numel()
+                starts = (
+                    min(max(self.local_rank * workers - at, 0), numel),
+                    min(max(self.shard_index * servers - at, 0), numel),
+                )
+            out.append(
+                {
+                    "worker_error": OwnTensor.make(worker, Place.of(p, shape, starts[0], ranks.inter_node.rank, nodes)),
+                    "server_error": OwnTensor.make(server, Place.of(p, shape, starts[1], 0, 1)),
+                }
+            )
+        return out
+
+    def own(self, i: int, elements: Tensor, differ: bool) -> OwnTensor:
+        """``elements``, of the shape of the piece of parameter ``i`` or of one element, of this replica if they
+        ``differ`` between replicas, else of all."""
+        row, rows = self.replicas.rank, self.world_size
+        piece = self.shapes[i] if elements.shape == self.shapes[i] else elements.shape
+        place = Place.of(self.params[i], piece, 0, row, rows, not differ)
+        if elements.shape != self.shapes[i]:
+            place = replace(place, shape=tuple(elements.shape), offset=(0,) * elements.dim())
+        return OwnTensor.make(elements, place)
 
     def tensors(self, name: str, indices: Sequence[int] | None = None) -> list[Tensor]:
         """The buffer ``name`` as a view shaped like each parameter, or each of those given by their indices."""
@@ -124,7 +164,7 @@ class StateBucket(Bucket):
 
     def add_residuals(self, double_buffered: bool) -> None:
         """Makes the residuals of a compressed mean over the nodes; none on one node."""
-        nodes = self.replicas.nodes
+        nodes, self.compressed = self.replicas.nodes, True
         if nodes > 1:
             numel = self.padded // self.local_world_size
             self.feedback = Feedback.zeros(numel, nodes, self.dtype, self.device, double_buffered)

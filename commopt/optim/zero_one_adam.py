@@ -214,6 +214,8 @@ class ZeroOneAdam(CommOptimizer):
         if phase == "frozen":
             self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
 
+    ever_rank_local = ("exp_avg", "mean_momentum")
+
     @property
     def replicas_differ(self) -> bool:
         return any(group["local_steps"] for group in self.param_groups)

@@ -33,6 +33,7 @@ from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
+from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import agree_inside, reaching_others
 from commopt.optim.rules import square_norm
@@ -40,7 +41,7 @@ from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.setup import equalize
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer import rounds
-from commopt.outer.loading import base_to_load
+from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
 from commopt.sharding import local
@@ -84,6 +85,7 @@ class OuterOptimizer(PackedOptimizer):
     skipped_rounds: int
 
     step_counters = ()
+    ever_rank_local = (PARAMETER,)
     owns_alone = True  # the state of the base
 
     momentum = False
@@ -451,6 +453,14 @@ class OuterOptimizer(PackedOptimizer):
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (PARAMETER,) if group["round_step"] else ()
 
+    def own_tensors(self, bucket: StateBucket, group: dict[str, Any]) -> list[dict[str, OwnTensor]]:
+        """As of every optimizer; and the state of the base."""
+        out = super().own_tensors(bucket, group)
+        for i, (p, x) in enumerate(zip(bucket.params, bucket.values)):
+            for name, value in state_of_base(self.base, p, x).items():
+                out[i][BASE + name] = bucket.own(i, value, True)
+        return out
+
     def own_part(self) -> dict[str, Any]:
         base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
         return {**super().own_part(), "base": cloned(base)}
@@ -491,7 +501,8 @@ class OuterOptimizer(PackedOptimizer):
         entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
         if not of_base:
             entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
-            base = base_to_load(self, given, origin)
+            entries, origin = self._placed(entries, origin)
+            base = base_of_entries(given, entries, self.params) or base_to_load(self, given, origin)
         before = self.param_groups
         # torch would go on with the tensors given
         self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": given["param_groups"]})

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from commopt.optim.own import MIXED, Origin
+from commopt.sharding import like, local
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
 
 logger = logging.getLogger("commopt")
+
+BASE = "base_"
+"""Begins the names of the state of the base, where that is beside the outer state of a parameter."""
 
 
 def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origin | None) -> dict[str, Any]:
@@ -34,3 +44,43 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
         origin, f"its parameters and the state of {name}", f"it starts at the anchor, and {name} {state}"
     )
     return {} if mixed else dict(base)
+
+
+def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """The state that ``base`` has of ``p``, of which this rank has ``x``, as plain tensors; before it has stepped,
+    zeros like those that it will have."""
+    state = base.state.get(p)
+    if not state and p.requires_grad:
+        return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in _state_to_come(base, p, x).items()}
+    numbers = (bool, int, float)
+    known = {name: torch.tensor(float(v)) if isinstance(v, numbers) else v for name, v in (state or {}).items()}
+    return {name: local(v) for name, v in known.items() if isinstance(v, Tensor)}
+
+
+def _state_to_come(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor]:
+    """What a first step of ``base`` would make, found by one on tensors without memory."""
+    twin = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    twin.grad = torch.empty_like(twin)
+    group = next(group for group in base.param_groups if any(q is p for q in group["params"]))
+    try:
+        other = copy.copy(base)
+        other.state = type(base.state)(dict)  # type: ignore[call-arg]
+        other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        other.param_groups = [{**group, "params": [twin]}]
+        type(base).step(other)
+    except Exception as error:  # whatever somebody's optimizer cannot do without values
+        logger.warning("%s: its state before the first step is not known (%s)", type(base).__name__, error)
+        return {}
+    return {name: t for name, t in other.state[twin].items() if isinstance(t, Tensor)}
+
+
+def base_of_entries(given: dict[str, Any], entries: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of the base among ``entries`` of the state ``given``; empty if it is not there."""
+    ids = [i for group in given["param_groups"] for i in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for i, p in zip(ids, params):
+        for name, t in entries.get(p, {}).items():
+            if name.startswith(BASE):
+                t = like(t, p) if t.shape == local(p).shape else t
+                state.setdefault(i, {})[name.removeprefix(BASE)] = t
+    return {"state": state} if state else {}
