@@ -109,6 +109,8 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         )
     if not isinstance(optimizer, (CommOptimizer, OuterOptimizer)):
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
+    if optimizer.reduction == "sum":
+        raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
     inner = getattr(optimizer.topology.backend, "world", optimizer.topology.backend)
     mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
     theirs = dist.get_process_group_ranks(model.process_group)

@@ -60,6 +60,11 @@ def settle(params: Iterable[Tensor]) -> None:
             p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
+def as_cut(whole: Tensor, p: Tensor) -> Tensor:
+    """``whole``, of the shape of all of ``p``, cut as it is; itself if it has another shape."""
+    return like(cut(whole, p).contiguous(), p) if whole.shape == p.shape and not is_sharded(whole) else whole
+
+
 def global_offset(p: Tensor) -> tuple[int, ...]:
     """Where this rank's piece of ``p`` starts in it."""
     if not is_sharded(p):

@@ -145,7 +145,7 @@ def save(rank: int, world_size: int, folder: str, shards: int) -> dict[str, Any]
         learn(net, optimizer, range(SAVED), rank)
         for flat in (False, True):
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{folder}/{name} {flat}")
-        out[name] = {"owed": owed(optimizer)}
+        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         learn(net, optimizer, range(SAVED, LATER), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
     return out
@@ -162,7 +162,7 @@ def load(rank: int, world_size: int, folder: str, shards: int, flat: bool, back:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         set_model_state_dict(net, state["model"])
         set_optimizer_state_dict(net, optimizer, state["optim"], options=options)
-        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach() for p in net.parameters()]}
+        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         if back:
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
         learn(net, optimizer, range(SAVED, LATER), rank)

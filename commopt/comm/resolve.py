@@ -10,20 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from commopt.comm.backend import Backend, LocalBackend, check_backend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.torch import TorchBackend
+from commopt.sharding import is_sharded
 
 
 class NobodyElse(LocalBackend):
     """One rank alone because there was no process group, and not because somebody has asked for it."""
 
 
-def resolve_backend(process_group: Any = None, backend: Backend | None = None) -> Backend:
+def resolve_backend(process_group: Any = None, backend: Backend | None = None, params: Any = ()) -> Backend:
     """The backend that an optimizer's arguments stand for.
 
-    ``backend`` as given; else the process group or mesh given (one of 2 dimensions: nodes, and the ranks of a node);
+    ``backend`` as given; else the process group or mesh given; else the mesh that sharded ``params`` are on a slice of;
     else the default process group; else one rank alone, until :func:`refuse_if_left_out` finds a process group.
 
     Raises:
-        ValueError: if both are given, or ``backend`` lacks a collective.
+        ValueError: if both are given, ``backend`` lacks a collective, or sharded ``params`` are on slices of several
+            meshes.
     """
     if backend is not None:
         if process_group is not None:
@@ -32,9 +34,27 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None) -
         return backend
     if isinstance(process_group, DeviceMesh):
         return MeshBackend(process_group)
+    if process_group is None and (mesh := _mesh_of(params)) is not None:
+        return MeshBackend(mesh)
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return TorchBackend(process_group)
     return NobodyElse()
+
+
+def _mesh_of(params: Any) -> DeviceMesh | None:
+    """The mesh that the sharded ones of an optimizer's ``params`` are on a slice of; None if there are none."""
+    if not isinstance(params, (list, tuple)):
+        return None
+    entries = [p for entry in params for p in (entry.get("params", ()) if isinstance(entry, dict) else [entry])]
+    tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in entries]
+    meshes: list[DeviceMesh] = [p.device_mesh._get_root_mesh() for p in tensors if is_sharded(p)]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise ValueError(
+            f"the parameters are on slices of several meshes, such as {meshes[0]} and "
+            f"{next(mesh for mesh in meshes if mesh != meshes[0])}; give the one of all ranks, process_group=mesh, and "
+            'parameter groups a "mesh" of their own'
+        )
+    return meshes[0] if meshes else None
 
 
 def refuse_if_left_out(backend: Backend, name: str) -> None:

@@ -28,7 +28,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
 from commopt.optim.own import Origin
-from commopt.optim.packed import PackedOptimizer
+from commopt.optim.packed import PackedOptimizer, in_a_list
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
@@ -80,8 +80,11 @@ class CommOptimizer(PackedOptimizer):
         bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the parameter group, but 1 to 25.
         overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: ProcessGroup or 1-d DeviceMesh; 2-d: nodes, and the ranks of a node. None for the default group,
-            or one rank where there is none.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.
 
     Raises:
@@ -105,16 +108,19 @@ class CommOptimizer(PackedOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = False,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        self.topology = Topology(resolve_backend(process_group, backend), self.knows_nodes)
+        params = in_a_list(params)
+        self.topology = Topology(resolve_backend(process_group, backend, params), self.knows_nodes)
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
         self.bucket_mb = bucket_mb
         self.overlap = overlap
         self.guard = Guard() if guard is None else guard
+        self.reduction = reduction
         self.buckets = []
         self.skipped_steps = 0
         self.dropped_gradients = 0
@@ -151,10 +157,11 @@ class CommOptimizer(PackedOptimizer):
         """Raises ValueError if an argument that is not of a group is out of range."""
         checks.check_compressor(self.compressor)
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
+        checks.check_reduction(self.reduction)
 
     def settings(self) -> list[Any]:
         """Settings, besides the groups, that must be the same on every rank."""
-        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard]
+        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard, self.reduction]
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
@@ -254,6 +261,7 @@ class CommOptimizer(PackedOptimizer):
         if self._attachment is not None:
             self._attachment.refuse_join()
         loss, refused = None, None
+        self.rebind_if_new("step")
         if closure is not None and self.overlap and self.topology.world_size > 1:
             refused = ValueError(
                 "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
@@ -344,6 +352,7 @@ class CommOptimizer(PackedOptimizer):
                 "them already; do it after step()"
             )
         try:
+            self.refuse_exchanged()
             for bucket in self.buckets:
                 bucket.check_shapes()
         except ValueError as error:
@@ -417,7 +426,7 @@ class CommOptimizer(PackedOptimizer):
 
         return Starter(
             task=lambda bucket, ctx: self.bucket_step(bucket, group_of(bucket), ctx),
-            sign=lambda bucket: -1.0 if group_of(bucket)["maximize"] else 1.0,
+            factor=lambda bucket: -bucket.factor if group_of(bucket)["maximize"] else bucket.factor,
             has_stages=has_stages,
             channels=self._channels_of,
         )

@@ -117,6 +117,11 @@ def check_common(max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
         )
 
 
+def check_reduction(value: Any) -> None:
+    if value not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {value!r}")
+
+
 def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None, sharded: bool = False) -> None:
     """devices: the types that the backend can send from; None for all. sharded: whether DTensors are allowed."""
     if _is_partition():

@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,6 +133,7 @@ class CSER(CommOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = False,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -156,6 +157,7 @@ class CSER(CommOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             guard=guard,
+            reduction=reduction,
             process_group=process_group,
             backend=backend,
         )
@@ -168,6 +170,7 @@ class CSER(CommOptimizer):
         if isinstance(self.reset_compressor, RandomBlocks) and math.isinf(self.reset_compressor.ratio):
             raise ValueError(f"reset_compressor must keep something, got {self.reset_compressor}")
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
+        checks.check_reduction(self.reduction)
 
     def check_replicas(self, replicas: Replicas) -> None:
         if replicas.intra_node.world_size > 1:

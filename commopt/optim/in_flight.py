@@ -33,8 +33,8 @@ class StepContext:
     """On what terms a bucket takes a step.
 
     Attributes:
-        scale: factor of this rank's gradients: the clip coefficient over the scale of its GradScaler, negative to
-            maximize.
+        scale: factor of this rank's gradients: the clip coefficient over the scale of its GradScaler, times the number
+            of replicas if gradients add up, negative to maximize.
         average: whether gradients still have to be averaged; False on one rank, and where DDP has done so.
         send, reply: the ranks, on the channels that are this bucket's: for what goes out, and for what comes back.
         step: the step of all buckets.
@@ -118,13 +118,13 @@ class Starter:
 
     Attributes:
         task: makes it, of the bucket and its context.
-        sign: -1 to maximize, else 1.
+        factor: of the gradients of a bucket, negative to maximize.
         has_stages: whether it has further collectives, over the channel for replies.
         channels: those of a bucket, by its index: for what goes out, and for what comes back.
     """
 
     task: Callable[[StateBucket, StepContext], Task]
-    sign: Callable[[StateBucket], float]
+    factor: Callable[[StateBucket], float]
     has_stages: Callable[[StateBucket], bool]
     channels: Callable[[int], tuple[Channel, Channel]]
 
@@ -275,7 +275,7 @@ class StepInFlight:
         bucket = self.buckets[index]
         where = self.where(f"bucket {index} of {len(self.buckets)} ({bucket.describe()})")
         send, reply = starter.channels(index)
-        ctx = StepContext(starter.sign(bucket) * scale, average, send, reply, self)
+        ctx = StepContext(starter.factor(bucket) * scale, average, send, reply, self)
         self.started += 1
         early = reply is not send and starter.has_stages(bucket)
         self.pipeline.start(starter.task(bucket, ctx), where, early)

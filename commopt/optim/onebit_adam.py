@@ -83,9 +83,11 @@ class OneBitAdam(WarmupOptimizer):
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
             a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node: then
-            only what goes from node to node is compressed, and 1 / (ranks of a node) of it leaves on behalf of each
-            rank. None is the default process group, or one rank where there is none.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
 
     Raises:
@@ -108,6 +110,7 @@ class OneBitAdam(WarmupOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = False,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -127,6 +130,7 @@ class OneBitAdam(WarmupOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             guard=guard,
+            reduction=reduction,
             process_group=process_group,
             backend=backend,
         )

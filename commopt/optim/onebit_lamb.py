@@ -91,8 +91,11 @@ class OneBitLamb(WarmupOptimizer):
         overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
             once more.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node. None is
-            the default process group, or one rank where there is none.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
 
     Raises:
@@ -123,6 +126,7 @@ class OneBitLamb(WarmupOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = False,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -148,6 +152,7 @@ class OneBitLamb(WarmupOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             guard=guard,
+            reduction=reduction,
             process_group=process_group,
             backend=backend,
         )

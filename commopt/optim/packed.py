@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -30,7 +30,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor
-from commopt.optim import replicas, saving
+from commopt.optim import checks, replicas, saving
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.digest import digest
@@ -67,12 +67,14 @@ class PackedOptimizer(torch.optim.Optimizer):
     bucket_mb: float | None
     overlap: bool
     guard: Guard
+    reduction: str
     skipped_steps: int
     dropped_gradients: int
     buckets: list[StateBucket]
     _ready: bool  # whether it is made
     _attachment: Any
     _diagnostics: Diagnostics
+    _registered: list[list[Tensor]]  # the parameters of each group, as they were
     _check_next: bool
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
@@ -153,28 +155,82 @@ class PackedOptimizer(torch.optim.Optimizer):
     def square_norm_of(self, params: Sequence[Tensor]) -> float:
         """The sum of squares of the gradients that this rank has of ``params``, so weighted that the mean over all
         ranks is that over the replicas: what ranks hold in parts counts as if each held the whole."""
-        if not self.topology.is_sharded:
+        if not self.topology.is_sharded and self.reduction == "mean":
             return square_norm([_dense(p.grad) for p in params if p.grad is not None])
-        shares, grads = self.shares(), dict[float, list[Tensor]]()
+        weights = {id(p): bucket.share * bucket.factor**2 for bucket in self.buckets for p in bucket.params}
+        grads: dict[float, list[Tensor]] = {}
         for p in params:
             if p.grad is not None:
-                grads.setdefault(shares[id(p)], []).append(local(p.grad))
-        return sum((share * square_norm(mine) for share, mine in grads.items()), 0.0)
+                grads.setdefault(weights.get(id(p), 1.0), []).append(local(_dense(p.grad)))
+        return sum((weight * square_norm(mine) for weight, mine in grads.items()), 0.0)
 
     def settle(self) -> None:
         """Makes the gradients what they are to the replica that this rank holds with others."""
         for bucket in self.buckets:
             bucket.settle()
 
+    def exchanged(self) -> bool:
+        """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
+        groups = self.group_of()
+        return any(id(p) not in groups for bucket in self.buckets for p in bucket.params)
+
+    def refuse_exchanged(self) -> None:
+        """Raises ValueError if somebody has exchanged parameters in the groups."""
+        if self.exchanged():
+            raise ValueError(
+                "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
+                "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"
+            )
+
+    def rebind_if_new(self, *counters: str) -> None:
+        """Calls :meth:`rebind` if parameters were exchanged, and no group has counted anything by ``counters`` yet."""
+        if not any(group[name] for group in self.param_groups for name in counters) and self.exchanged():
+            self.rebind()
+
+    @torch.no_grad()
+    def rebind(self) -> None:
+        """Takes over the parameters that are in the groups now, with the state of those that were in their places.
+
+        For frameworks that shard a model, or wrap it, after its optimizer was made, and put the new parameters into the
+        groups. The first ``step()`` calls it by itself. All ranks must call it at the same point.
+
+        Raises:
+            ValueError: on every rank, if there are more or fewer parameters than before, or what the constructor
+                raises.
+            RuntimeError: within :meth:`averaged`.
+        """
+        self.refuse_inside_averaged("rebind()")
+        before, now = self._registered, [list(group["params"]) for group in self.param_groups]
+        if [len(params) for params in before] != [len(params) for params in now]:
+            raise ValueError(
+                f"the parameter groups have {[len(params) for params in now]} parameters now, they had "
+                f"{[len(params) for params in before]}; allowed are as many, in the same order"
+            )
+        new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
+        state, origin = self._all_state(), self._origin()
+        moved = {new.get(key, key): entry for key, entry in state.items()}
+        if any(is_sharded(q) for q in new.values()) and not self.topology.is_sharded:
+            self.topology = Topology(resolve_backend(params=self.param_groups), self.knows_nodes)
+            self._restart()
+        self.state, self.buckets = defaultdict(dict), []
+        self._register(self.param_groups, self._error_in_groups())
+        self._fill(saving.without_values(moved), origin)
+
+    def _error_in_groups(self) -> Exception | None:
+        """What is wrong with the parameters in the groups."""
+        try:
+            for group in self.param_groups:
+                checks.check_params(group["params"], self.devices(), self.topology.is_sharded)
+                for p in group["params"]:
+                    self.topology.check(p)
+        except ValueError as error:
+            return error
+        return None
+
     def holders(self) -> Holders | None:
         """What each rank holds; None where all hold the whole model."""
         topology = self.topology
         return Holders(topology.rank, topology.parts, topology.stages) if topology.is_sharded else None
-
-    def shares(self) -> dict[int, float]:
-        """Of each parameter, by its id: how many times as much as an element of a whole one its elements count in a
-        sum over all ranks."""
-        return {id(p): bucket.share for bucket in self.buckets for p in bucket.params}
 
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""
@@ -258,10 +314,15 @@ class PackedOptimizer(torch.optim.Optimizer):
                 )
         for group in groups:
             self.make_buckets(group)
+        self._registered = [list(group["params"]) for group in self.param_groups]
 
     def _report_unaveraged(self, params: Sequence[Tensor]) -> None:
         """Warns of parameters that nothing is averaged of, though ranks hold the same of them."""
-        alone = [p for p in params if is_sharded(p) and self.topology.held(p)[0].world_size == 1]
+        mesh = getattr(
+            self.topology.backend, "mesh", None
+        )  # one replica today, on a mesh that has room for several, is fine
+        whole = [p for p in params if is_sharded(p) and mesh is not None and p.device_mesh.ndim == mesh.ndim]  # type: ignore[attr-defined]
+        alone = [p for p in whole if self.topology.held(p)[0].world_size == 1]
         twice = [p for p in alone if self.topology.held(p)[1].copies > 1]
         if self.topology.world_size > 1 and alone and self.topology.rank == 0:
             self._diagnostics.nothing_to_average(len(alone), bool(twice), self.topology.backend)
@@ -316,7 +377,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         for run in sorted(runs, key=lambda run: held[id(run[0])][1].inside is not None):  # these cannot start early
             replicas, holding = held[id(run[0])]
             share = topology.world_size / holding.copies
-            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces, holding.inside)
+            inside, adds_up = holding.inside, self.reduction == "sum"
+            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces, inside, adds_up)
             bucket.add_numbers(dict.fromkeys(self.step_counters, 0.0), torch.float32)
             bucket.add_numbers(self.scalars, torch.float64)
             self.init_messages(bucket, capacity)
@@ -653,6 +715,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.buckets = []
         for group in self.param_groups:
             self.make_buckets(group)
+        self._registered = [list(group["params"]) for group in self.param_groups]
         self._fill(saving.without_values(state), origin)
         self._keep_users(saving.added_by_users(state, self._our_names()))
 
@@ -681,8 +744,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     # pickling and copying ---------------------------------------------------------------------------------------------
 
     _SETTINGS: tuple[str, ...] = (
-        "compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "skipped_steps", "dropped_gradients",
-        "defaults", "param_groups",
+        "compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "reduction", "skipped_steps",
+        "dropped_gradients", "defaults", "param_groups",
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
@@ -719,6 +782,17 @@ class PackedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = new
         new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.topology.backend})
         return new
+
+
+def in_a_list(params: Any) -> Any:
+    """``params`` as an optimizer is given them, so that they can be looked at more than once."""
+    if isinstance(params, (Tensor, str, bytes, dict, torch.optim.Optimizer)) or not isinstance(params, Iterable):
+        return params
+    entries = list(params)
+    for i, entry in enumerate(entries):
+        if isinstance(entry, dict) and not isinstance(entry.get("params"), (list, tuple, Tensor)) and "params" in entry:
+            entries[i] = {**entry, "params": in_a_list(entry["params"])}
+    return entries
 
 
 def _copy_from(bucket: StateBucket, source: int, x: Tensor) -> None:

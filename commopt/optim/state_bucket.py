@@ -28,6 +28,7 @@ class StateBucket(Bucket):
             to a sum of those ranks times all elements of the model, as if each held the whole.
         pieces: for each dimension of ranks that the parameters are cut over, the ranks along that.
         inside: ranks of one replica that hold the same of the parameters; None where there are none.
+        adds_up: whether a step goes by the sum of the gradients, and not by their mean.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         compressed: whether its mean is, where there are several nodes.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
@@ -38,12 +39,18 @@ class StateBucket(Bucket):
     share: float = 1.0
     pieces: Sequence[Backend] = ()
     inside: Backend | None = None
+    adds_up: bool = False
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
     compressed: bool = field(init=False, default=False)
     chunks: list[Chunk] = field(init=False, default_factory=list)
     active: Tensor | None = field(init=False, default=None)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
+
+    @property
+    def factor(self) -> float:
+        """Of the gradients of a replica: such that the mean over the replicas is what a step goes by."""
+        return float(self.world_size) if self.adds_up else 1.0
 
     @property
     def local_rank(self) -> int:
@@ -140,7 +147,7 @@ class StateBucket(Bucket):
         flat = self.pack_gradients(1.0)
         flat = torch.cat([flat, torch.tensor(there, dtype=self.dtype, device=self.device)])
         wait(self.inside.all_reduce(flat), f"gradients inside a replica ({self.describe()})")
-        gradients = self.views(flat[: self.padded])
+        gradients = self.views(flat[: self.padded].mul_(self.inside.world_size if self.adds_up else 1))
         for p, gradient, ranks in zip(self.params, gradients, flat[self.padded :].tolist()):
             if ranks > 0:
                 p.grad = like(gradient.to(p.dtype), p)

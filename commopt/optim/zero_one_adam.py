@@ -45,7 +45,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -106,7 +106,11 @@ class ZeroOneAdam(CommOptimizer):
             excludes what needs all gradients first, as in ``OneBitAdam``; and lr may not change between backward() and
             step().
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: a ProcessGroup or 1-d DeviceMesh; or a mesh of 2 dimensions, nodes and ranks of a node.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
 
     Raises:
@@ -135,6 +139,7 @@ class ZeroOneAdam(CommOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = False,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
@@ -156,6 +161,7 @@ class ZeroOneAdam(CommOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             guard=guard,
+            reduction=reduction,
             process_group=process_group,
             backend=backend,
         )

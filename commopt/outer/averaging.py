@@ -12,7 +12,7 @@ copy of the parameters. One rank alone is the base optimizer, to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +44,11 @@ class LocalSGD(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
         base_args: arguments of the class ``base``, such as lr.
 
@@ -63,13 +67,14 @@ class LocalSGD(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
         **base_args: Any,
     ) -> None:
         super().__init__(
             params, base, base_args, {}, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, process_group=process_group, backend=backend,
+            bucket_mb=bucket_mb, guard=guard, reduction=reduction, process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import PackedOptimizer
+from commopt.optim.packed import PackedOptimizer, in_a_list
 from commopt.optim.replicas import agree_inside, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
@@ -44,7 +44,7 @@ from commopt.outer import rounds
 from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
-from commopt.sharding import local
+from commopt.sharding import as_cut, local
 
 logger = logging.getLogger("commopt")
 
@@ -73,7 +73,7 @@ class OuterOptimizer(PackedOptimizer):
         bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
             synchronisations, about every ``check_every`` steps.
-        process_group, backend: as for every optimizer of commopt.
+        reduction, process_group, backend: as for every optimizer of commopt.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, for a base optimizer that communicates
@@ -106,13 +106,16 @@ class OuterOptimizer(PackedOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        self.topology = Topology(resolve_backend(process_group, backend))
+        params = in_a_list(params)
+        self.topology = Topology(resolve_backend(process_group, backend, params))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
+        self.reduction = reduction
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
         self._ready = False  # torch's constructor hands us the base's groups; they are registered all at once
@@ -124,6 +127,7 @@ class OuterOptimizer(PackedOptimizer):
                     f"{compressor!r}"
                 )
             checks.check_common(max_grad_norm, bucket_mb, overlap=False)
+            checks.check_reduction(reduction)
             check_guard(self.guard)
             self.own_settings()
             self.base = make_base(params, base, base_args)
@@ -222,9 +226,19 @@ class OuterOptimizer(PackedOptimizer):
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         base = type(getattr(self, "base", None)).__name__
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
+        settings += [self.reduction]
         settings += self.own_settings() if error is None else []
         self.register_groups(groups, settings, error)
         self.topology.traffic.end_step()
+
+    @torch.no_grad()
+    def rebind(self) -> None:
+        new = {p: q for old, group in zip(self._registered, self.param_groups) for p, q in zip(old, group["params"])}
+        super().rebind()
+        moved = {new.get(p, p): entry for p, entry in self.base.state.items()}
+        self.base.state.clear()
+        for p, entry in moved.items():
+            self.base.state[p] = {name: as_cut(t, p) if isinstance(t, Tensor) else t for name, t in entry.items()}
 
     # the step ---------------------------------------------------------------------------------------------------------
 
@@ -260,6 +274,7 @@ class OuterOptimizer(PackedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.rebind_if_new("rounds", "round_step")
         self.follow()
         if self.param_groups[0]["round_step"] == 0:
             self.begin_round()
@@ -314,9 +329,10 @@ class OuterOptimizer(PackedOptimizer):
         scale = unscale
         if self.max_grad_norm is not None:
             scale *= min(1.0, self.max_grad_norm / (square**0.5 + 1e-6))
-        if scale != 1:
-            for p in params:
-                p.grad.mul_(scale)  # type: ignore[union-attr]
+        factors = {id(p): bucket.factor for bucket in self.buckets for p in bucket.params}
+        for p in params:
+            if (factor := scale * factors.get(id(p), 1.0)) != 1:
+                p.grad.mul_(factor)  # type: ignore[union-attr]
         step_base(self.base)
 
     # rounds -----------------------------------------------------------------------------------------------------------
@@ -325,13 +341,14 @@ class OuterOptimizer(PackedOptimizer):
         """Follows what was done to parameters, and to the base behind our back."""
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
             self._adopt_groups(self.param_groups)
+        self.refuse_exchanged()
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
 
     @property
     def replicas_differ(self) -> bool:
-        return self.topology.world_size > 1 and self.param_groups[0]["round_step"] > 0
+        return self.topology.copies > 1 and self.param_groups[0]["round_step"] > 0
 
     def synchronize_replicas(self) -> None:
         """Ends the round now. If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
@@ -537,7 +554,8 @@ class OuterOptimizer(PackedOptimizer):
         local(self.state[p]["anchor"]).sub_(residual)
 
     _SETTINGS: tuple[str, ...] = (
-        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "skipped_steps", "skipped_rounds", "defaults",
+        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "skipped_steps", "skipped_rounds",
+        "defaults",
     )  # fmt: skip
 
     def _unpickle(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ its rank (the paper's choice "maintain").
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,7 +48,11 @@ class SlowMo(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
-        process_group: a ProcessGroup or DeviceMesh (2-d: nodes and ranks of a node); None is the default.
+        reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
+            their sum, as where each rank divides its loss by what all ranks have.
+        process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
+            lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
+            default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
         base_args: arguments of the class ``base``, such as lr.
 
@@ -72,6 +76,7 @@ class SlowMo(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
         **base_args: Any,
@@ -79,7 +84,7 @@ class SlowMo(OuterOptimizer):
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, process_group=process_group, backend=backend,
+            bucket_mb=bucket_mb, guard=guard, reduction=reduction, process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def check_group(self, group: dict[str, Any]) -> None:
