@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from every import COMMUNICATING, make
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -15,10 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import commopt
+from commopt.comm import LocalBackend, MeshBackend, TorchBackend
 from commopt.compress import Identity, Sign
+from commopt.sharding import like
 
 WORDS, WIDTH = 7, 6
 """7 rows over 2 ranks are 4 and 3, over 4 ranks 2, 2, 2 and 1."""
@@ -168,3 +177,301 @@ def load(rank: int, world_size: int, folder: str, shards: int, flat: bool, back:
         learn(net, optimizer, range(SAVED, LATER), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
     return out
+
+
+# doors ----------------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A small network of even shapes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16, dtype=dtype)
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+        self.second = nn.Linear(16, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(torch.relu(self.first(x))))
+
+
+def images(step: int, number: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(4, 8, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def fit(net: nn.Module, optimizer: Any, step: int, *numbers: int) -> None:
+    optimizer.zero_grad()
+    net(torch.cat([images(step, number) for number in numbers])).square().mean().backward()
+    optimizer.step()
+
+
+def distance(net: nn.Module, other: nn.Module) -> float:
+    pairs = zip(net.parameters(), other.parameters())
+    return max(float((whole(p).detach().double() - whole(q).detach().double()).abs().max()) for p, q in pairs)
+
+
+def equal_over(group: Any, net: nn.Module) -> bool:
+    """Whether the ranks of ``group`` hold the same bits."""
+    mine = torch.cat([local(p).flatten() for p in net.parameters()])
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    return all(torch.equal(mine, other) for other in all_of_them)
+
+
+def tensor_parallel(net: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
+    plan: dict[str, Any] = {
+        "first": ColwiseParallel(output_layouts=Replicate()),
+        "second": RowwiseParallel(input_layouts=Replicate()),
+    }
+    if sequence:  # its gradients are sums that are still to be made
+        plan["norm"] = SequenceParallel(sequence_dim=0, use_local_output=False)
+        plan["first"] = ColwiseParallel(output_layouts=Shard(0), use_local_output=False)
+        plan["second"] = RowwiseParallel(input_layouts=Shard(0))
+    return parallelize_module(net, mesh, plan)
+
+
+class Beside:
+    """A sharded net and its optimizer beside the whole net with the batches of all ranks."""
+
+    def __init__(self, net: nn.Module, optimizer: Any, numbers: Sequence[int], mesh: DeviceMesh, **kind: Any) -> None:
+        self.net, self.optimizer, self.mesh, self.numbers = net, optimizer, mesh, numbers
+        self.whole = Plain()
+        self.reference = lamb(self.whole.parameters(), **{"backend": LocalBackend(), **kind})
+
+    def after(self, steps: int, learn_it: Callable[[int], None]) -> tuple[float, bool]:
+        """How far apart they are after ``steps``, and whether replicas are the same to the bit."""
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            learn_it(step)
+            self.optimizer.step()
+            fit(self.whole, self.reference, step, *self.numbers)
+        return distance(self.net, self.whole), equal_over(self.mesh.get_group("replicate"), self.net)
+
+
+def lamb(params: Any, **kind: Any) -> Any:
+    """LAMB has norms of whole tensors; it stays in its warm-up, which is plain LAMB."""
+    return commopt.OneBitLamb(params, **{"lr": 1e-2, "freeze_step": 1000, "weight_decay": 0.1, **kind})
+
+
+def doors(rank: int, world_size: int) -> dict[str, tuple[float, bool]]:
+    """Ways to shard a model, and to train it: FSDP2 and tensor parallelism on (2, 2)."""
+    mesh = grid(2, 2)
+    names = ("replicate", "tensor")
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    replica, _ = mesh.get_coordinate()
+    everyone, out = range(world_size), {}
+
+    def backward(net: nn.Module, number: int = rank) -> Callable[[int], None]:
+        return lambda step: net(images(step, number)).square().mean().backward()
+
+    def fsdp(**kind: Any) -> nn.Module:
+        net = Plain()
+        fully_shard(net.first, mesh=mesh["shard"], **kind)
+        return fully_shard(net, mesh=mesh["shard"], **kind)
+
+    net = fsdp()
+    out["the mesh that parameters are on"] = Beside(net, lamb(net.parameters()), everyone, mesh).after(4, backward(net))
+
+    for name, sequence in (("tensor", False), ("sequence", True)):
+        net = tensor_parallel(Plain(), across["tensor"], sequence)
+        optimizer = lamb(net.parameters(), process_group=across, max_grad_norm=0.1)
+        replicas = TorchBackend(across.get_group("replicate"))
+        beside = Beside(net, optimizer, [replica], across, max_grad_norm=0.1, backend=replicas)
+        out[f"{name} parallelism"] = beside.after(4, backward(net, replica))
+
+    net = fsdp()
+
+    def in_two(step: int) -> None:
+        for half, x in enumerate(images(step, rank).chunk(2)):
+            net.set_requires_gradient_sync(half == 1)
+            (net(x).square().mean() / 2).backward()
+
+    out["accumulated"] = Beside(net, lamb(net.parameters(), process_group=mesh), everyone, mesh).after(4, in_two)
+
+    net = fsdp()
+    net.set_gradient_divide_factor(1.0)
+    net.first.set_gradient_divide_factor(1.0)
+    optimizer = lamb(net.parameters(), process_group=mesh, reduction="sum")
+    out["sums"] = Beside(net, optimizer, everyone, mesh).after(
+        4, lambda step: (net(images(step, rank)).square().mean() / world_size).backward()
+    )
+
+    net = Plain()
+    optimizer = lamb(net.parameters())
+    fully_shard(net, mesh=mesh["shard"])
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    out["exchanged"] = Beside(net, optimizer, everyone, mesh).after(4, backward(net))
+
+    net = fsdp()
+    optimizer = lamb(net.parameters(), process_group=mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def scaled(step: int) -> None:
+        scaler.scale(net(images(step, rank)).square().mean()).backward()
+
+    beside = Beside(net, optimizer, everyone, mesh)
+    beside.optimizer = _Scaled(optimizer, scaler)
+    out["scaled"] = beside.after(4, scaled)
+
+    net = fully_shard(Plain(), mesh=mesh)  # FSDP averages over both dimensions itself
+    out["native"] = Beside(net, lamb(net.parameters(), process_group=mesh), everyone, mesh).after(4, backward(net))
+    return out
+
+
+class _Scaled:
+    """Steps through a GradScaler."""
+
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def experts(rank: int, world_size: int) -> dict[str, Any]:
+    """A group on a mesh of its own, the same ranks otherwise arranged; and a group without one, which lacks both
+    dimensions. Gradients are given; what the mean over those that hold the same comes to is known."""
+    mesh = grid(2, 2)
+    theirs = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("replicate", "expert"))
+    out: dict[str, Any] = {}
+    for name in ("OneBitAdam", "DiLoCo"):
+        net = fully_shard(nn.Linear(4, 4, bias=False, dtype=torch.float64), mesh=mesh["shard"])
+        weights = torch.arange(8.0, dtype=torch.float64).view(4, 2)
+        expert = nn.Parameter(distribute_tensor(weights, theirs["expert"], [Shard(0)], src_data_rank=None))
+        groups = [{"params": net.parameters()}, {"params": [expert], "mesh": theirs}]
+        kind = {"freeze_step": 100} if name == "OneBitAdam" else {"base": torch.optim.SGD, "outer_momentum": 0.0}
+        if name == "DiLoCo":
+            kind |= {"outer_lr": 1.0, "nesterov": False, "period": 1}
+        optimizer = getattr(commopt, name)(groups, lr=0.5, process_group=mesh, **kind)
+        before = local(expert)
+        expert.grad = like(torch.full_like(before, float(2**rank)), expert)
+        net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        moved = before - local(expert)
+        state = optimizer.state[expert]
+        groups = optimizer.state_dict()["param_groups"]
+        out[name] = float(moved.mean()), float(local(state.get("exp_avg", expert)).mean()), "mesh" in groups[1]
+    return out
+
+
+def pipelines(rank: int, world_size: int) -> dict[str, Any]:
+    """Two stages of two replicas that hold other parameters, and skip together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate"))
+    stage, replica = mesh.get_coordinate()
+    params = [nn.Parameter(torch.ones(3 + 2 * stage, dtype=torch.float64)) for _ in range(1 + stage)]
+    backend = MeshBackend(mesh, pipeline="pipeline")
+    optimizer = commopt.OneBitAdam(params, lr=0.1, freeze_step=2, max_grad_norm=1.0, backend=backend)
+    skipped = []
+    for step in range(5):
+        for p in params:
+            p.grad = torch.full_like(p, float(replica + 1)) if step != 3 or rank else torch.full_like(p, torch.inf)
+        if step == 2:
+            params[-1].grad = None  # on all replicas of either stage
+        optimizer.step()
+        skipped.append(optimizer.skipped_steps)
+    steps = [int(optimizer.state[p]["step"]) for p in params]
+    return {"params": [p.detach().clone() for p in params], "skipped": skipped, "steps": steps}
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """Each error, by what it is about."""
+    mesh, line = grid(2, 2), init_device_mesh("cpu", (4,))
+    out = {}
+
+    def refused(what: str, make_it: Callable[[], Any]) -> None:
+        try:
+            make_it()
+        except (ValueError, RuntimeError, CheckpointException) as error:
+            out[what] = f"{type(error).__name__}: {error}"
+
+    net = fully_shard(Plain(), mesh=mesh["shard"])
+    other = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("replicate", "shard"))
+    moved = fully_shard(Plain(), mesh=other["shard"])
+    both = [*net.parameters(), *moved.parameters()]
+    refused("the shard group", lambda: lamb(net.parameters(), process_group=mesh.get_group("shard")))
+    refused("no such dimension", lambda: lamb(net.parameters(), process_group=line))
+    refused("two meshes in a group", lambda: lamb(both, process_group=mesh))
+    refused("two meshes and none given", lambda: lamb(both))
+    whole_mesh = DTensor.from_local(torch.ones(3), mesh["shard"], [Partial()], run_check=False)
+    refused("partial", lambda: lamb([nn.Parameter(whole_mesh)], process_group=mesh))
+    mine = (grid(4, 1), mesh)[min(rank, 1)]
+    refused("other meshes on other ranks", lambda: lamb(Plain().parameters(), process_group=mine))
+    refused("no pipeline", lambda: MeshBackend(mesh, pipeline="pp"))
+    group = {"params": Plain().parameters(), "mesh": mesh["shard"]}
+    refused("a group's mesh of other ranks", lambda: lamb([group], process_group=mesh))
+    refused("a group's mesh and none given", lambda: lamb([{**group, "params": [nn.Parameter(torch.ones(2))]}]))
+    optimizer = lamb(net.parameters(), process_group=mesh)
+    net(images(0, rank)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(fully_shard(Plain(), mesh=mesh["shard"]).parameters())
+    refused("exchanged", optimizer.step)
+    folder = f"/tmp/{os.environ['MASTER_PORT']}"
+    net = fully_shard(Plain(), mesh=mesh["shard"])
+    dcp.save(states(net, lamb(net.parameters(), process_group=mesh), False), checkpoint_id=folder)
+    wide = fully_shard(nn.Linear(8, 17, dtype=torch.float64), mesh=mesh["shard"])
+    state = states(wide, lamb(wide.parameters(), process_group=mesh), False)
+    refused("another model", lambda: dcp.load(state, checkpoint_id=folder))
+    zero_one = states(net, commopt.ZeroOneAdam(net.parameters(), process_group=mesh), False)
+    refused("another optimizer", lambda: dcp.load(zero_one, checkpoint_id=folder))
+    return out
+
+
+def policies(rank: int, world_size: int) -> dict[str, Any]:
+    """Ways in which FSDP computes, with one bit between replicas: whether these stay the same to the bit, and what
+    is learnt; of overlap also, whether it changes a bit."""
+    mesh, out = grid(2, 2), {}
+
+    def trained(dtype: torch.dtype = torch.float32, overlap: bool = False, **kind: Any) -> tuple[nn.Module, Any, list]:
+        net = Plain(dtype)
+        if kind.pop("compiled", False):
+            net.first, net.second = (torch.compile(m, backend="aot_eager") for m in (net.first, net.second))
+        if kind.pop("checkpointed", False):
+            net.first = checkpoint_wrapper(net.first)
+        fully_shard(net.first, mesh=mesh["shard"], **kind)
+        fully_shard(net, mesh=mesh["shard"], **kind)
+        optimizer = commopt.OneBitAdam(
+            net.parameters(), lr=1e-2, freeze_step=3, compressor=Sign(16), overlap=overlap, bucket_mb=2e-4
+        )
+        losses, early = [], 0
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = (net(images(step % 3, rank, dtype)).float() - 1).square().mean()
+            loss.backward()
+            early = max(early, 0 if optimizer._in_flight is None else optimizer._in_flight.started)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        learnt = sum(losses[-3:]) < 0.9 * sum(losses[:3])
+        return net, optimizer, [equal_over(mesh.get_group("replicate"), net), learnt, early]
+
+    plain, optimizer, said = trained()
+    out["plain"] = said
+    out["state"] = [type(optimizer.state[p]["exp_avg"]).__name__ for p in plain.parameters()]
+    kept = sum(flat[: bucket.numel].numel() for bucket in optimizer.buckets for flat in bucket.buffers.values())
+    out["share of the state"] = kept / sum(2 * p.numel() for p in plain.parameters())
+    over, _, out["overlapped"] = trained(overlap=True)
+    pairs = zip(plain.parameters(), over.parameters())
+    out["overlap changes nothing"] = all(torch.equal(local(p), local(q)) for p, q in pairs)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    out["bf16 computed"] = trained(mp_policy=mixed)[2]
+    out["bf16 reduced"] = trained(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))[2]
+    out["bf16"] = trained(torch.bfloat16)[2]
+    out["offloaded"] = trained(offload_policy=CPUOffloadPolicy(pin_memory=False))[2]
+    out["compiled"] = trained(compiled=True)[2]
+    out["checkpointed"] = trained(checkpointed=True)[2]
+    return out
+
+
+def cube(rank: int, world_size: int) -> dict[str, Any]:
+    """FSDP over tensor parallelism over replicas, beside the whole net; and saved and loaded."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    replica, shard, _ = mesh.get_coordinate()
+    net = tensor_parallel(Plain(), mesh["tensor"])
+    fully_shard(net, mesh=mesh["shard"])
+    optimizer = lamb(net.parameters(), process_group=mesh)
+    beside = Beside(net, optimizer, range(4), mesh)
+    number = 2 * replica + shard
+    return {"cube": beside.after(4, lambda step: net(images(step, number)).square().mean().backward())}

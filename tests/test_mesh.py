@@ -25,6 +25,77 @@ def test_a_sharded_run_with_the_identity_is_the_unsharded_one():
             assert distance < 1e-12, name
 
 
+def test_doors():
+    """FSDP2 and tensor parallelism train as the whole net does: with gradients that are sums still to be made, summed
+    losses, accumulation, a GradScaler, parameters exchanged after the optimizer was made, FSDP's own averages."""
+    for found in on_processes(4, mesh_scenes.doors):
+        assert len(found) == 8
+        for door, (apart, same) in found.items():
+            assert apart < 1e-12, door
+            assert same, door
+
+
+def test_three_dimensions():
+    """FSDP over tensor parallelism, over replicas."""
+    for found in on_processes(8, mesh_scenes.cube):
+        assert found["cube"][0] < 1e-12
+        assert found["cube"][1]
+
+
+def test_ways_in_which_fsdp_computes():
+    """Mixed precision, offloading, compiled blocks, checkpointed activations, and overlap, with one bit between."""
+    for found in on_processes(4, mesh_scenes.policies):
+        assert set(found.pop("state")) == {"DTensor"}
+        assert found.pop("share of the state") == 0.5
+        assert found.pop("overlap changes nothing")
+        assert len(found) == 8
+        for way, (same, learnt, early) in found.items():
+            assert same, way
+            assert learnt, way
+            assert (early > 0) == (way == "overlapped")
+
+
+def test_a_group_with_a_mesh_of_its_own():
+    """Experts: ranks 0 and 1 hold one piece, 2 and 3 the other; the gradient of rank r is 2^r."""
+    for rank, found in enumerate(on_processes(4, mesh_scenes.experts)):
+        mean = (1 + 2) / 2 if rank < 2 else (4 + 8) / 2
+        assert found["OneBitAdam"][1] == pytest.approx(0.1 * mean)
+        assert found["DiLoCo"][0] == pytest.approx(0.5 * mean)
+        assert not found["OneBitAdam"][2]
+
+
+def test_stages_of_a_pipeline_skip_together():
+    ranks = on_processes(4, mesh_scenes.pipelines)
+    for rank, found in enumerate(ranks):
+        stage = rank // 2
+        assert found["skipped"] == [0, 0, 0, 1, 1]
+        # at the third step the last parameter of each stage had no gradient, and only that
+        assert found["steps"] == ([3], [4, 3])[stage]
+        assert [len(p) for p in found["params"]] == ([3], [5, 5])[stage]
+        assert same_bits(found["params"], ranks[2 * stage]["params"])
+
+
+def test_what_cannot_work_is_an_error_on_every_rank():
+    expected = {
+        "the shard group": "whom its ranks average with must be told",
+        "no such dimension": "which are not those along dimensions of the mesh given",
+        "two meshes in a group": "which are not those along dimensions of the mesh given",
+        "two meshes and none given": "the parameters are on slices of several meshes",
+        "partial": "a sum that is still to be made is no parameter",
+        "other meshes on other ranks": "ranks differ in what they were given",
+        "no pipeline": "pipeline must be one of the dimensions ('replicate', 'shard') of the mesh, or None; got 'pp'",
+        "a group's mesh of other ranks": "must have the ranks of the optimizer's, [0, 1, 2, 3], got",
+        "a group's mesh and none given": "but the optimizer was given none",
+        "exchanged": "call optimizer.rebind() after that, on all ranks",
+        "another model": "Missing key in checkpoint state_dict: model.weight",
+        "another optimizer": "Missing key in checkpoint state_dict: optim.",
+    }
+    for found in on_processes(4, mesh_scenes.refusals):
+        assert found.keys() == expected.keys()
+        for what, text in expected.items():
+            assert text in found[what], what
+
+
 # saving ---------------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
@@ -278,8 +277,6 @@ def run_groups(rank: int, world: int) -> dict[str, Any]:
     only_rank_0 = dist.new_group([0])
     refused("foreign", lambda: OneBitAdam(Toy().parameters(), process_group=only_rank_0))
     refused("no group", lambda: OneBitAdam(Toy().parameters(), process_group="world"))
-    sharded = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
-    refused("sharded", lambda: OneBitAdam([sharded]))
     model = Toy()
     refused("differ", lambda: OneBitAdam(list(model.parameters())[rank:]))
     refused("lr", lambda: OneBitAdam(model.parameters(), lr=-1.0 if rank else 1.0))
@@ -451,11 +448,6 @@ def test_groups_and_arguments_that_cannot_work_are_refused(ranks):
         assert "none of the model's parameters" in errors["not its parameters"]
     assert "rank 1 of the world is not a member" in ranks[1]["groups"]["errors"]["foreign"]
     assert "the model averages over ranks [0, 1], the optimizer over [0]" in ranks[0]["groups"]["errors"]["other ranks"]
-
-
-def test_a_sharded_parameter_is_refused_with_its_type(ranks):
-    for r in ranks:
-        assert "parameter 0 is a DTensor" in r["groups"]["errors"]["sharded"]
 
 
 @pytest.mark.parametrize("flatten", [False, True])

@@ -64,6 +64,7 @@ class MeshBackend(OfWorld):
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
         self._holdings: dict[Any, Holding] = {}
+        self._own: dict[int, MeshBackend] = {}
 
     @property
     def devices(self) -> tuple[str, ...] | None:
@@ -88,11 +89,31 @@ class MeshBackend(OfWorld):
         """The ranks that hold one replica together, as far as parameters are cut that were asked for."""
         return self._over(self._inside())
 
+    def give(self, mesh: DeviceMesh, params: Sequence[Tensor]) -> None:
+        """Has ``params`` be cut over dimensions of another ``mesh`` of the same ranks, as experts are. All ranks must
+        call this at the same point.
+
+        Raises:
+            ValueError: it has other ranks.
+        """
+        ours, theirs = (sorted(m.mesh.flatten().tolist()) for m in (self.mesh, mesh))
+        if ours != theirs:
+            raise ValueError(
+                f"the mesh of a parameter group must have the ranks of the optimizer's, {ours}, got {theirs} ({mesh})"
+            )
+        backend = next((other for other in self._own.values() if other.mesh == mesh), None) or MeshBackend(mesh)
+        self._own.update((id(p), backend) for p in params)
+
     def check(self, p: Tensor) -> None:
         """Raises ValueError for a parameter that is cut over other ranks than those along dimensions of the mesh."""
-        self._cut.update(self.dims_of(p))
+        if (own := self._own.get(id(p))) is not None:
+            own.check(p)
+        else:
+            self._cut.update(self.dims_of(p))
 
     def holding(self, p: Tensor) -> Holding:
+        if (own := self._own.get(id(p))) is not None:
+            return own.holding(p)
         dims = self.dims_of(p)
         along = _groups_cut_over(p)
         key = (dims, tuple(tuple(dist.get_process_group_ranks(group)) for group in along))

@@ -202,6 +202,7 @@ class CommOptimizer(PackedOptimizer):
 
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
+            self.take_mesh(self.param_groups[-1])
             checks.check_params(self.param_groups[-1]["params"], self.devices(), self.topology.is_sharded)
             for p in self.param_groups[-1]["params"]:
                 self.topology.check(p)

@@ -251,6 +251,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The residuals of each parameter on this rank, as views of its bucket's; empty with one node."""
         return {p: r for bucket in self.buckets for p, r in zip(bucket.params, bucket.residuals())}
 
+    def take_mesh(self, group: dict[str, Any]) -> None:
+        """Takes the mesh that a new parameter group has for itself, if it has one."""
+        mesh = group.pop("mesh", None)
+        if mesh is None:
+            return
+        give = getattr(self.topology.backend, "give", None)
+        if give is None:
+            raise ValueError(
+                f"a parameter group has a mesh of its own, {mesh}, but the optimizer was given none: give it the mesh "
+                "of all its ranks, process_group=mesh"
+            )
+        give(mesh, group["params"])
+
     def register_new(self, add: Callable[[], None]) -> None:
         """Calls ``add()``, which makes parameter groups, and registers these on all ranks, or on none.
 
@@ -702,7 +715,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _origin(self) -> Origin:
         topology = self.topology
-        layout = saving.layout_of(self.buckets, self.params, getattr(topology.backend, "grid", ""))
+        params = [p for registered in self._registered for p in registered]
+        layout = saving.layout_of(self.buckets, params, getattr(topology.backend, "grid", ""))
         return topology.rank, topology.world_size, layout
 
     def _all_state(self) -> dict[Any, Any]:
@@ -786,7 +800,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
 def in_a_list(params: Any) -> Any:
     """``params`` as an optimizer is given them, so that they can be looked at more than once."""
-    if isinstance(params, (Tensor, str, bytes, dict, torch.optim.Optimizer)) or not isinstance(params, Iterable):
+    if isinstance(params, (Tensor, str, bytes, dict, set, torch.optim.Optimizer)) or not isinstance(params, Iterable):
         return params
     entries = list(params)
     for i, entry in enumerate(entries):

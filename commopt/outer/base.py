@@ -131,6 +131,8 @@ class OuterOptimizer(PackedOptimizer):
             check_guard(self.guard)
             self.own_settings()
             self.base = make_base(params, base, base_args)
+            for group in self.base.param_groups:
+                self.take_mesh(group)
             check_base(self.base)
             ours = {**outer, "period": period, **POSITION}
             _check_names(self.base, ours)
@@ -194,6 +196,7 @@ class OuterOptimizer(PackedOptimizer):
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
+            self.take_mesh(new)
             for key, default in self.defaults.items():
                 new.setdefault(key, default)
             new.update({key: first[key] for key in ("round_step", "rounds")})
