@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from forks import start_server
+from forks import python
 from pairs import covering, lists_of
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist have one server of forks together."""
+    """The workers of pytest-xdist are forks, too, and have one server together."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        start_server()
+        config.option.tx = [f"popen//python={python()}"] * len(config.option.tx)
 
 
 pytest.register_assert_rewrite("conformance", "cuda_checks", "runs")
