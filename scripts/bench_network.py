@@ -54,7 +54,8 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
     spec |= {"hosts": bed.hosts, "bed": "namespaces" if isinstance(bed, NetBed) else "loopback"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, str(ROOT / "scripts" / "network_rank.py"), json.dumps(spec), str(out)]
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun does it
+        command = [python, str(ROOT / "scripts" / "network_rank.py"), json.dumps(spec), str(out)]
         with contextlib.closing(bed.start(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})) as job:
             code = job.wait(args.timeout)
         if code:

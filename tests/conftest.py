@@ -1,8 +1,8 @@
 """How the tests run, and what the trainer's share: a small corpus with its prepared form, and a pair of processes.
 
 A test with three lists of parameters or more runs with some of their combinations, see pairs.py. Processes are forks of
-one server, see forks.py. Files run side by side (pytest -n 2 --dist=loadfile): the tests of a file share their worlds
-of processes, and one that waits for what is late leaves the cores to another."""
+one server, see forks.py. Files run side by side (pytest -n auto --dist=loadfile): the tests of a file share their
+worlds of processes, and one that waits for what is late leaves the cores to another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from forks import start_server
+from forks import python
 from pairs import covering, lists_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Before anything imports torch. Worlds are ranks on threads or processes, more of them than cores: further threads of
 # each would spin for one another. What several threads compute is tested where a test asks for them (test_ops.py).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+FIRST = ["test_convergence", "test_waiting", "test_train_lost", "test_exit", "test_netbed", "test_mpi"]
+"""Files that take long, much of it waiting: begun last, they would leave cores to nobody."""
 
 WORDS = ("loss", "step", "gradient", "momentum", "sign", "bit", "rank", "world", "bucket", "scale", "residual", "send")
 
@@ -37,9 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist have one server of forks together."""
+    """The workers of pytest-xdist are forks, too, and have one server together."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        start_server()
+        config.option.tx = [f"popen//python={python()}"] * len(config.option.tx)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: now and then each waits."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
 
 
 pytest.register_assert_rewrite("conformance", "cuda_checks", "runs")
@@ -47,7 +56,9 @@ pytest.register_assert_rewrite("conformance", "cuda_checks", "runs")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out combinations whose pairs occur in others; what -k and -m leave is what counts as all of them."""
+    """Begin with the longest files. Leave out combinations whose pairs occur in others; what -k and -m leave is what
+    counts as all of them."""
+    items.sort(key=lambda item: [*FIRST, item.path.stem].index(item.path.stem))
     if config.getoption("every_combination"):
         return
     by_test: dict[str, list[Any]] = defaultdict(list)

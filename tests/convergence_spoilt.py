@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from convergence_tasks import TASKS, Method
+from convergence_tasks import TASKS, Method, sgd_family
 
 from commopt import CSER, OneBitAdam, OneBitLamb, ZeroOneAdam
 
@@ -55,6 +55,7 @@ SPOILT: dict[str, tuple[type, str]] = {
 """Classes, and the methods whose settings they have."""
 
 METHODS = TASKS["digits"].methods
+METHODS.update(sgd_family(0.1))  # with half that, models of two ranks come apart too little to be noticed
 METHODS.update(
     (name, Method({**METHODS[sound].optim, "name": f"convergence_spoilt.{cls.__name__}"}))
     for name, (cls, sound) in SPOILT.items()

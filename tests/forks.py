@@ -4,8 +4,9 @@
 
 To import torch, commopt and what the trainer loads costs 3 to 9 seconds of processor time in a process of its own.
 ``python()`` is used as ``sys.executable`` is, and what it starts behaves as an interpreter does: it has its command's
-environment, folder, standard streams, exit code and parent, and gets its signals, but for SIGSTOP. Where the law is of
-an interpreter itself (its number, its beginning, its end, its seed of hashes), tests start ``sys.executable``.
+environment, folder, cores, network, standard streams, exit code and parent, and gets its signals, but for SIGSTOP.
+Where the law is of an interpreter itself (its number, its beginning, its end, its seed of hashes), tests start
+``sys.executable``.
 
 The command is a small program (fork_client.py) that asks the server for a fork and waits for its end. Run as a program,
 this file is the server: one for a session of pytest, which ends with it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import marshal
@@ -80,8 +82,8 @@ def start_server() -> None:
 
 # the server -----------------------------------------------------------------------------------------------------------
 
-Request = tuple[list[str], dict[str, str], str, int, list[int]]
-"""Arguments, environment, folder, parent and standard streams of a process."""
+Request = tuple[list[str], dict[str, str], str, int, list[int], list[int]]
+"""Arguments, environment, folder, parent and cores of a process; and its standard streams and network as open files."""
 
 
 class Server:
@@ -119,7 +121,7 @@ class Server:
                     self._left(source)
 
     def _fork(self, client: socket.socket) -> Request | None:
-        data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        data, files, _, _ = socket.recv_fds(client, 1 << 20, 4)
         while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
             data += client.recv(1 << 20)
         process = os.fork()
@@ -128,9 +130,9 @@ class Server:
             signal.signal(signal.SIGCHLD, self.before)
             for one in (self.listener, self.woken, self.wake, self.selector, client, *self.clients.values()):
                 one.close()
-            return (*marshal.loads(data[8:]), streams)
-        for stream in streams:
-            os.close(stream)
+            return (*marshal.loads(data[8:]), files)
+        for file in files:
+            os.close(file)
         client.sendall(process.to_bytes(8, "little"))
         self.clients[process] = client
         self.selector.register(client, selectors.EVENT_READ)
@@ -156,11 +158,16 @@ class Server:
                 os.kill(process, signal.SIGKILL)
 
 
-def become(argv: list[str], env: dict[str, str], folder: str, parent: int, streams: list[int]) -> None:
+def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores: list[int], files: list[int]) -> None:
     """Be ``python argv...``, which ``parent`` has started."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    for number, file in enumerate(files):
+        if number < 3:
+            os.dup2(file, number)
+        elif not os.path.samestat(os.fstat(file), os.stat("/proc/self/ns/net")):
+            assert ctypes.CDLL(None).setns(file, 0) == 0
+        os.close(file)
+    if cores:
+        os.sched_setaffinity(0, cores)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

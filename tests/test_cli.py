@@ -155,6 +155,7 @@ def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "arning" not in line] == []
     assert "step 4 | loss" in done.stdout
     assert "finished: held-out loss" in done.stdout
     assert "\x1b[" not in done.stdout

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ class TestShipped:
         if path in SECOND:
             more = {"seq_len": 32, "init": str(first_runs[path.stem])}
         for name in optimizers(path):
-            for summary in pair.run(run_undrawn, shrunk(shipped(path, name), corpus, cache, tmp_path / name, **more)):
+            for summary in pair.run(run, shrunk(shipped(path, name), corpus, cache, tmp_path / name, **more)):
                 assert summary["finished"]
                 assert 0 < summary["heldout_loss"] < 6  # a guess among 300 tokens is 5.7
                 # almost 2: all of the second step compressed, or nothing sent in the first
@@ -103,12 +102,6 @@ def shrunk(
     )
 
 
-def run_undrawn(config: Config) -> Any:
-    """Train without drawing, which would take most of the time."""
-    with mock.patch("commopt.train.plot.draw_curves"):
-        return run(config)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all: they read the same tokens."""
@@ -120,7 +113,7 @@ def first_runs(pair: Pair, corpus: Path, cache: Path, tmp_path_factory: pytest.T
     """By the config with samples of 512 tokens: the checkpoint of a run of the one with 128."""
     folder = tmp_path_factory.mktemp("first")
     for path in SECOND:
-        pair.run(run_undrawn, shrunk(shipped(first_of(path), "AdamW"), corpus, cache, folder / path.stem))
+        pair.run(run, shrunk(shipped(first_of(path), "AdamW"), corpus, cache, folder / path.stem))
     return {path.stem: folder / path.stem / "checkpoints" / "step-00000002" for path in SECOND}
 
 
@@ -147,7 +140,7 @@ class TestLongerSamples:
     ) -> None:
         first = first_runs[path.stem]
         config = shrunk(shipped(path, "OneBitAdam"), corpus, cache, tmp_path, seq_len=512, init=str(first))
-        pair.run(run_undrawn, replace(config, optim=replace(config.optim, lr=1e-30)))  # too small to change a bit
+        pair.run(run, replace(config, optim=replace(config.optim, lr=1e-30)))  # too small to change a bit
         before, after = (
             torch.load(folder / "shared.pt", weights_only=True)["weights"]
             for folder in (first, tmp_path / "checkpoints" / "step-00000002")

@@ -1,4 +1,4 @@
-"""Do compressed runs learn what plain ones learn? Four processes over Gloo, and real images.
+"""Do compressed runs learn what plain ones learn? Two processes over Gloo, and real images.
 
 What each optimizer comes to on the digits is frozen here: a change after which one of them learns less fails. The whole
 comparison, with uncompressed counterparts and language models, is ``pytest -m convergence``.
@@ -25,16 +25,16 @@ from convergence_tasks import TASKS  # noqa: E402
 SEED = 0
 
 FROZEN = {
-    "OneBitAdam": (0.117, 0.325),
-    "ZeroOneAdam": (0.085, 0.196),
-    "OneBitLamb": (0.084, 0.325),
-    "LocalSGD(AdamW)": (0.197, 0.252),
-    "SignMomentum(AdamW)": (0.279, 0.252),
-    "DiLoCo(AdamW)": (0.129, 0.252),
-    "CSER(R=8)": (0.092, 0.126),
-    "QSparseLocalSGD": (0.074, 0.034),  # a step of 4 ranks agrees and confirms in 240 bytes
+    "OneBitAdam": (0.119, 0.325),
+    "ZeroOneAdam": (0.086, 0.196),
+    "OneBitLamb": (0.085, 0.325),
+    "LocalSGD(AdamW)": (0.136, 0.251),
+    "SignMomentum(AdamW)": (0.260, 0.251),
+    "DiLoCo(AdamW)": (0.097, 0.251),
+    "CSER(R=8)": (0.058, 0.126),
+    "QSparseLocalSGD": (0.072, 0.017),
 }
-"""The held-out loss (with seed 1 it is 0.028 less to 0.026 more), and what was sent of what float32 sends."""
+"""The held-out loss (with seeds 1 and 2 it is 0.039 less to 0.030 more), and what was sent of what float32 sends."""
 
 
 def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
@@ -62,8 +62,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     runs = [("digits", method, SEED) for method in (*FROZEN, *SPOILT)]
     program = (str(ROOT / "tests" / "convergence_spoilt.py"),)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python())
         patch.setenv("PYTHON_EXEC", python())  # what torchrun starts
-        records = convergence.launch(runs, 4, tmp_path_factory.mktemp("convergence"), program)
+        records = convergence.launch(runs, 2, tmp_path_factory.mktemp("convergence"), program)
     return {row["method"]: row for row in convergence.summarise(records)}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import python
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -51,11 +52,14 @@ class Started:
         self.mark = f"netbed-{uuid.uuid4().hex}"
         self.processes: list[subprocess.Popen[str]] = []
 
-    def __call__(self, script: str, *arguments: str, before: Sequence[str] = (), path: str = "") -> Any:
+    def __call__(
+        self, script: str, *arguments: str, before: Sequence[str] = (), path: str = "", interpreter: str = ""
+    ) -> Any:
+        env = {**os.environ, "MARK": self.mark, **({"PATH": path} if path else {})}
         self.processes.append(
             subprocess.Popen(
-                [*before, sys.executable, str(SCRIPTS / script), *arguments],
-                env={**os.environ, "MARK": self.mark, **({"PATH": path} if path else {})},
+                [*before, interpreter or sys.executable, str(SCRIPTS / script), *arguments],
+                env={**env, "PYTHON_EXEC": interpreter} if interpreter else env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -230,7 +234,7 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     ]
     arguments += ["--layers", "1", "--width", "64", "--vocab", "512", "--sequence", "16", "--timeout", "120"]
     arguments += ["--json", str(tmp_path / "figures.json"), "--png", str(tmp_path / "figures.png")]
-    code, out, err = finish(start("bench_network.py", *arguments))
+    code, out, err = finish(start("bench_network.py", *arguments, interpreter=python()))
     assert code == 0, err
     (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
     if NO_BED:
@@ -276,7 +280,7 @@ def test_with_hosts_as_nodes_half_as_much_leaves_a_host_of_two_ranks(start: Star
     arguments = ["--methods", "onebit_adam,onebit_adam_nodes", "--rate", "1gbit", "--ranks-per-host", "2"]
     arguments += ["--layers", "1", "--width", "64", "--vocab", "4096", "--sequence", "16", "--rounds", "2"]
     arguments += ["--seconds", "0.02", "--timeout", "120", "--json", str(tmp_path / "figures.json")]
-    code, _, err = finish(start("bench_network.py", *arguments))
+    code, _, err = finish(start("bench_network.py", *arguments, interpreter=python()))
     assert code == 0, err
     (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
     flat, nodes = (run["methods"][name]["bytes_per_host"] for name in ("onebit_adam", "onebit_adam_nodes"))

@@ -81,8 +81,14 @@ class Late(ThreadBackend):
     def _start(self, verb: str, give: Tensor, finish: Any) -> Any:
         work = super()._start(verb, give, finish)
         draw = random.Random(f"{self.world.run_number} {self.members} {self.rank} {self.channel} {self.calls}")
-        done, late = work.is_completed, time.monotonic() + draw.choice([0, 0, 1e-3, 4e-3])
+        done, wait_for, late = work.is_completed, work.wait_for, time.monotonic() + draw.choice([0, 0, 1e-3, 4e-3])
         work.is_completed = lambda: time.monotonic() > late and done()
+
+        def wait(seconds: float) -> bool:
+            time.sleep(min(max(late - time.monotonic(), 0), seconds))  # nobody says when it is no longer late
+            return wait_for(seconds)
+
+        work.wait_for = wait
         return work
 
 

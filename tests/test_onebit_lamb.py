@@ -736,9 +736,10 @@ def test_stats_compare_residual_and_momentum_in_the_same_units():
 
 
 def test_learning_with_one_bit_is_about_as_good_as_with_32():
-    """300 steps on the same data. Signs must not lose more than 5 % of what the same algorithm gains without loss.
+    """120 steps on the same data. Signs must not lose more than 5 % of what the same algorithm gains without loss;
+    without residuals they lose 70 %.
 
-    LAMB itself gains more here, at the same lr: r is below 1 for most tensors, and a step smaller by as much.
+    LAMB itself gains more with time, at the same lr: r is below 1 for most tensors, and a step smaller by as much.
     """
 
     def run(backend, freeze_step, compressor):
@@ -746,14 +747,14 @@ def test_learning_with_one_bit_is_about_as_good_as_with_32():
         optimizer = OneBitLamb(
             model.parameters(), 1e-2, (0.9, 0.95), freeze_step=freeze_step, compressor=compressor, backend=backend
         )
-        for step in range(300):
+        for step in range(120):
             backward(model, step % 8, backend.rank, 2)
             optimizer.step()
         return sum(model(tokens(s, 0, 1)).item() for s in range(8)) / 8
 
     logging.getLogger("commopt").setLevel(logging.ERROR)
     first = sum(Toy()(tokens(s, 0, 1)).item() for s in range(8)) / 8
-    runs = [(1000, Sign()), (60, Identity()), (60, Sign())]
+    runs = [(1000, Sign()), (40, Identity()), (40, Sign())]
     lamb, exact, signs = (on_threads(2, partial(run, freeze_step=f, compressor=c))[0] for f, c in runs)
     logging.getLogger("commopt").setLevel(logging.NOTSET)
     assert first - signs > 0.95 * (first - exact), (first, exact, signs)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,7 +344,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt",
+            python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt",
             "probe", "--params=100K", "--step-time=0.01", "--last-params=30K", "--max-mb=0.25", f"--json={file}",
         ],
         capture_output=True, text=True, timeout=200,

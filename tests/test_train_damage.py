@@ -68,8 +68,7 @@ def test_flipped_bits_and_cuts(tiny: Make, finished: Path, tmp_path: Path) -> No
         run_dir = tmp_path / str(number)
         shutil.copytree(finished, run_dir)
         said = spoil(run_dir / read[number % len(read)], draw)
-        with mock.patch("commopt.train.plot.draw_curves"):  # 0.5 s each; tested below
-            summary = run(config(tiny, run_dir, resume="auto"))
+        summary = run(config(tiny, run_dir, resume="auto"))
         assert summary["finished"], said
         assert_same(content(run_dir, 6, 1), whole, said)
         shutil.rmtree(run_dir)
@@ -124,7 +123,7 @@ def test_what_is_verified_and_cannot_be_loaded_is_left_out_too(
     with pytest.raises(UserError) as caught:  # asked for by name, it is an error of one line
         run(config(tiny, copy.parent / "other", resume=str(newest)))
     assert "\n" not in str(caught.value)
-    with mock.patch("commopt.train.plot.draw_curves"), caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR):
         assert run(config(tiny, copy, resume="auto"))["finished"]
     assert "damaged checkpoint left out" in caplog.text
     assert_same(content(copy, 6, 1), content(finished, 6, 1))
@@ -155,7 +154,7 @@ def test_what_is_readable_of_the_metrics_is_kept(tiny: Make, copy: Path, caplog:
     lines[3] = b"[" * 100_000
     path.write_bytes(b"\n".join(lines) + b"\n")
     with caplog.at_level(logging.WARNING):
-        assert run(config(tiny, copy, resume="auto"))["finished"]
+        assert run(config(tiny, copy, resume="auto"), draw=True)["finished"]
     assert "4 of 6 lines are damaged and left out" in caplog.text
     assert [record["step"] for record in read_metrics(copy)] == [5, 6]
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")

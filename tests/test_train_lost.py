@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -49,11 +48,13 @@ if mode == "prepare":  # preparing the corpus takes for ever
             heed()
             time.sleep(0.01)
     data._fill = fill
-if mode == "train":
+if mode in ("train", "freeze"):  # to freeze it stops itself: a fork is not the process that would get the signal
     whole = loop.Trainer.train_step
     def step(trainer):
         if trainer.step == 3:
             say("stepping")
+        if trainer.step == 4 and mode == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         return whole(trainer)
     loop.Trainer.train_step = step
 if mode == "save":  # says when it is writing a checkpoint, and takes its time
@@ -71,12 +72,12 @@ sys.exit(commopt.cli.main(sys.argv[1:]))
 class Rank:
     """A process of the trainer under ``STEER``."""
 
-    def __init__(self, rank: int, port: int, mode: str, argv: list[str], interpreter: str) -> None:
+    def __init__(self, rank: int, port: int, mode: str, argv: list[str]) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "OMPI_", "PMI_"))}
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.process = subprocess.Popen(
-            [interpreter, "-c", STEER, mode, "train", *argv],
+            [python(), "-c", STEER, mode, "train", *argv],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -111,12 +112,10 @@ def start(tiny: Make, tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     with ExitStack() as stack:
         port = free_port()
 
-        def make(
-            rank: int, mode: str, argv: list[str] | None = None, interpreter: str | None = None, **overrides: Any
-        ) -> Rank:
+        def make(rank: int, mode: str, argv: list[str] | None = None, **overrides: Any) -> Rank:
             config = tmp_path / f"{rank}.yaml"
             config.write_text(to_yaml(tiny(tmp_path / "run", **overrides)))
-            one = Rank(rank, port, mode, argv or [str(config)], interpreter or python())
+            one = Rank(rank, port, mode, argv or [str(config)])
             stack.callback(one.close)
             return one
 
@@ -172,11 +171,10 @@ def test_the_rank_that_is_left_says_so(
 
 
 def test_a_rank_that_does_not_answer_costs_the_timeout(start: Callable[..., Rank]) -> None:
-    stoppable = sys.executable  # a fork is not the process that gets the signal
-    ranks = [start(rank, "train", interpreter=stoppable, train=FOREVER, comm={"timeout": 5.0}) for rank in range(2)]
+    modes = ["train", "freeze"]
+    ranks = [start(rank, mode, train=FOREVER, comm={"timeout": 5.0}) for rank, mode in enumerate(modes)]
     for rank in ranks:
         rank.wait_for("stepping")
-    ranks[1].signal(signal.SIGSTOP)
     begin = time.monotonic()
     code, said = ranks[0].end()
     assert code == 1

@@ -94,7 +94,7 @@ def test_the_command_line_without_torchrun(tiny: Make, tmp_path: Path) -> None:
 def test_a_mistake_under_mpirun_is_said_once(tiny: Make, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", train={"batch_size": 7})))
-    done = mpirun(2, "-m", "commopt", "train", str(config), "--comm.backend=mpi", interpreter=sys.executable)
+    done = mpirun(2, "-m", "commopt", "train", str(config), "--comm.backend=mpi")
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("commopt: error:")]
     assert said == [

@@ -27,7 +27,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path, step: int, phase: str
 ) -> None:
-    stopped = pair.run(run_and_stop, tiny(tmp_path), step, 1)
+    stopped = pair.run(run_and_stop, tiny(tmp_path), step, 1, True)
     assert [s["finished"] for s in stopped] == [False, False]
     assert [s["step"] for s in stopped] == [step, step]
     assert (tmp_path / "checkpoints" / f"step-{step:08d}").is_dir()

@@ -58,7 +58,7 @@ def test_the_optimizer_follows_the_schedule_of_bert_large():
     def run(backend):
         optimizer = ZeroOneAdam([nn.Parameter(torch.zeros(1))], variance=VariancePolicy(16, 12500), backend=backend)
         group, kinds = optimizer.param_groups[0], {"exact": 0, "compressed": 0, "local": 0}
-        for _ in range(152_000):
+        for _ in range(152_000 if backend.rank == 0 else 0):
             kinds[optimizer.kind_of(group)] += 1
             group["step"] += 1
             optimizer.after_step()

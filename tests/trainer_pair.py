@@ -5,6 +5,7 @@ A task is an importable function. Each gets a process group of its own, from the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -99,8 +100,11 @@ class Pair:
                 process.wait()
 
 
-def run(config: Config) -> Any:
-    """Train on one thread: more would spin for each other on a machine that is busy with tests."""
+def run(config: Config, draw: bool = False) -> Any:
+    """Train on one thread: more would spin for each other on a machine that is busy with tests.
+
+    ``draw`` the curves, which takes longer than such a run.
+    """
     import torch
 
     from commopt.train.loop import train
@@ -108,13 +112,14 @@ def run(config: Config) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return train(config)
+        with contextlib.nullcontext() if draw else mock.patch("commopt.train.plot.draw_curves"):
+            return train(config)
     finally:
         torch.set_num_threads(threads)
 
 
-def run_and_stop(config: Config, step: int, rank: int) -> Any:
-    """Train; after ``step`` one rank alone gets a SIGTERM."""
+def run_and_stop(config: Config, step: int, rank: int, draw: bool = False) -> Any:
+    """As ``run``; after ``step`` one rank alone gets a SIGTERM."""
     from commopt.train.loop import Trainer
 
     whole = Trainer.train_step
@@ -126,4 +131,4 @@ def run_and_stop(config: Config, step: int, rank: int) -> Any:
         return happened
 
     with mock.patch.object(Trainer, "train_step", step_and_signal):
-        return run(config)
+        return run(config, draw)

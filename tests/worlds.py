@@ -28,18 +28,17 @@ from commopt.comm import ThreadBackend, ThreadWorld
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """The threads that are started meanwhile stay on one core, where the system knows of that.
+    """The threads that are started meanwhile stay on the core that this one is on, where the system knows of that.
 
     Only one of them can hold Python's lock. Where it goes from core to core with every operation of torch, that costs
-    more than twice the processor time of all they compute, and makes nothing faster. Each worker of pytest-xdist has a
-    core for itself.
+    more than twice the processor time of all they compute, and makes nothing faster.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     allowed = os.sched_getaffinity(0)
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
+    core = int(Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import typing
@@ -43,6 +44,7 @@ def _section(hint: Any) -> type | None:
     return None
 
 
+@functools.cache
 def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
     """Every dotted key below ``cls`` -> its type, sections included, in the order of the fields."""
     found: dict[str, Any] = {}

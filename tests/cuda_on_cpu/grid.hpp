@@ -1,7 +1,11 @@
 // As much of CUDA as kernels/cuda uses, on one thread of a CPU: each thread of a block is a fiber that runs until it has
 // to wait for others. A block whose threads do not all come to where the others wait is reported, not waited for.
+//
+// A fiber begins with setcontext, and is left and entered again by _longjmp: ucontext's own way calls the system each
+// time. It serves one block after another.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -30,21 +34,26 @@ struct Barrier {
 };
 
 struct Fiber {
-    ucontext_t context;
+    jmp_buf at;
     Index thread;
     unsigned number;
-    bool done;
+    bool begun, done;
 };
 
 inline Fiber fibers[kMaxThreads];
 inline std::vector<char> stacks(kMaxThreads* kStack);
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fiber* self;
 inline Index block, block_dim;
 inline Barrier all, warps[kMaxThreads / 32];
 inline uint64_t slots[2][kMaxThreads];
 inline unsigned events;  // barriers passed and fibers done
 inline std::function<void()> kernel;
+
+// Out of the fiber. Not inlined, nor is resume: what a caller has in registers is as it was when they return.
+[[gnu::noinline]] inline void leave() {
+    if (_setjmp(self->at) == 0) _longjmp(scheduler, 1);
+}
 
 inline void wait(Barrier& barrier, unsigned members) {
     const unsigned before = barrier.generation;
@@ -53,13 +62,29 @@ inline void wait(Barrier& barrier, unsigned members) {
         ++barrier.generation;
         ++events;
     }
-    while (barrier.generation == before) swapcontext(&self->context, &scheduler);
+    while (barrier.generation == before) leave();
 }
 
 inline void run_fiber() {
-    kernel();
-    self->done = true;
-    ++events;
+    while (true) {
+        kernel();
+        self->done = true;
+        ++events;
+        leave();
+    }
+}
+
+// Runs a fiber up to where it waits, or has done.
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+    if (_setjmp(scheduler) != 0) return;
+    self = &fiber;
+    if (fiber.begun) _longjmp(fiber.at, 1);
+    fiber.begun = true;
+    static ucontext_t context;
+    getcontext(&context);
+    context.uc_stack = {&stacks[(&fiber - fibers) * kStack], 0, kStack};
+    makecontext(&context, run_fiber, 0);
+    setcontext(&context);
 }
 
 // Runs one block of threads; false if it gets stuck. backwards: the last thread first.
@@ -68,24 +93,22 @@ inline bool run_block(bool backwards) {
     all = {};
     for (Barrier& warp : warps) warp = {};
     for (unsigned i = 0; i < threads; ++i) {
-        Fiber& fiber = fibers[i];
-        getcontext(&fiber.context);
-        fiber.context.uc_stack = {&stacks[i * kStack], 0, kStack};
-        fiber.context.uc_link = &scheduler;
-        fiber.thread = {i % block_dim.x, i / block_dim.x, 0};
-        fiber.number = i;
-        fiber.done = false;
-        makecontext(&fiber.context, run_fiber, 0);
+        fibers[i].thread = {i % block_dim.x, i / block_dim.x, 0};
+        fibers[i].number = i;
+        fibers[i].done = false;
     }
     for (unsigned left = threads; left > 0;) {
         const unsigned before = events;
         left = 0;
         for (unsigned i = 0; i < threads; ++i) {
-            self = &fibers[backwards ? threads - 1 - i : i];
-            if (!self->done) swapcontext(&scheduler, &self->context);
-            left += !self->done;
+            Fiber& fiber = fibers[backwards ? threads - 1 - i : i];
+            if (!fiber.done) resume(fiber);
+            left += !fiber.done;
         }
-        if (events == before) return false;
+        if (events == before) {
+            for (Fiber& fiber : fibers) fiber.begun = false;  // what is stuck is given up
+            return false;
+        }
     }
     return true;
 }
