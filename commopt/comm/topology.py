@@ -113,6 +113,7 @@ class Topology:
         self.is_sharded = hasattr(backend, "holding")
         self._alone = CountingBackend(LocalBackend())
         self._of: dict[int, Replicas] = {}
+        self._inside: dict[int, CountingBackend] = {}
         if not self.is_sharded:
             self._replicas_over(backend)
 
@@ -147,7 +148,7 @@ class Topology:
     @property
     def inside(self) -> Backend:
         """The ranks that hold one replica together; this rank alone where it holds a whole one."""
-        return self.backend.inside if self.is_sharded else self._alone  # type: ignore[attr-defined]
+        return self._counted_inside(self.backend.inside) if self.is_sharded else self._alone  # type: ignore[attr-defined]
 
     def check(self, p: Tensor) -> None:
         """Raises ValueError if the ranks cannot hold ``p``. Communicates nothing."""
@@ -157,19 +158,26 @@ class Topology:
     def held(self, p: Tensor) -> tuple[Replicas, Holding]:
         """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at
         the same point; it may communicate."""
-        if self.is_sharded:
-            holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
-            if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
-                holding = replace(holding, replicas=holding.replicas.world)
-        else:
-            holding = Holding(self.backend, self.world_size)
-        return self._replicas_over(holding.replicas), holding
+        if not self.is_sharded:
+            return self._replicas_over(self.backend), Holding(self.backend, self.world_size)
+        holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
+        if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
+            holding = replace(holding, replicas=holding.replicas.world)
+        pieces = tuple(self._counted_inside(ranks) for ranks in holding.pieces)
+        inside = None if holding.inside is None else self._counted_inside(holding.inside)
+        return self._replicas_over(holding.replicas), replace(holding, pieces=pieces, inside=inside)
 
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
         call this at the same point; it may communicate."""
         control = open_control(self.backend)
         return self.world if control is self.backend else CountingBackend(control, self.traffic, self.receipt)
+
+    def _counted_inside(self, backend: Backend) -> CountingBackend:
+        """Some ranks of a replica, with what they send each other counted as what stays inside."""
+        if id(backend) not in self._inside:
+            self._inside[id(backend)] = CountingBackend(backend, self.traffic, self.receipt, intra_node=True)
+        return self._inside[id(backend)]
 
     def _replicas_over(self, backend: Backend) -> Replicas:
         if id(backend) not in self._of:
