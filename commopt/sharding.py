@@ -75,6 +75,13 @@ def global_offset(p: Tensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
+def cut_alike(t: Tensor, p: Tensor) -> bool:
+    """False if ``t`` is cut, but not as ``p`` is."""
+    if not is_sharded(t):
+        return True
+    return is_sharded(p) and (t.device_mesh, t.placements) == (p.device_mesh, p.placements)  # type: ignore[attr-defined]
+
+
 def cut(whole: Tensor, p: Tensor) -> Tensor:
     """This rank's piece of ``whole``, a plain tensor of the shape of all of ``p``, or sharded as it."""
     if is_sharded(whole) or not is_sharded(p) or whole.shape != p.shape:

@@ -114,6 +114,8 @@ class Topology:
         self._alone = CountingBackend(LocalBackend())
         self._of: dict[int, Replicas] = {}
         self._inside: dict[int, CountingBackend] = {}
+        self._parts: Sequence[int] | None = None
+        self._stages: Sequence[int] | None = None
         if not self.is_sharded:
             self._replicas_over(backend)
 
@@ -134,12 +136,16 @@ class Topology:
     @property
     def parts(self) -> Sequence[int]:
         """Of each rank, by rank, which part of the model it holds: ranks of one part are replicas."""
-        return self.backend.parts if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        if self._parts is None:
+            self._parts = self.backend.parts if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        return self._parts
 
     @property
     def stages(self) -> Sequence[int]:
         """Of each rank, by rank, which parameters it holds at all, whole or in parts."""
-        return self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        if self._stages is None:
+            self._stages = self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        return self._stages
 
     def same_part(self) -> list[int]:
         """The ranks that hold the same part of the model as this one."""
@@ -160,6 +166,7 @@ class Topology:
         the same point; it may communicate."""
         if not self.is_sharded:
             return self._replicas_over(self.backend), Holding(self.backend, self.world_size)
+        self._parts = None  # they may be more now
         holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
         if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
             holding = replace(holding, replicas=holding.replicas.world)
