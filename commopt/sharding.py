@@ -10,11 +10,15 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(t: Any) -> bool:
     """True for a DTensor."""
+    if type(t) in _PLAIN:  # of thousands of parameters that are not sharded, this is asked often
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
     return module is not None and isinstance(t, module.DTensor)
 

@@ -116,8 +116,9 @@ class Topology:
         self._inside: dict[int, CountingBackend] = {}
         self._parts: Sequence[int] | None = None
         self._stages: Sequence[int] | None = None
+        self._whole: tuple[Replicas, Holding] | None = None
         if not self.is_sharded:
-            self._replicas_over(backend)
+            self._whole = self._replicas_over(backend), Holding(backend, self.world_size)
 
     @property
     def replicas(self) -> list[Replicas]:
@@ -164,8 +165,8 @@ class Topology:
     def held(self, p: Tensor) -> tuple[Replicas, Holding]:
         """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at
         the same point; it may communicate."""
-        if not self.is_sharded:
-            return self._replicas_over(self.backend), Holding(self.backend, self.world_size)
+        if self._whole is not None:
+            return self._whole
         self._parts = None  # they may be more now
         holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
         if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
