@@ -40,7 +40,8 @@ FOLDER = "COMMOPT_TESTS_FORKS"
 
 PRELOADED = (
     "torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
-    "torch.distributed.run", "torch.utils.tensorboard.writer",
+    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard.writer",
     "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.probe.command",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "rich.logging",
     "rich.progress", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest", "hypothesis",

@@ -108,13 +108,13 @@ def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
     together = [r for r in range(world_size) if r // (world_size // 2) == replica]
     out: dict[str, Any] = {}
     for name in (name for name in COMMUNICATING if name != "CSER, signs"):
-        for clip in (None, 0.3):
+        for clip in (None, 0.3) if name == "OneBitAdam" else (0.3,):
             net, reference = sharded(mesh["shard"]), Net()
             kind = {"max_grad_norm": clip, **exact(name)}
             ours = make(name, net.parameters(), process_group=mesh, **kind)
             theirs = make(name, reference.parameters(), process_group=mesh.get_group("replicate"), **kind)
             furthest = 0.0
-            for step in range(7):
+            for step in range(5):
                 learn(net, ours, range(step, step + 1), rank)
                 learn(reference, theirs, range(step, step + 1), *together)
                 for p, q in zip(net.parameters(), reference.parameters()):
@@ -125,7 +125,12 @@ def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
 
 # saving ---------------------------------------------------------------------------------------------------------------
 
-SAVED, LATER = 7, 11
+KINDS = ("OneBitAdam", "ZeroOneAdam", "CSER, signs", "QSparseLocalSGD", "DiLoCo")
+"""Those whose states have other things in them."""
+FORMS = {False: COMMUNICATING, True: KINDS}
+"""What is saved with its state as it is, and flattened."""
+
+SAVED, LATER = 7, 10
 """Steps when a checkpoint is written, between two rounds, and when what was resumed is compared."""
 
 
@@ -146,14 +151,14 @@ def states(net: Net, optimizer: Any, flat: bool) -> dict[str, Any]:
     return {"model": model, "optim": optim}
 
 
-def save(rank: int, world_size: int, folder: str, shards: int) -> dict[str, Any]:
-    """Trains every optimizer, writes what it has, flattened and not, and trains on."""
-    mesh, out = grid(world_size // shards, shards), {}
+def saved(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Trains every optimizer on (2, 2), writes what it has, flattened and not, and trains on."""
+    mesh, out = grid(2, 2), {}
     for name in COMMUNICATING:
         net = sharded(mesh["shard"])
         optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
         learn(net, optimizer, range(SAVED), rank)
-        for flat in (False, True):
+        for flat in (False, True) if name in KINDS else (False,):
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{folder}/{name} {flat}")
         out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         learn(net, optimizer, range(SAVED, LATER), rank)
@@ -161,10 +166,12 @@ def save(rank: int, world_size: int, folder: str, shards: int) -> dict[str, Any]
     return out
 
 
-def load(rank: int, world_size: int, folder: str, shards: int, flat: bool, back: str = "") -> dict[str, Any]:
-    """Goes on from that, on a mesh of its own; and writes it once more, before it does, if told where."""
+def loaded(
+    rank: int, world_size: int, folder: str, shards: int, flat: bool, back: str = "", names: Sequence[str] = KINDS
+) -> dict[str, Any]:
+    """What is loaded of that on a mesh of its own; and it is written once more if told where, or else trained on."""
     mesh, out = grid(world_size // shards, shards), {}
-    for name in COMMUNICATING:
+    for name in names:
         net = sharded(mesh["shard"], seed=1)
         optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
         state = states(net, optimizer, flat)
@@ -175,6 +182,7 @@ def load(rank: int, world_size: int, folder: str, shards: int, flat: bool, back:
         out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         if back:
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
+            continue
         learn(net, optimizer, range(SAVED, LATER), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
     return out
@@ -516,3 +524,12 @@ def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
             fit(whole_net, whole_one, step, rank)
         out[f"{way}: back"] = distance(back, whole_net)
     return out
+
+
+def of_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """All that four processes do, one after another."""
+    scenes = (as_unsharded, doors, policies, experts, pipelines, refusals, unsharded_and_back)
+    out: dict[str, Any] = {scene.__name__: scene(rank, world_size) for scene in scenes}
+    out["saved"] = saved(rank, world_size, folder)
+    again = {flat: loaded(rank, world_size, folder, 2, flat, names=names) for flat, names in FORMS.items()}
+    return {**out, "loaded": again}

@@ -13,25 +13,39 @@ from typing import Any
 import mesh_scenes
 import pytest
 import torch
-from every import COMMUNICATING
 from torch import Tensor
 from worlds import on_processes, same_bits
 
 from commopt.optim.own_tensor import OwnTensor, Place, boxes
 
 
-def test_a_sharded_run_with_the_identity_is_the_unsharded_one():
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    """What four processes have seen, by rank and scene."""
+    return on_processes(4, partial(mesh_scenes.of_four, folder=str(folder)))
+
+
+def scene(four: list[dict[str, Any]], name: str) -> list[Any]:
+    return [rank[name] for rank in four]
+
+
+def test_a_sharded_run_with_the_identity_is_the_unsharded_one(four):
     """Every optimizer, with clipping and without; scalar, tied, frozen and unused parameters, uneven, empty pieces."""
-    for furthest in on_processes(4, mesh_scenes.as_unsharded):
-        assert len(furthest) == 2 * 9
+    for furthest in scene(four, "as_unsharded"):
+        assert len(furthest) == 9 + 1
         for name, distance in furthest.items():
             assert distance < 1e-12, name
 
 
-def test_doors():
+def test_doors(four):
     """FSDP2 and tensor parallelism train as the whole net does: with gradients that are sums still to be made, summed
     losses, accumulation, a GradScaler, parameters exchanged after the optimizer was made, FSDP's own averages."""
-    for found in on_processes(4, mesh_scenes.doors):
+    for found in scene(four, "doors"):
         assert len(found) == 8
         for door, (apart, same) in found.items():
             assert apart < 1e-12, door
@@ -45,9 +59,9 @@ def test_three_dimensions():
         assert found["cube"][1]
 
 
-def test_ways_in_which_fsdp_computes():
+def test_ways_in_which_fsdp_computes(four):
     """Mixed precision, offloading, compiled blocks, checkpointed activations, and overlap, with one bit between."""
-    for found in on_processes(4, mesh_scenes.policies):
+    for found in scene(four, "policies"):
         assert set(found.pop("state")) == {"DTensor"}
         assert found.pop("share of the state") == 0.5
         assert found.pop("overlap changes nothing")
@@ -58,17 +72,17 @@ def test_ways_in_which_fsdp_computes():
             assert (early > 0) == (way == "overlapped")
 
 
-def test_a_group_with_a_mesh_of_its_own():
+def test_a_group_with_a_mesh_of_its_own(four):
     """Experts: ranks 0 and 1 hold one piece, 2 and 3 the other; the gradient of rank r is 2^r."""
-    for rank, found in enumerate(on_processes(4, mesh_scenes.experts)):
+    for rank, found in enumerate(scene(four, "experts")):
         mean = (1 + 2) / 2 if rank < 2 else (4 + 8) / 2
         assert found["OneBitAdam"][1] == pytest.approx(0.1 * mean)
         assert found["DiLoCo"][0] == pytest.approx(0.5 * mean)
         assert not found["OneBitAdam"][2]
 
 
-def test_stages_of_a_pipeline_skip_together():
-    ranks = on_processes(4, mesh_scenes.pipelines)
+def test_stages_of_a_pipeline_skip_together(four):
+    ranks = scene(four, "pipelines")
     for rank, found in enumerate(ranks):
         stage = rank // 2
         assert found["skipped"] == [0, 0, 0, 1, 1]
@@ -78,7 +92,7 @@ def test_stages_of_a_pipeline_skip_together():
         assert same_bits(found["params"], ranks[2 * stage]["params"])
 
 
-def test_what_cannot_work_is_an_error_on_every_rank():
+def test_what_cannot_work_is_an_error_on_every_rank(four):
     expected = {
         "the shard group": "whom its ranks average with must be told",
         "no such dimension": "which are not those along dimensions of the mesh given",
@@ -93,24 +107,13 @@ def test_what_cannot_work_is_an_error_on_every_rank():
         "another model": "Missing key in checkpoint state_dict: model.weight",
         "another optimizer": "Missing key in checkpoint state_dict: optim.",
     }
-    for found in on_processes(4, mesh_scenes.refusals):
+    for found in scene(four, "refusals"):
         assert found.keys() == expected.keys()
         for what, text in expected.items():
             assert text in found[what], what
 
 
 # saving ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def saved(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks of (2, 2) had when they wrote, and later."""
-    return on_processes(4, partial(mesh_scenes.save, folder=str(folder), shards=2))
 
 
 def owes(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
@@ -136,37 +139,35 @@ def owes(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(saved, folder, flat):
-    loaded = on_processes(4, partial(mesh_scenes.load, folder=str(folder), shards=2, flat=flat))
-    for name in COMMUNICATING:
-        for before, after in zip(saved, loaded):
-            assert same_bits(before[name]["later"], after[name]["later"]), name
+def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(four, flat):
+    for rank in four:
+        for name in mesh_scenes.FORMS[flat]:
+            assert same_bits(rank["saved"][name]["later"], rank["loaded"][flat][name]["later"]), name
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (1, 2), (1, 1), (3, 1), (1, 4)])
-def test_on_another_mesh_nothing_is_lost_and_back(saved, folder, tmp_path, replicas, shards):
+@pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (1, 2), (1, 1), (3, 1)])
+def test_on_another_mesh_nothing_is_lost_and_back(four, folder, tmp_path, replicas, shards):
     """What compression owes is kept, and where one replica is left, taken into what is compressed; replicas that were
     apart start from their mean."""
-    flat = shards == 1
-    away = partial(mesh_scenes.load, folder=str(folder), shards=shards, flat=flat, back=str(tmp_path))
-    loaded = on_processes(replicas * shards, away)
-    back = on_processes(4, partial(mesh_scenes.load, folder=str(tmp_path), shards=2, flat=flat))
-    for name in COMMUNICATING:
+    flat, saved = shards == 1, scene(four, "saved")
+    away = partial(mesh_scenes.loaded, folder=str(folder), shards=shards, flat=flat, back=str(tmp_path))
+    there = on_processes(replicas * shards, away)
+    back = on_processes(4, partial(mesh_scenes.loaded, folder=str(tmp_path), shards=2, flat=flat))
+    for name in mesh_scenes.KINDS:
         before = owes(saved, name)
-        for ranks in (loaded, back) if replicas > 1 else ():
+        for ranks in (there, back) if replicas > 1 else ():
             after = owes(ranks, name)
             assert before.keys() == after.keys()
             for i in before:
                 torch.testing.assert_close(after[i], before[i], rtol=1e-12, atol=1e-14)
-        for ranks in (loaded, back):
-            mean = [sum(ps) / len(ps) for ps in zip(*(rank[name]["start"] for rank in saved))]
-            for rank in ranks:
-                for p, q in zip(rank[name]["start"], mean):
-                    torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+        mean = [sum(ps) / len(ps) for ps in zip(*(rank[name]["start"] for rank in saved))]
+        for rank in (*there, *back):
+            for p, q in zip(rank[name]["start"], mean):
+                torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_states_of_whole_models_load_into_sharded_ones_and_back():
-    for found in on_processes(4, mesh_scenes.unsharded_and_back):
+def test_states_of_whole_models_load_into_sharded_ones_and_back(four):
+    for found in scene(four, "unsharded_and_back"):
         assert len(found) == 4
         for way, apart in found.items():
             assert apart < 1e-12, way
