@@ -20,7 +20,7 @@ from commopt import (
     LocalSGD,
     OneBitAdam,
 )
-from commopt.optim import NotFinite, ReplicasDiffer, setup
+from commopt.optim import NotFinite, ReplicasDiffer, comparing, setup
 from commopt.optim.agreement import OutOfStep
 from commopt.optim.digest import CHUNK, digest
 from commopt.optim.guard import describe_difference, majority
@@ -172,7 +172,7 @@ def test_a_replica_that_differs_is_repaired_from_the_majority(name, what, caplog
         if backend.rank == 1:
             spoil(optimizer, model, what)
         train(model, optimizer, range(7, 16), backend.rank, 3)
-        return params_of(model), optimizer.digests()
+        return params_of(model), comparing.digests(optimizer)
 
     first, *others = on_threads(3, run)
     for other in others:
@@ -303,7 +303,7 @@ def test_another_version_or_instruction_set_is_refused_by_name(fact):
             OneBitAdam(Toy().parameters(), backend=backend)
         assert str(caught.value).startswith(fact)
 
-    with mock.patch("commopt.optim.packed.versions", versions):
+    with mock.patch("commopt.optim.binding.versions", versions):
         on_threads(2, run)
 
 

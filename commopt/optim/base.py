@@ -46,7 +46,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import checks, replicas
+from commopt.optim import binding, checks, comparing, replicas
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -54,7 +54,7 @@ from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
 from commopt.optim.own import Origin
-from commopt.optim.packed import PackedOptimizer, in_a_list
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
@@ -112,7 +112,7 @@ class CommOptimizer(PackedOptimizer):
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        params = in_a_list(params)
+        params = binding.in_a_list(params)
         self.topology = Topology(resolve_backend(process_group, backend, params), self.knows_nodes)
         self.compressor = Sign() if compressor is None else compressor
         self.max_grad_norm = max_grad_norm
@@ -202,7 +202,7 @@ class CommOptimizer(PackedOptimizer):
 
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
-            self.take_mesh(self.param_groups[-1])
+            binding.take_mesh(self, self.param_groups[-1])
             checks.check_params(self.param_groups[-1]["params"], self.devices(), self.topology.is_sharded)
             for p in self.param_groups[-1]["params"]:
                 self.topology.check(p)
@@ -216,7 +216,7 @@ class CommOptimizer(PackedOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        self.register_groups(groups, [*settings, type(self).__name__, *self.settings()], error)
+        binding.register_groups(self, groups, [*settings, type(self).__name__, *self.settings()], error)
         if self.overlap:
             self._open_channels()
             if self.topology.world_size > 1 and self._all_on_one_channel():
@@ -262,7 +262,7 @@ class CommOptimizer(PackedOptimizer):
         if self._attachment is not None:
             self._attachment.refuse_join()
         loss, refused = None, None
-        self.rebind_if_new("step")
+        binding.rebind_if_new(self, "step")
         if closure is not None and self.overlap and self.topology.world_size > 1:
             refused = ValueError(
                 "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
@@ -341,7 +341,7 @@ class CommOptimizer(PackedOptimizer):
         if step.params and not step.present():
             self._diagnostics.idle()
         if self._right:
-            self.copy_replicas(self._right)
+            comparing.copy_replicas(self, self._right)
             self._right, self._check_next = {}, True
 
     def _follow(self, step: StepInFlight) -> Exception | None:
@@ -353,7 +353,7 @@ class CommOptimizer(PackedOptimizer):
                 "them already; do it after step()"
             )
         try:
-            self.refuse_exchanged()
+            binding.refuse_exchanged(self)
             for bucket in self.buckets:
                 bucket.check_shapes()
         except ValueError as error:
@@ -511,12 +511,13 @@ class CommOptimizer(PackedOptimizer):
         terms = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
         checks_now = self.guard.checks_at(number, self._check_next)
         decide = functools.partial(self._compare, number)
-        return dataclasses.replace(report, terms=terms, checks=checks_now, digests=self.digests, decide=decide)
+        digests = functools.partial(comparing.digests, self)
+        return dataclasses.replace(report, terms=terms, checks=checks_now, digests=digests, decide=decide)
 
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""
         where = f"{type(self).__name__}, step {number}"
-        self._right = self.right_replicas(table, where, "after this step all have what rank %d has")
+        self._right = comparing.right_replicas(self, table, where, "after this step all have what rank %d has")
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commopt import ops
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     LocalBackend,
@@ -27,23 +26,20 @@ from commopt.comm import (
     message_device,
     resolve_backend,
     sends_from,
-    wait,
 )
 from commopt.compress import Compressor
-from commopt.optim import checks, replicas, saving
+from commopt.optim import binding, replicas, saving
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
-from commopt.optim.digest import digest
-from commopt.optim.guard import Guard, describe_difference
+from commopt.optim.guard import Guard
 from commopt.optim.lifetime import forget_frames
 from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import is_sharded, local
+from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
 
@@ -169,24 +165,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.settle()
 
-    def exchanged(self) -> bool:
-        """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
-        groups = self.group_of()
-        return any(id(p) not in groups for bucket in self.buckets for p in bucket.params)
-
-    def refuse_exchanged(self) -> None:
-        """Raises ValueError if somebody has exchanged parameters in the groups."""
-        if self.exchanged():
-            raise ValueError(
-                "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
-                "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"
-            )
-
-    def rebind_if_new(self, *counters: str) -> None:
-        """Calls :meth:`rebind` if parameters were exchanged, and no group has counted anything by ``counters`` yet."""
-        if not any(group[name] for group in self.param_groups for name in counters) and self.exchanged():
-            self.rebind()
-
     @torch.no_grad()
     def rebind(self) -> None:
         """Takes over the parameters that are in the groups now, with the state of those that were in their places.
@@ -200,32 +178,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("rebind()")
-        before, now = self._registered, [list(group["params"]) for group in self.param_groups]
-        if [len(params) for params in before] != [len(params) for params in now]:
-            raise ValueError(
-                f"the parameter groups have {[len(params) for params in now]} parameters now, they had "
-                f"{[len(params) for params in before]}; allowed are as many, in the same order"
-            )
-        new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
-        state, origin = self._all_state(), self._origin()
-        moved = {new.get(key, key): entry for key, entry in state.items()}
-        if any(is_sharded(q) for q in new.values()) and not self.topology.is_sharded:
-            self.topology = Topology(resolve_backend(params=self.param_groups), self.knows_nodes)
-            self._restart()
-        self.state, self.buckets = defaultdict(dict), []
-        self._register(self.param_groups, self._error_in_groups())
-        self._fill(saving.without_values(moved), origin)
-
-    def _error_in_groups(self) -> Exception | None:
-        """What is wrong with the parameters in the groups."""
-        try:
-            for group in self.param_groups:
-                checks.check_params(group["params"], self.devices(), self.topology.is_sharded)
-                for p in group["params"]:
-                    self.topology.check(p)
-        except ValueError as error:
-            return error
-        return None
+        binding.rebind(self)
 
     def holders(self) -> Holders | None:
         """What each rank holds; None where all hold the whole model."""
@@ -250,19 +203,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     def residuals(self) -> dict[Tensor, dict[str, Tensor]]:
         """The residuals of each parameter on this rank, as views of its bucket's; empty with one node."""
         return {p: r for bucket in self.buckets for p, r in zip(bucket.params, bucket.residuals())}
-
-    def take_mesh(self, group: dict[str, Any]) -> None:
-        """Takes the mesh that a new parameter group has for itself, if it has one."""
-        mesh = group.pop("mesh", None)
-        if mesh is None:
-            return
-        give = getattr(self.topology.backend, "give", None)
-        if give is None:
-            raise ValueError(
-                f"a parameter group has a mesh of its own, {mesh}, but the optimizer was given none: give it the mesh "
-                "of all its ranks, process_group=mesh"
-            )
-        give(mesh, group["params"])
 
     def register_new(self, add: Callable[[], None]) -> None:
         """Calls ``add()``, which makes parameter groups, and registers these on all ranks, or on none.
@@ -290,55 +230,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         raise NotImplementedError
-
-    def register_groups(self, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None) -> None:
-        """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
-        buckets.
-
-        Raises:
-            ValueError: on every rank, if they differ, or for this or another rank's ``error``.
-        """
-        params = [p for group in groups for p in group["params"]]
-        topology = self.topology
-        # providers may differ in the last bit of an update; instruction sets of one provider do not
-        devices = sorted({p.device.type for p in params})
-        providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
-        facts = {
-            **versions(devices),
-            "parameter lists": str(
-                [[(tuple(p.shape), p.dtype, p.device.type, *_cut(p)) for p in group["params"]] for group in groups]
-            ),
-            "names of the parameters": str([group.get("param_names") for group in groups]),
-            "settings or kernel providers": str([*settings, providers]),
-        }
-        counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
-        device = self.control_device(params)
-        agree_on_setup(topology.world, device, facts, error, counts, topology.stages)
-        held: dict[Replicas, list[Tensor]] = {}
-        for p in params:
-            held.setdefault(topology.held(p)[0], []).append(p)
-        for ranks in held:
-            self.check_replicas(ranks)
-        self._report_unaveraged(params)
-        for ranks, same in held.items():
-            if equalize(ranks.world, device, [local(p) for p in same]) and topology.rank == 0:
-                logger.warning(
-                    "%s: parameters differed between ranks; all have those of rank 0 now", type(self).__name__
-                )
-        for group in groups:
-            self.make_buckets(group)
-        self._registered = [list(group["params"]) for group in self.param_groups]
-
-    def _report_unaveraged(self, params: Sequence[Tensor]) -> None:
-        """Warns of parameters that nothing is averaged of, though ranks hold the same of them."""
-        mesh = getattr(
-            self.topology.backend, "mesh", None
-        )  # one replica today, on a mesh that has room for several, is fine
-        whole = [p for p in params if is_sharded(p) and mesh is not None and p.device_mesh.ndim == mesh.ndim]  # type: ignore[attr-defined]
-        alone = [p for p in whole if self.topology.held(p)[0].world_size == 1]
-        twice = [p for p in alone if self.topology.held(p)[1].copies > 1]
-        if self.topology.world_size > 1 and alone and self.topology.rank == 0:
-            self._diagnostics.nothing_to_average(len(alone), bool(twice), self.topology.backend)
 
     def devices(self) -> tuple[str, ...] | None:
         """Types of devices that parameters may be on; None for all."""
@@ -442,86 +333,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         return moved
 
     # replicas ---------------------------------------------------------------------------------------------------------
-
-    def replicated(self) -> Iterator[tuple[StateBucket, str, Tensor]]:
-        """Tensors that must be the same now, to the bit, on all ranks that hold the same of a bucket, each with that
-        bucket and a name: parameters unless replicas differ, flat buffers that are not a rank's own, and numbers of the
-        parameters."""
-        for i, (bucket, group) in enumerate(self.grouped_buckets()):
-            where, own = f"bucket {i} ({bucket.describe()})", self.rank_local(group)
-            if not self.replicas_differ:
-                yield bucket, f"the parameters of {where}", bucket.pack_params()
-            for name, flat in bucket.buffers.items():
-                if name not in own:
-                    yield bucket, f"{name} of {where}", flat
-            if bucket.numbers:
-                yield bucket, f"step counts of {where}", torch.cat([n.double() for n in bucket.numbers.values()])
-
-    def digests(self) -> list[int]:
-        """The digests of what :meth:`replicated` gives; where ranks hold parts, each after a number that is that of
-        the ranks that hold the same."""
-        found = [digest(x) for _, _, x in self.replicated()]
-        digests = torch.stack([d.to(found[0].device) for d in found]).tolist() if found else []
-        if not self.topology.is_sharded:
-            return digests
-        holders = [self._holders(bucket) for bucket, _, _ in self.replicated()]
-        return [number for pair in zip(holders, digests) for number in pair]
-
-    def _holders(self, bucket: StateBucket) -> int:
-        """A number of the ranks that hold the same of ``bucket``; other ranks have others, or none."""
-        replicas = bucket.replicas
-        return self.topology.replicas.index(replicas) * self.topology.world_size + replicas.members[0]
-
-    def right_replicas(self, table: list[list[int]], where: str, when: str) -> dict[int, int]:
-        """Of ranks that must hold the same and do not, the rank whose replica the others are to get, by their number;
-        the same on all ranks, as it follows from the digests of all.
-
-        Args:
-            table: the digests, by rank.
-            where: begins the message.
-            when: %d in it is that rank.
-
-        Raises:
-            commopt.optim.ReplicasDiffer: replicas differ, and cannot be repaired, or shall not.
-        """
-        names: dict[int, list[str]] = {}
-        for bucket, name, _ in self.replicated():
-            names.setdefault(self._holders(bucket), []).append(name)
-        rows: dict[int, dict[int, list[int]]] = {}
-        for rank, row in enumerate(table):
-            pairs = zip(row[::2], row[1::2]) if self.topology.is_sharded else ((0, number) for number in row)
-            for holders, number in pairs:
-                rows.setdefault(holders, {}).setdefault(rank, []).append(number)
-        rows.pop(-1, None)  # what made rows equally long
-        right = {}
-        for holders, by_rank in sorted(rows.items()):
-            ranks, same = list(by_rank), list(by_rank.values())
-            of = names.get(holders) or [f"tensor {i}" for i in range(len(same[0]))]
-            chosen = self.guard.decide(same, of, where, ranks)
-            if chosen is not None:
-                right[holders] = chosen
-                if self.topology.rank == 0:
-                    logger.error("%s: %s; " + when, where, describe_difference(same, of, ranks), chosen)
-        return right
-
-    def copy_replicas(self, right: Mapping[int, int]) -> None:
-        """Gives ranks what must be the same on all that hold it, from the one that is ``right``, by their number."""
-        for bucket, group in self.grouped_buckets():
-            if (chosen := right.get(self._holders(bucket))) is None:
-                continue
-            own, source = self.rank_local(group), bucket.replicas.members.index(chosen)
-            if not self.replicas_differ:
-                flat = bucket.pack_params()
-                _copy_from(bucket, source, flat)
-                bucket.unpack_params(flat)
-            for name, flat in bucket.buffers.items():
-                if name not in own:
-                    _copy_from(bucket, source, flat)
-            for numbers in bucket.numbers.values():
-                values = numbers.to(bucket.device, copy=True)
-                _copy_from(bucket, source, values)
-                numbers.copy_(values)
-            bucket.active = None
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -798,27 +609,5 @@ class PackedOptimizer(torch.optim.Optimizer):
         return new
 
 
-def in_a_list(params: Any) -> Any:
-    """``params`` as an optimizer is given them, so that they can be looked at more than once."""
-    if isinstance(params, (Tensor, str, bytes, dict, set, torch.optim.Optimizer)) or not isinstance(params, Iterable):
-        return params
-    entries = list(params)
-    for i, entry in enumerate(entries):
-        if isinstance(entry, dict) and not isinstance(entry.get("params"), (list, tuple, Tensor)) and "params" in entry:
-            entries[i] = {**entry, "params": in_a_list(entry["params"])}
-    return entries
-
-
-def _copy_from(bucket: StateBucket, source: int, x: Tensor) -> None:
-    wait(
-        bucket.replicas.world.broadcast(x, source), f"what rank {bucket.replicas.members[source]} has, for its replicas"
-    )
-
-
 def _dense(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
-
-
-def _cut(p: Tensor) -> list[str]:
-    """How a sharded parameter is cut, in words that are the same on all ranks that hold pieces of it."""
-    return [f"{tuple(p.device_mesh.shape)} {p.placements}"] if is_sharded(p) else []  # type: ignore[attr-defined]

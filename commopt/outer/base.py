@@ -27,14 +27,14 @@ from torch import Tensor
 
 from commopt.comm import Backend, Topology, message_device, refuse_if_left_out, resolve_backend, wait
 from commopt.compress import Compressor
-from commopt.optim import checks, saving
+from commopt.optim import binding, checks, comparing, saving
 from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import PackedOptimizer, in_a_list
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import agree_inside, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
@@ -111,7 +111,7 @@ class OuterOptimizer(PackedOptimizer):
         backend: Backend | None = None,
     ) -> None:
         import_what_torch_imports_late()
-        params = in_a_list(params)
+        params = binding.in_a_list(params)
         self.topology = Topology(resolve_backend(process_group, backend, params))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
@@ -132,7 +132,7 @@ class OuterOptimizer(PackedOptimizer):
             self.own_settings()
             self.base = make_base(params, base, base_args)
             for group in self.base.param_groups:
-                self.take_mesh(group)
+                binding.take_mesh(self, group)
             check_base(self.base)
             ours = {**outer, "period": period, **POSITION}
             _check_names(self.base, ours)
@@ -196,7 +196,7 @@ class OuterOptimizer(PackedOptimizer):
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
-            self.take_mesh(new)
+            binding.take_mesh(self, new)
             for key, default in self.defaults.items():
                 new.setdefault(key, default)
             new.update({key: first[key] for key in ("round_step", "rounds")})
@@ -231,7 +231,7 @@ class OuterOptimizer(PackedOptimizer):
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
         settings += [self.reduction]
         settings += self.own_settings() if error is None else []
-        self.register_groups(groups, settings, error)
+        binding.register_groups(self, groups, settings, error)
         self.topology.traffic.end_step()
 
     @torch.no_grad()
@@ -277,7 +277,7 @@ class OuterOptimizer(PackedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.rebind_if_new("rounds", "round_step")
+        binding.rebind_if_new(self, "rounds", "round_step")
         self.follow()
         if self.param_groups[0]["round_step"] == 0:
             self.begin_round()
@@ -344,7 +344,7 @@ class OuterOptimizer(PackedOptimizer):
         """Follows what was done to parameters, and to the base behind our back."""
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
             self._adopt_groups(self.param_groups)
-        self.refuse_exchanged()
+        binding.refuse_exchanged(self)
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
@@ -386,7 +386,7 @@ class OuterOptimizer(PackedOptimizer):
         if decision.moved:
             self._equalize_anchors(device, where)
         if decision.checks:
-            rounds.compare(topology, buckets, device, self.digests(), self._compare, where)
+            rounds.compare(topology, buckets, device, comparing.digests(self), self._compare, where)
         means = rounds.mean_pseudo_gradients(topology, buckets, self.compressor, where)
         positions, squares = self._positions(), dict[int, float]()
         for (bucket, group), mean in zip(self.grouped_buckets(), means):
@@ -431,9 +431,9 @@ class OuterOptimizer(PackedOptimizer):
         Raises:
             commopt.optim.ReplicasDiffer: they differ, and cannot be repaired, or shall not.
         """
-        right = self.right_replicas(table, where, "all have what rank %d has now")
+        right = comparing.right_replicas(self, table, where, "all have what rank %d has now")
         self._check_next = bool(right)
-        self.copy_replicas(right)
+        comparing.copy_replicas(self, right)
 
     def _equalize_anchors(self, device: torch.device, where: str) -> None:
         """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""

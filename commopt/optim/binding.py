@@ -1,0 +1,158 @@
+"""Which parameters an optimizer has: how the ranks make sure that all bring the same, and what becomes of those that
+somebody exchanges. Functions of an optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.comm import Replicas, Topology, resolve_backend
+from commopt.optim import checks, saving
+from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.sharding import is_sharded, local
+
+if TYPE_CHECKING:
+    from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+
+def in_a_list(params: Any) -> Any:
+    """``params`` as an optimizer is given them, so that they can be looked at more than once."""
+    if isinstance(params, (Tensor, str, bytes, dict, set, torch.optim.Optimizer)) or not isinstance(params, Iterable):
+        return params
+    entries = list(params)
+    for i, entry in enumerate(entries):
+        if isinstance(entry, dict) and not isinstance(entry.get("params"), (list, tuple, Tensor)) and "params" in entry:
+            entries[i] = {**entry, "params": in_a_list(entry["params"])}
+    return entries
+
+
+def exchanged(optimizer: PackedOptimizer) -> bool:
+    """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
+    groups = optimizer.group_of()
+    return any(id(p) not in groups for bucket in optimizer.buckets for p in bucket.params)
+
+
+def refuse_exchanged(optimizer: PackedOptimizer) -> None:
+    """Raises ValueError if somebody has exchanged parameters in the groups."""
+    if exchanged(optimizer):
+        raise ValueError(
+            "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
+            "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"
+        )
+
+
+def rebind_if_new(optimizer: PackedOptimizer, *counters: str) -> None:
+    """Calls ``optimizer.rebind()`` if parameters were exchanged and no group has counted anything by ``counters``."""
+    if not any(group[name] for group in optimizer.param_groups for name in counters) and exchanged(optimizer):
+        optimizer.rebind()
+
+
+def rebind(optimizer: PackedOptimizer) -> None:
+    """``optimizer.rebind()``."""
+    before, now = optimizer._registered, [list(group["params"]) for group in optimizer.param_groups]
+    if [len(params) for params in before] != [len(params) for params in now]:
+        raise ValueError(
+            f"the parameter groups have {[len(params) for params in now]} parameters now, they had "
+            f"{[len(params) for params in before]}; allowed are as many, in the same order"
+        )
+    new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
+    state, origin = optimizer._all_state(), optimizer._origin()
+    moved = {new.get(key, key): entry for key, entry in state.items()}
+    if any(is_sharded(q) for q in new.values()) and not optimizer.topology.is_sharded:
+        optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
+        optimizer._restart()
+    optimizer.state, optimizer.buckets = defaultdict(dict), []
+    optimizer._register(optimizer.param_groups, _error_in_groups(optimizer))
+    optimizer._fill(saving.without_values(moved), origin)
+
+
+def _error_in_groups(optimizer: PackedOptimizer) -> Exception | None:
+    """What is wrong with the parameters in the groups."""
+    try:
+        for group in optimizer.param_groups:
+            checks.check_params(group["params"], optimizer.devices(), optimizer.topology.is_sharded)
+            for p in group["params"]:
+                optimizer.topology.check(p)
+    except ValueError as error:
+        return error
+    return None
+
+
+def take_mesh(optimizer: PackedOptimizer, group: dict[str, Any]) -> None:
+    """Takes the mesh that a new parameter group has for itself, if it has one."""
+    mesh = group.pop("mesh", None)
+    if mesh is None:
+        return
+    give = getattr(optimizer.topology.backend, "give", None)
+    if give is None:
+        raise ValueError(
+            f"a parameter group has a mesh of its own, {mesh}, but the optimizer was given none: give it the mesh "
+            "of all its ranks, process_group=mesh"
+        )
+    give(mesh, group["params"])
+
+
+def register_groups(
+    optimizer: PackedOptimizer, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None
+) -> None:
+    """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
+    buckets.
+
+    Raises:
+        ValueError: on every rank, if they differ, or for this or another rank's ``error``.
+    """
+    params = [p for group in groups for p in group["params"]]
+    topology = optimizer.topology
+    # providers may differ in the last bit of an update; instruction sets of one provider do not
+    devices = sorted({p.device.type for p in params})
+    providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
+    facts = {
+        **versions(devices),
+        "parameter lists": str(
+            [[(tuple(p.shape), p.dtype, p.device.type, *_cut(p)) for p in group["params"]] for group in groups]
+        ),
+        "names of the parameters": str([group.get("param_names") for group in groups]),
+        "settings or kernel providers": str([*settings, providers]),
+    }
+    counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
+    device = optimizer.control_device(params)
+    agree_on_setup(topology.world, device, facts, error, counts, topology.stages)
+    held: dict[Replicas, list[Tensor]] = {}
+    for p in params:
+        held.setdefault(topology.held(p)[0], []).append(p)
+    for ranks in held:
+        optimizer.check_replicas(ranks)
+    _report_unaveraged(optimizer, params)
+    for ranks, same in held.items():
+        if equalize(ranks.world, device, [local(p) for p in same]) and topology.rank == 0:
+            logger.warning(
+                "%s: parameters differed between ranks; all have those of rank 0 now", type(optimizer).__name__
+            )
+    for group in groups:
+        optimizer.make_buckets(group)
+    optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _report_unaveraged(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
+    """Warns of parameters that nothing is averaged of, though ranks hold the same of them."""
+    topology = optimizer.topology
+    mesh = getattr(topology.backend, "mesh", None)
+    dims = None if mesh is None else mesh.ndim  # a mesh with a dimension for replicas, of one today, is fine
+    whole = [p for p in params if is_sharded(p) and p.device_mesh.ndim == dims]  # type: ignore[attr-defined]
+    alone = [p for p in whole if topology.held(p)[0].world_size == 1]
+    if topology.world_size > 1 and alone and topology.rank == 0:
+        twice = any(topology.held(p)[1].copies > 1 for p in alone)
+        optimizer._diagnostics.nothing_to_average(len(alone), twice, topology.backend)
+
+
+def _cut(p: Tensor) -> list[str]:
+    """How a sharded parameter is cut, in words that are the same on all ranks that hold pieces of it."""
+    return [f"{tuple(p.device_mesh.shape)} {p.placements}"] if is_sharded(p) else []  # type: ignore[attr-defined]
