@@ -259,7 +259,7 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
     runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3}}} for rate in ("1gbit", "none")]
     page = tmp_path / "speed.md"
     page.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
-    network_report.update_page(runs, page)
+    network_report.update_page(network_report.summary(runs), page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -268,7 +268,7 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
     assert "old" not in text
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no"):
-        network_report.update_page(runs, page)
+        network_report.update_page(network_report.summary(runs), page)
 
 
 def test_the_page_that_is_committed_has_the_figures_that_are() -> None:
