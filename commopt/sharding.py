@@ -10,11 +10,15 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(t: Any) -> bool:
     """True for a DTensor."""
+    if type(t) in _PLAIN:  # of thousands of parameters that are not sharded, this is asked often
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it; it takes a second
     return module is not None and isinstance(t, module.DTensor)
 
@@ -73,6 +77,13 @@ def global_offset(p: Tensor) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
     return tuple(offset)
+
+
+def cut_alike(t: Tensor, p: Tensor) -> bool:
+    """False if ``t`` is cut, but not as ``p`` is."""
+    if not is_sharded(t):
+        return True
+    return is_sharded(p) and (t.device_mesh, t.placements) == (p.device_mesh, p.placements)  # type: ignore[attr-defined]
 
 
 def cut(whole: Tensor, p: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -475,3 +476,43 @@ def cube(rank: int, world_size: int) -> dict[str, Any]:
     beside = Beside(net, optimizer, range(4), mesh)
     number = 2 * replica + shard
     return {"cube": beside.after(4, lambda step: net(images(step, number)).square().mean().backward())}
+
+
+def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
+    """State that was made by whole models loads into sharded ones, and the other way: by torch's tools, and by
+    ``load_state_dict()``. What all of them come to after some steps in full precision, and how far that is apart."""
+    mesh, out = grid(2, 2), {}
+    everyone = {"backend": TorchBackend(), "freeze_step": 100, "lr": 1e-2}
+    for way in ("tools", "state_dict"):
+        whole_net, net = Plain(), fully_shard(Plain(), mesh=mesh["shard"])
+        whole_one = commopt.OneBitAdam(whole_net.parameters(), **everyone)
+        for step in range(3):
+            fit(whole_net, whole_one, step, rank)
+        ours = commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=100, process_group=mesh)
+        full = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(net, whole_net.state_dict(), options=full)
+        if way == "tools":
+            set_optimizer_state_dict(net, ours, get_optimizer_state_dict(whole_net, whole_one), options=full)
+        else:
+            ours.load_state_dict(whole_one.state_dict())
+        for step in range(3, 6):
+            fit(whole_net, whole_one, step, rank)
+            fit(net, ours, step, rank)
+        out[f"{way}: sharded"] = distance(net, whole_net)
+        back = Plain()
+        again = commopt.OneBitAdam(back.parameters(), **everyone)
+        state = get_optimizer_state_dict(net, ours, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        holder = [state]  # torch's tool gives all of it to rank 0 alone
+        dist.broadcast_object_list(holder)
+        back.load_state_dict({name: whole(p).detach().clone() for name, p in net.named_parameters()})
+        if way == "tools":
+            set_optimizer_state_dict(back, again, holder[0])
+        else:
+            saved = ours.state_dict()
+            whole_state = {i: {name: whole(v) for name, v in entry.items()} for i, entry in saved["state"].items()}
+            again.load_state_dict({**saved, "state": whole_state})
+        for step in range(6, 9):
+            fit(back, again, step, rank)
+            fit(whole_net, whole_one, step, rank)
+        out[f"{way}: back"] = distance(back, whole_net)
+    return out

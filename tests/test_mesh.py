@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from every import COMMUNICATING
 from torch import Tensor
 from worlds import on_processes, same_bits
 
-from commopt.optim.own_tensor import OwnTensor, boxes
+from commopt.optim.own_tensor import OwnTensor, Place, boxes
 
 
 def test_a_sharded_run_with_the_identity_is_the_unsharded_one():
@@ -162,6 +165,13 @@ def test_on_another_mesh_nothing_is_lost_and_back(saved, folder, tmp_path, repli
                     torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+def test_states_of_whole_models_load_into_sharded_ones_and_back():
+    for found in on_processes(4, mesh_scenes.unsharded_and_back):
+        assert len(found) == 4
+        for way, apart in found.items():
+            assert apart < 1e-12, way
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (4, 1, 3)])
 def test_a_run_of_elements_is_some_boxes(shape):
     numbers = torch.arange(math.prod(shape)).view(shape)
@@ -172,17 +182,16 @@ def test_a_run_of_elements_is_some_boxes(shape):
 
 
 def test_a_tensor_that_knows_its_place_stays_that_where_it_is_copied():
-    import copy
-    import pickle
-
-    from commopt.optim.own_tensor import Place
-
     own = OwnTensor.make(torch.arange(3.0), Place((7, 3), (2, 0), (3, 3), 4, 1, 2))
     for other in (own.clone(), copy.deepcopy(own), pickle.loads(pickle.dumps(own)), own.to("cpu"), own.detach()):
         assert isinstance(other, OwnTensor)
         assert other.place == own.place
         assert other.plain().tolist() == [0, 1, 2]
+    file = io.BytesIO()
+    torch.save({"own": own}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["own"].place == own.place
     assert type(own + 1) is Tensor
     assert own.size() != (2, 7, 4)
-    assert not own.size() != (9, 7, 3)
+    assert own.size() == (9, 7, 3)
     assert own.rows_read == 9

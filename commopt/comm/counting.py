@@ -7,7 +7,7 @@ What a rank sends, in bytes, with W ranks and N bytes given to the collective (w
     all_gather     (W-1) N                one's own row, to every other rank
     broadcast    ceil((W-1) N / W)        the mean over the ranks: W-1 copies are sent in all
 
-Where ranks are grouped by nodes, what stays inside a node is counted apart.
+Where ranks are grouped by nodes, or hold a replica together, what stays inside is counted apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commopt.comm.receipt import Receipt, row_sums
 
 @dataclass
 class Tally:
-    """Bytes sent and calls made, by collective; ``intra_node`` has those that stay inside a node."""
+    """Bytes sent and calls made, by collective; ``intra_node`` has those that stay inside a node, or a replica."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)

@@ -113,8 +113,12 @@ class Topology:
         self.is_sharded = hasattr(backend, "holding")
         self._alone = CountingBackend(LocalBackend())
         self._of: dict[int, Replicas] = {}
+        self._inside: dict[int, CountingBackend] = {}
+        self._parts: Sequence[int] | None = None
+        self._stages: Sequence[int] | None = None
+        self._whole: tuple[Replicas, Holding] | None = None
         if not self.is_sharded:
-            self._replicas_over(backend)
+            self._whole = self._replicas_over(backend), Holding(backend, self.world_size)
 
     @property
     def replicas(self) -> list[Replicas]:
@@ -133,12 +137,16 @@ class Topology:
     @property
     def parts(self) -> Sequence[int]:
         """Of each rank, by rank, which part of the model it holds: ranks of one part are replicas."""
-        return self.backend.parts if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        if self._parts is None:
+            self._parts = self.backend.parts if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        return self._parts
 
     @property
     def stages(self) -> Sequence[int]:
         """Of each rank, by rank, which parameters it holds at all, whole or in parts."""
-        return self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        if self._stages is None:
+            self._stages = self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
+        return self._stages
 
     def same_part(self) -> list[int]:
         """The ranks that hold the same part of the model as this one."""
@@ -147,7 +155,7 @@ class Topology:
     @property
     def inside(self) -> Backend:
         """The ranks that hold one replica together; this rank alone where it holds a whole one."""
-        return self.backend.inside if self.is_sharded else self._alone  # type: ignore[attr-defined]
+        return self._counted_inside(self.backend.inside) if self.is_sharded else self._alone  # type: ignore[attr-defined]
 
     def check(self, p: Tensor) -> None:
         """Raises ValueError if the ranks cannot hold ``p``. Communicates nothing."""
@@ -157,19 +165,27 @@ class Topology:
     def held(self, p: Tensor) -> tuple[Replicas, Holding]:
         """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at
         the same point; it may communicate."""
-        if self.is_sharded:
-            holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
-            if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
-                holding = replace(holding, replicas=holding.replicas.world)
-        else:
-            holding = Holding(self.backend, self.world_size)
-        return self._replicas_over(holding.replicas), holding
+        if self._whole is not None:
+            return self._whole
+        self._parts = None  # they may be more now
+        holding: Holding = self.backend.holding(p)  # type: ignore[attr-defined]
+        if isinstance(holding.replicas, NodesBackend) and not self._with_nodes:
+            holding = replace(holding, replicas=holding.replicas.world)
+        pieces = tuple(self._counted_inside(ranks) for ranks in holding.pieces)
+        inside = None if holding.inside is None else self._counted_inside(holding.inside)
+        return self._replicas_over(holding.replicas), replace(holding, pieces=pieces, inside=inside)
 
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
         call this at the same point; it may communicate."""
         control = open_control(self.backend)
         return self.world if control is self.backend else CountingBackend(control, self.traffic, self.receipt)
+
+    def _counted_inside(self, backend: Backend) -> CountingBackend:
+        """Some ranks of a replica, with what they send each other counted as what stays inside."""
+        if id(backend) not in self._inside:
+            self._inside[id(backend)] = CountingBackend(backend, self.traffic, self.receipt, intra_node=True)
+        return self._inside[id(backend)]
 
     def _replicas_over(self, backend: Backend) -> Replicas:
         if id(backend) not in self._of:

@@ -6,6 +6,7 @@ from commopt.optim.guard import Guard, NotFinite, ReplicasDiffer
 from commopt.optim.lamb import Lamb
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.qsparse import QSparseLocalSGD
 from commopt.optim.state import join_state_dict, split_state_dict
@@ -19,6 +20,7 @@ __all__ = [
     "NotFinite",
     "OneBitAdam",
     "OneBitLamb",
+    "OwnTensor",
     "QSparseLocalSGD",
     "ReplicasDiffer",
     "SyncPolicy",

@@ -58,7 +58,6 @@ from commopt.optim.packed import PackedOptimizer, in_a_list
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
@@ -185,7 +184,8 @@ class CommOptimizer(PackedOptimizer):
         was local."""
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
-        """Logs what a user should know of ``groups``, which begin ``phase``. On rank 0 only; communicates nothing."""
+        """Logs what a user should know of ``groups``, which begin ``phase``. Called on rank 0 only, unless ranks hold
+        parts: then on all, and it may communicate with the ranks of the same replica."""
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
@@ -532,8 +532,9 @@ class CommOptimizer(PackedOptimizer):
         Returns:
             phase: of the next step.
             step, total: traffic of the last step, and of all since construction, ``{"bytes", "calls",
-                "by_collective"}``; bytes are those that this rank sends, beyond its node if it has one;
-                ``"intra_node"`` has the others (:mod:`commopt.comm.counting` has the formulas).
+                "by_collective"}``; bytes are those that this rank sends, beyond its node, or the ranks that hold a
+                replica together; ``"intra_node"`` has the others, but for what FSDP and its like send
+                (:mod:`commopt.comm.counting` has the formulas).
             fp32_bytes: what a float32 all-reduce of all parameters would send in a step.
             ratio: fp32_bytes over the bytes of the last step; None if it sent nothing.
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.
@@ -559,9 +560,12 @@ class CommOptimizer(PackedOptimizer):
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
         lets a variance stand later."""
-        held = self.packed()
-        params = [p for group in groups for p in group["params"] if id(p) in held and p.numel() and not is_sharded(p)]
-        self._diagnostics.zero_variance(params, self.state, self.param_groups, later)
+        chosen, moves = {id(group) for group in groups}, dict[Tensor, bool]()
+        for bucket, group in self.grouped_buckets():
+            if id(group) in chosen:
+                largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
+                moves.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
+        self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}
@@ -571,6 +575,6 @@ class CommOptimizer(PackedOptimizer):
         for (old, new), indices in changed.items():
             groups = [self.param_groups[i] for i in indices]
             which = indices if len(groups) < len(self.param_groups) else None
-            if self.topology.rank == 0:
+            if self.topology.rank == 0 or self.topology.is_sharded:
                 self.report_phase(new, groups)
             self._diagnostics.new_phase(old, new, groups[0]["step"], which, self.compressor)

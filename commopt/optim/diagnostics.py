@@ -47,7 +47,8 @@ class Diagnostics:
         if self._once("idle"):
             logger.warning(
                 "%s: no parameter has a gradient on any rank, so nothing moves. Was backward() called, and are these "
-                "still the parameters of the model? (Some wrappers, such as FSDP, exchange them: wrap first.)",
+                "still the parameters of the model? (FSDP1 exchanges them: wrap first. FSDP2 hides gradients where "
+                "set_requires_all_reduce(False) or set_requires_gradient_sync(False) was called.)",
                 self.optimizer,
             )
 
@@ -127,21 +128,22 @@ class Diagnostics:
             )  # fmt: skip
 
     def zero_variance(
-        self, params: Sequence[Tensor], state: Mapping[Tensor, Any], groups: Sequence[dict[str, Any]], later: str
+        self, moves: Mapping[Tensor, bool], state: Mapping[Tensor, Any], groups: Sequence[dict[str, Any]], later: str
     ) -> None:
-        """The variance of ``params``, of ``groups``, stands from now on. Warns if some had gradients, but all of them
-        0: they will not move. Or if none of them will. ``later`` says what lets a variance stand later."""
+        """The variance of some parameters, of ``groups``, stands from now on; those with any that is not 0 will move.
+        Warns if some had gradients, but all of them 0: they will not. Or if none of them will. ``later`` says what lets
+        a variance stand later."""
         if self.rank:
             return
-        still = [p for p in params if not state[p]["exp_avg_sq"].any()]
+        still = [p for p, any_moves in moves.items() if not any_moves]
         zeros = [p for p in still if state[p]["variance_step"] > 0]
-        named = zeros if len(still) < len(params) else still
+        named = zeros if len(still) < len(moves) else still
         if named:
             logger.warning(
                 "%s: the variance of %d of %d parameters is 0 everywhere, and stands from now on: no gradient will "
                 "move them (%s). Their gradients so far were 0, or too small for a square. If it was too early, %s; if "
                 "they are not to be trained, freeze them (requires_grad_(False)).",
-                self.optimizer, len(named), len(params), listed(named, groups), later,
+                self.optimizer, len(named), len(moves), listed(named, groups), later,
             )  # fmt: skip
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:

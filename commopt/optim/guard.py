@@ -19,6 +19,7 @@ from torch import Tensor
 from commopt.comm import Backend
 from commopt.optim.agreement import LARGEST_NORM
 from commopt.optim.setup import gather_texts
+from commopt.sharding import local
 
 if TYPE_CHECKING:
     from commopt.optim.state_bucket import StateBucket
@@ -133,14 +134,14 @@ def _ranks(odd: Sequence[int]) -> str:
 def tell_not_finite(backend: Backend, buckets: Sequence[StateBucket], names: Mapping[Tensor, str]) -> str:
     """Describes what is not finite on which rank, in words that are the same on all ranks. All ranks must call it
     together."""
-    tensors = [(name, p.detach()) for p, name in names.items()]
+    tensors = [(name, local(p.detach())) for p, name in names.items()]
     for i, bucket in enumerate(buckets):
         tensors += [(f"{name} of bucket {i}", flat) for name, flat in bucket.buffers.items()]
         if bucket.feedback is not None:
             tensors += [(f"worker_error of bucket {i}", bucket.feedback.worker)]
             tensors += [(f"server_error of bucket {i}", bucket.feedback.server)]
     found = not_finite(tensors) or not_finite(
-        (f"the gradient of {name}", p.grad) for p, name in names.items() if p.grad is not None
+        (f"the gradient of {name}", local(p.grad)) for p, name in names.items() if p.grad is not None
     )
     texts = gather_texts(backend, ", ".join(found))
     where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

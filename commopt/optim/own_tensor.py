@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -139,10 +139,18 @@ class OwnTensor(Tensor):
         return out.as_subclass(Tensor) if isinstance(out, OwnTensor) else out
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return OwnTensor.make, (self.plain().clone(), self.place)
+        return rebuilt, (self.plain().clone(), astuple(self.place))
 
     def __deepcopy__(self, memo: Any) -> OwnTensor:
         return _with_place(self.plain().clone(), self)
+
+
+def rebuilt(elements: Tensor, place: tuple[Any, ...]) -> OwnTensor:
+    """What was pickled."""
+    return OwnTensor.make(elements, Place(*place))
+
+
+torch.serialization.add_safe_globals([rebuilt])  # torch.load(weights_only=True) runs no other code
 
 
 class _AnyRows:

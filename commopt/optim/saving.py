@@ -18,7 +18,7 @@ from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, 
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import cut, is_sharded, local
+from commopt.sharding import cut, cut_alike, local
 
 Entries = dict[Any, dict[str, Any]]
 """State by parameter; by other keys what users have put there."""
@@ -73,10 +73,10 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
                     f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
                     f"has shape {tuple(p.shape)}: it is the state of another model"
                 )
-            if is_sharded(value) and (value.device_mesh, value.placements) != (p.device_mesh, p.placements):  # type: ignore[attr-defined]
+            if not cut_alike(value, p):
                 raise ValueError(
-                    f"parameter {i}: {name} in the loaded state is cut as {value.placements} over {value.device_mesh}, "  # type: ignore[attr-defined]
-                    f"the parameter otherwise: load it with torch.distributed.checkpoint, which reads any mesh's"
+                    f"parameter {i}: {name} in the loaded state is cut over ranks, and the parameter not like it: "
+                    "load it with torch.distributed.checkpoint, or give whole tensors (full_tensor())"
                 )
 
 
