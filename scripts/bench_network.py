@@ -183,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the runs of other beds and models in that file")
     parser.add_argument("--png", type=Path, help="draw the runs into this file")
     parser.add_argument(
-        "--update-docs", action="store_true", help=f"their tables and picture from {FIGURES.name} and {SHARDED.name}; no run"
+        "--update-docs", action="store_true", help="their tables and picture from benchmarks/network*.json; no run"
     )
     args = parser.parse_args()
     try:

@@ -100,8 +100,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
 
 
 def sharded(runs: list[dict[str, Any]]) -> str:
-    """Markdown: of sharded models the time of a step by rate; and the bytes that leave a host, as they were in the first
-    run."""
+    """Markdown: the time of a step by rate; and the bytes that leave a host, of the first run. For sharded models."""
 
     def times(m: dict[str, Any]) -> str:
         return f"{1e3 * m['seconds_median']:.0f} ms, {m['to_hsdp']:.2f} x, {m['to_hsdp_none']:.2f} x"
