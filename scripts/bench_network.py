@@ -3,7 +3,7 @@
 
     scripts/bench_network.py --hosts 2 --rate 100mbit,1gbit --methods none,ddp,ddp_powersgd4,onebit_adam
     scripts/bench_network.py --hosts 2,3,4,8 --rate none --methods ddp,onebit_adam --rounds 2     # bytes per rank
-    scripts/bench_network.py --update-docs     # docs/speed.md, docs/network.png; from benchmarks/network.json, no run
+    scripts/bench_network.py --update-docs     # tables and picture in docs, from benchmarks/network*.json; no run
 
 A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
@@ -12,6 +12,8 @@ the NIC has counted in the same time, headers and acknowledgements included, mea
 compressed phase, PowerSGD past its warm-up. The bound is max(seconds of ``none``, bytes / rate): with that optimizer's
 arithmetic, no order of communication and computation could be faster. Rounds in which other processes had more than a
 tenth of the machine do not count, unless all are like that.
+
+The methods hsdp... have models that FSDP2 shards inside a host (--ranks-per-host 2); their bound is by ``hsdp_none``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import tempfile
@@ -32,10 +35,11 @@ from typing import Any
 import torch
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
 from network_rank import METHODS
-from network_report import caveats, draw, table, title, update_page
+from network_report import RATIOS, caveats, draw, sharded, summary, table, title, update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
+SHARDED = ROOT / "benchmarks" / "network_sharded.json"
 DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 
@@ -52,6 +56,7 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
     """All methods on one bed; what they took, summarised."""
     spec: dict[str, Any] = {key: getattr(args, key) for key in (*SHAPE, "methods", "rounds", "seconds")}
     spec |= {"hosts": bed.hosts, "bed": "namespaces" if isinstance(bed, NetBed) else "loopback"}
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun does it
@@ -70,6 +75,8 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "cores": len(set().union(*bed.cores)),
         "rate": rate,
         "bed": spec["bed"],
+        "command": shlex.join(["scripts/bench_network.py", *sys.argv[1:]]),
+        "load": load,
         **{key: spec[key] for key in SHAPE},
         **measured["facts"],
         "rounds": args.rounds,
@@ -130,13 +137,14 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
             "tokens_per_second": tokens * len(blocks) / quartiles[1],
             "bytes_per_host": statistics.median(sent),
         }
-    for method in methods.values():
-        for other in {"none", "ddp"} & methods.keys():
+    for name, method in methods.items():
+        for other in RATIOS.keys() & methods.keys():
             ratios = [a / b for a, b in zip(method["seconds"], methods[other]["seconds"])]
             method[f"to_{other}"] = statistics.median(ratios)
-        if "none" in methods:
+        alone = "hsdp_none" if name.startswith("hsdp") else "none"
+        if alone in methods:
             wire = 8 * method["bytes_per_host"] / bed.rate if bed.rate else 0.0
-            method["bound_seconds"] = max(methods["none"]["seconds_median"], wire)
+            method["bound_seconds"] = max(methods[alone]["seconds_median"], wire)
             method["to_bound"] = method["seconds_median"] / method["bound_seconds"]
     return methods
 
@@ -157,8 +165,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="100mbit,1gbit", help='rates, with commas; "none" is unshaped')
     parser.add_argument(
         "--methods",
-        default=",".join(name for name in METHODS if "nodes" not in name),
-        help=f"with commas; of {', '.join(METHODS)} (default: all without nodes, which are for several ranks a host)",
+        default=",".join(name for name in METHODS if "nodes" not in name and "hsdp" not in name),
+        help=f"with commas; of {', '.join(METHODS)} "
+        "(default: all without nodes and hsdp, which are for several ranks a host)",
     )
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
@@ -174,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the runs of other beds and models in that file")
     parser.add_argument("--png", type=Path, help="draw the runs into this file")
     parser.add_argument(
-        "--update-docs", action="store_true", help=f"their tables and picture from {FIGURES.name}; no run"
+        "--update-docs", action="store_true", help="their tables and picture from benchmarks/network*.json; no run"
     )
     args = parser.parse_args()
     try:
@@ -192,7 +201,8 @@ def main() -> int:
     args = arguments()
     if args.update_docs:
         kept = json.loads(FIGURES.read_text())["runs"]
-        update_page(kept, ROOT / "docs" / "speed.md")
+        update_page(summary(kept), ROOT / "docs" / "speed.md")
+        update_page(sharded(json.loads(SHARDED.read_text())["runs"]), ROOT / "docs" / "sharding_network.md")
         draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")
         return 0
     exit_on_signals()

@@ -5,6 +5,7 @@ network_rank.py SPEC OUT       run by the bed; SPEC: JSON; rank 0 writes all blo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from netbed import read_counters
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
@@ -30,6 +31,14 @@ from commopt.train.models import GPT
 WARMUP = 6  # steps of every method before anything is measured; what has a warm-up of its own is through it by then
 
 # methods: model -> (model to call, optimizer) -------------------------------------------------------------------------
+
+
+@functools.cache
+def hosts_mesh() -> DeviceMesh:
+    """Hosts by ranks of a host."""
+    places = int(os.environ["LOCAL_WORLD_SIZE"])
+    shape = (dist.get_world_size() // places, places)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -63,8 +72,7 @@ def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
 
 def onebit_adam(model: nn.Module, attached: bool = False, nodes: bool = False, **options: Any) -> tuple[nn.Module, Any]:
     if nodes:  # the hosts
-        places = int(os.environ["LOCAL_WORLD_SIZE"])
-        options["process_group"] = init_device_mesh("cpu", (dist.get_world_size() // places, places))
+        options["process_group"] = hosts_mesh()
     wrapped = DistributedDataParallel(model) if attached else model
     optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-5, weight_decay=0.01, freeze_step=3, **options)
     if attached:
@@ -76,6 +84,25 @@ def zero_one_adam(model: nn.Module, distance: int, **options: Any) -> tuple[nn.M
     """A round every ``distance`` steps."""
     rounds = {"variance": {"stop": 3}, "sync": {"first": distance, "double_every": None, "longest": distance}}
     return model, commopt.ZeroOneAdam(model.parameters(), lr=1e-5, weight_decay=0.01, **rounds, **options)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Every block by itself, then the rest, in place."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.net.transformer.h:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def hsdp(model: nn.Module, between: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+    """Sharded inside a host; FSDP averages ``between`` hosts, or nobody does."""
+    mesh = hosts_mesh() if between else hosts_mesh()["shard"]
+    return shard(model, mesh), adamw(model, **options)
+
+
+def hsdp_onebit_adam(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    return onebit_adam(shard(model, hosts_mesh()["shard"]), process_group=hosts_mesh(), **options)
 
 
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
@@ -100,6 +127,16 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         onebit_adam,
         {"nodes": True, "overlap": True},
     ),
+    "hsdp_none": ("FSDP in a host, AdamW, no communication between hosts", hsdp, {"between": False}),
+    "hsdp_none_fused": (
+        "FSDP in a host, AdamW(fused), no communication between hosts",
+        hsdp,
+        {"between": False, "fused": True},
+    ),
+    "hsdp": ("HSDP, AdamW", hsdp, {}),
+    "hsdp_fused": ("HSDP, AdamW(fused)", hsdp, {"fused": True}),
+    "hsdp_onebit_adam": ("FSDP in a host, OneBitAdam", hsdp_onebit_adam, {}),
+    "hsdp_onebit_adam_overlap": ("FSDP in a host, OneBitAdam(overlap=True)", hsdp_onebit_adam, {"overlap": True}),
 }
 
 # a rank ---------------------------------------------------------------------------------------------------------------
@@ -138,15 +175,23 @@ class Trainee:
             assert self.optimizer.skipped_steps == 0
 
     def collectives(self) -> int:
-        """Collectives that one step starts; of several, rounded."""
+        """Collectives that one step starts, without those of ranks of one host; of several steps, rounded."""
         if isinstance(self.optimizer, CommOptimizer):  # it has groups of its own, and counts
             before = self.optimizer.comm_stats()["total"]["calls"]
             for _ in range(self.cycle):
                 self.step()
             return round((self.optimizer.comm_stats()["total"]["calls"] - before) / self.cycle)
-        before = dist.group.WORLD._get_sequence_number_for_group()
+        before = between_hosts()
         self.step()
-        return dist.group.WORLD._get_sequence_number_for_group() - before
+        return between_hosts() - before
+
+
+def between_hosts() -> int:
+    """Collectives so far of this rank's process groups of several hosts."""
+    places = int(os.environ["LOCAL_WORLD_SIZE"])
+    groups = [g for g in dist.distributed_c10d._world.pg_group_ranks if isinstance(g, dist.ProcessGroup)]
+    several = [g for g in groups if len({rank // places for rank in dist.get_process_group_ranks(g)}) > 1]
+    return sum(g._get_sequence_number_for_group() for g in several)
 
 
 def measure(step: Callable[[], None], count: int) -> dict[str, float]:

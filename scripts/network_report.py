@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+RATIOS = {"none": "x none", "ddp": "x DDP", "hsdp_none": "x hsdp_none", "hsdp": "x HSDP"}
+"""Methods that others are compared with."""
+
 BEGIN, END = "<!-- network: made by scripts/bench_network.py --update-docs -->", "<!-- /network -->"
 
 
@@ -20,13 +23,15 @@ def cell(method: dict[str, Any], key: str) -> str:
 
 def table(run: dict[str, Any]) -> str:
     """Markdown."""
-    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", "x none", "x DDP", "x bound"]
+    others = {f"to_{key}": name for key, name in {**RATIOS, "bound": "x bound"}.items()}
+    others = {key: name for key, name in others.items() if any(key in m for m in run["methods"].values())}
+    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", *others.values()]
     lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for m in run["methods"].values():
         low, high = (1e3 * s for s in m["seconds_quartiles"])
         cells = [m["label"], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
         cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
-        cells += [str(m["collectives"]), *(cell(m, f"to_{x}") for x in ("none", "ddp", "bound"))]
+        cells += [str(m["collectives"]), *(cell(m, key) for key in others)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -77,13 +82,13 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def update_page(runs: list[dict[str, Any]], page: Path) -> None:
-    """Replaces what stands between the two markers."""
+def update_page(text: str, page: Path) -> None:
+    """``text`` for what stands between the two markers."""
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"{page} has no {BEGIN} ... {END}")
-    page.write_text(f"{before}{begin}\n{summary(runs)}\n{end}{after}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def summary(runs: list[dict[str, Any]]) -> str:
@@ -92,6 +97,22 @@ def summary(runs: list[dict[str, Any]]) -> str:
     times = {title(run): {k: f"{1e3 * m['seconds_median']:.0f} ms{ratios(m)}" for k, m in run["methods"].items()}
              for run in shaped}  # fmt: skip
     return "\n\n".join(matrix(part, runs) for part in (times, growth(runs)) if part)
+
+
+def sharded(runs: list[dict[str, Any]]) -> str:
+    """Markdown: the time of a step by rate; and the bytes that leave a host, of the first run. For sharded models."""
+
+    def times(m: dict[str, Any]) -> str:
+        return f"{1e3 * m['seconds_median']:.0f} ms, {m['to_hsdp']:.2f} x, {m['to_hsdp_none']:.2f} x"
+
+    columns = {run["rate"]: {key: times(m) for key, m in run["methods"].items()} for run in runs}
+    methods = runs[0]["methods"]
+    native = methods["hsdp"]["bytes_per_host"]
+    columns["MB a host"] = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in methods.items()}
+    columns["HSDP's by"] = {
+        key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
+    }
+    return matrix(columns, runs)
 
 
 def ratios(method: dict[str, Any]) -> str:

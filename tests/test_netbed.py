@@ -259,7 +259,7 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
     runs = [run | {"rate": rate, "methods": {"some": method | {"collectives": 3}}} for rate in ("1gbit", "none")]
     page = tmp_path / "speed.md"
     page.write_text(f"before\n{network_report.BEGIN}\nold\n{network_report.END}\nafter\n")
-    network_report.update_page(runs, page)
+    network_report.update_page(network_report.summary(runs), page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -268,22 +268,30 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
     assert "old" not in text
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no"):
-        network_report.update_page(runs, page)
+        network_report.update_page(network_report.summary(runs), page)
 
 
-def test_the_page_that_is_committed_has_the_figures_that_are() -> None:
-    runs = json.loads((SCRIPTS.parent / "benchmarks" / "network.json").read_text())["runs"]
-    assert network_report.summary(runs) in (SCRIPTS.parent / "docs" / "speed.md").read_text()
+@pytest.mark.parametrize(
+    ("figures", "page", "made"),
+    [
+        ("network.json", "speed.md", network_report.summary),
+        ("network_sharded.json", "sharding_network.md", network_report.sharded),
+    ],
+)
+def test_the_pages_that_are_committed_have_the_figures_that_are(figures: str, page: str, made: Any) -> None:
+    runs = json.loads((SCRIPTS.parent / "benchmarks" / figures).read_text())["runs"]
+    assert made(runs) in (SCRIPTS.parent / "docs" / page).read_text()
 
 
-def test_with_hosts_as_nodes_half_as_much_leaves_a_host_of_two_ranks(start: Started, tmp_path: Path) -> None:
-    arguments = ["--methods", "onebit_adam,onebit_adam_nodes", "--rate", "1gbit", "--ranks-per-host", "2"]
+def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(start: Started, tmp_path: Path) -> None:
+    methods = "onebit_adam,onebit_adam_nodes,hsdp,hsdp_onebit_adam"
+    arguments = ["--methods", methods, "--rate", "1gbit", "--ranks-per-host", "2"]
     arguments += ["--layers", "1", "--width", "64", "--vocab", "4096", "--sequence", "16", "--rounds", "2"]
     arguments += ["--seconds", "0.02", "--timeout", "120", "--json", str(tmp_path / "figures.json")]
     code, _, err = finish(start("bench_network.py", *arguments, interpreter=python()))
     assert code == 0, err
     (run,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
-    flat, nodes = (run["methods"][name]["bytes_per_host"] for name in ("onebit_adam", "onebit_adam_nodes"))
+    flat, nodes, hsdp, sharded = (run["methods"][name]["bytes_per_host"] for name in methods.split(","))
     payload = 4 * run["parameters"]  # each way, both ranks of a host send 1 / 32 of it to the other host
     if NO_BED:
         assert nodes > 0  # loopback counts what stays in a host, too
@@ -291,3 +299,5 @@ def test_with_hosts_as_nodes_half_as_much_leaves_a_host_of_two_ranks(start: Star
     assert 2 * payload / 32 < flat < 2.4 * payload / 32
     assert payload / 32 < nodes < 1.3 * payload / 32
     assert 1.8 < flat / nodes < 2.05
+    assert payload < hsdp < 1.2 * payload
+    assert payload / 32 < sharded < 1.3 * payload / 32  # what FSDP sends stays in the host
