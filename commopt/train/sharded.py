@@ -29,6 +29,16 @@ from commopt.train.manifest import PIECES
 from commopt.train.world import World, is_loss_of_contact
 
 Tensors = dict[str, Tensor]
+_METADATA = "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"
+KNOWN = {
+    *((dcp.metadata.__name__, name) for name in (*_METADATA, "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    (dcp.filesystem.__name__, "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13 has it there
+}
+"""What metadata consists of, besides dtypes."""
 
 
 def weights(model: nn.Module) -> Tensors:
@@ -119,6 +129,10 @@ class _Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Makes what metadata consists of, and nothing else."""
+
     def find_class(self, module: str, name: str) -> Any:
-        print("ALLOW", module, name)
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in KNOWN:
+            raise pickle.UnpicklingError(f".metadata wants {module}.{name}, which metadata never has")
         return super().find_class(module, name)
