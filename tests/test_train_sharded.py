@@ -1,4 +1,4 @@
-"""The trainer on a device mesh: FSDP2 and tensor parallelism inside a replica, commopt between replicas. Four processes."""
+"""The trainer on a device mesh: FSDP2 and tensor parallelism inside a replica, commopt between replicas."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def four() -> Iterator[Four]:
 
 WARM = {"name": "OneBitAdam", "args": {"freeze_step": 100, "eps": 1e-3}}
 """Averages exactly throughout; eps, so that rounding of gradients that are 0 does not decide a step."""
+UNCLIPPED = {**WARM, "max_grad_norm": None}
+"""The same at any number of replicas: the norm to clip to is the mean of those that they have."""
 ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
 BASELINE = {"name": "AdamW", "args": {"eps": 1e-3}}
 EXACT = {"dropout": 0.0}
@@ -54,10 +56,8 @@ def losses(run_dir: Path) -> list[float]:
 SAME = [
     ("gpt", WARM, {"shard": 2}),
     ("bert", ROUNDS, {"shard": 2}),
-    ("gpt", ROUNDS, {"tensor": 2}),
-    ("bert", WARM, {"tensor": 2}),
-    ("bert", WARM, {"shard": 2, "tensor": 2}),
-    ("gpt", BASELINE, {"shard": 2}),
+    ("gpt", WARM, {"tensor": 2}),
+    ("bert", UNCLIPPED, {"shard": 2, "tensor": 2}),
     ("bert", BASELINE, {"shard": 2, "tensor": 2}),
 ]
 
@@ -70,7 +70,7 @@ def test_a_sharded_run_is_the_unsharded_one(
 ) -> None:
     """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
     some ranks only."""
-    model = {"kind": kind, "layers": 2, **EXACT}
+    model = {"kind": kind, **EXACT}
     train = {"batch_size": 16, "eval_samples": 9}
     pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
     four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
@@ -95,7 +95,6 @@ RESUMED = {
     "compressed": ("gpt", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"shard": 2}),
     "between rounds": ("bert", ROUNDS, {"shard": 2}),
     "tensor": ("bert", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"tensor": 2}),
-    "inside": ("bert", WARM, {"shard": 2, "tensor": 2}),
     "baseline": ("gpt", BASELINE, {"shard": 2}),
 }
 
@@ -122,7 +121,7 @@ def test_stopped_and_resumed_is_never_stopped(four: Four, tiny: Make, tmp_path: 
 def saved(four: Four, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on (2, 2), without dropout and compression."""
     folder = tmp_path_factory.mktemp("saved")
-    four.run(run, tiny(folder, model=EXACT, optim=WARM, parallel={"shard": 2}))
+    four.run(run, tiny(folder, model=EXACT, optim=UNCLIPPED, parallel={"shard": 2}))
     return folder
 
 
@@ -136,7 +135,7 @@ def test_resumed_on_another_mesh(
 ) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    config = tiny(tmp_path, model=EXACT, optim=WARM, parallel=parallel, resume="auto")
+    config = tiny(tmp_path, model=EXACT, optim=UNCLIPPED, parallel=parallel, resume="auto")
     if ranks == 1:
         run(config)
     else:
@@ -149,7 +148,7 @@ def test_resumed_on_another_mesh(
 def test_weights_of_another_run_with_or_without_a_mesh(
     pair: Pair, four: Four, tiny: Make, saved: Path, tmp_path: Path
 ) -> None:
-    still = {"model": EXACT, "optim": {**WARM, "lr": 1e-30}, "train": {"steps": 1}}
+    still = {"model": EXACT, "optim": {**UNCLIPPED, "lr": 1e-30}, "train": {"steps": 1}}
     first = str(saved / "checkpoints/step-00000012")
     last = read_metrics(saved)[-1]["heldout_loss"]
     pair.run(run, tiny(tmp_path / "whole", init=first, **still))
@@ -161,7 +160,7 @@ def test_weights_of_another_run_with_or_without_a_mesh(
     for kind, message in pair.errors(run, wrong):
         assert kind == CheckpointError.__name__
         assert "is of a run without parallel.*" in message
-    for kind, message in pair.errors(run, tiny(tmp_path / "b", model=EXACT, optim=WARM, resume=first)):
+    for kind, message in pair.errors(run, tiny(tmp_path / "b", model=EXACT, optim=UNCLIPPED, resume=first)):
         assert kind == CheckpointError.__name__
         assert "take it up with one, such as --parallel.replicate=2" in message
 

@@ -149,7 +149,9 @@ def save(
     except Exception as error:
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, (UserError, RuntimeError, OSError)) and not isinstance(error, (CheckpointError, CollectiveError)):
+        if isinstance(error, (UserError, RuntimeError, OSError)) and not isinstance(
+            error, (CheckpointError, CollectiveError)
+        ):
             reason = str(error) if isinstance(error, UserError) else explain(error)
             raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
         raise

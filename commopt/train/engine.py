@@ -232,9 +232,8 @@ class Hybrid(DataParallel):
     def clip(self) -> Tensor:
         """As of DDP, but parameters may be on meshes of their own: over tensor parallel ranks only some are cut."""
         grads: dict[Any, list[Tensor]] = {}
-        for p in self.module.parameters():
-            if p.grad is not None:
-                grads.setdefault(p.device_mesh, []).append(p.grad)
+        for g in (p.grad for p in self.module.parameters() if p.grad is not None):
+            grads.setdefault(g.device_mesh, []).append(g)  # type: ignore[attr-defined]
         norms = [nn.utils.get_total_norm(some).full_tensor() for some in grads.values()]  # type: ignore[attr-defined]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         factor = (self.limit / (norm + 1e-6)).clamp(max=1.0)

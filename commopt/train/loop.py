@@ -214,21 +214,21 @@ class Trainer:
         world, count = self.world, min(self.config.train.eval_samples, len(self.samples.heldout))
         indices = np.linspace(0, len(self.samples.heldout) - 1, count).astype(int)
         mine = indices[world.reader :: world.readers]
-        # those that hold one model together do the same number of forward passes, and count what they see once
+        # who holds a model together does as many forward passes, and those with the same samples count them once
         passes = -(-count // world.readers) if world.mesh is not None else len(mine)
-        counts = world.rank % world.same_samples == 0
         total, predicted = 0.0, 0
         self.model.eval()
         with self.engine.averaged():
             for start in range(0, passes, self.piece):
                 part = mine[start : start + self.piece]
-                inputs, labels = self._to_device(self.samples.heldout_batch((part if len(part) else indices[:1]).tolist()))
-                places = int((labels != IGNORE).sum()) if counts and len(part) else 0
+                batch = self.samples.heldout_batch((part if len(part) else indices[:1]).tolist())
+                inputs, labels = self._to_device(batch)
                 with self._autocast():
-                    loss = self.model(inputs, labels)
-                if places:
-                    total += float(loss) * places
-                predicted += places
+                    loss = float(self.model(inputs, labels))
+                if len(part) and world.rank % world.same_samples == 0:
+                    places = int((labels != IGNORE).sum())
+                    total += loss * places
+                    predicted += places
         self.model.train()
         total, places_of_all = self.world.reduce([total, predicted])
         return total / max(1.0, places_of_all)

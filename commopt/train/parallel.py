@@ -2,10 +2,10 @@
 
     (replicate, shard, tensor)    rank = (replica * shards + shard) * tensors + tensor
 
-Over ``tensor``, ranks compute each layer together (:func:`tensor_style`); over ``shard``, FSDP2 holds the pieces of what that
-leaves, block by block; over ``replicate``, a commopt optimizer exchanges what it compresses. With a torch optimizer,
-FSDP2 has both of the others (HSDP). The model is built whole, from the same seed on every rank, and then cut: it starts
-from the same weights on any mesh.
+Over ``tensor``, ranks compute each layer together (:func:`tensor_style`); over ``shard``, FSDP2 cuts what each of them
+has, block by block; over ``replicate``, a commopt optimizer exchanges what it compresses. With a torch optimizer, FSDP2
+has both of the others (HSDP). The model is built whole, from the same seed on every rank, and then cut: it starts from
+the same weights on any mesh.
 """
 
 from __future__ import annotations

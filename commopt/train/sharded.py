@@ -70,7 +70,8 @@ def load_optimizer_state(
         parameter: {name: tensors.get(value, value) if isinstance(value, str) else value for name, value in e.items()}
         for parameter, e in rest["state"].items()
     }
-    set_optimizer_state_dict(model, optimizer, {"state": named, "param_groups": rest["param_groups"]})
+    state: dict[str, Any] = {"state": named, "param_groups": rest["param_groups"]}
+    set_optimizer_state_dict(model, optimizer, state)
 
 
 def write(folder: Path, tensors: Tensors, world: World) -> None:
