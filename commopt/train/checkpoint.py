@@ -3,6 +3,7 @@
     step-00000500/  shared.pt        rank 0: model, replicated optimizer state, counters, what they belong to
                     rank-00000.pt …  every rank: its compression residuals and random generators
                     manifest.json    format, step, world size, size and SHA-256 of each file, and of all that
+                    sharded/         where ranks hold a model together: its weights and optimizer state (sharded.py)
 
 All ranks write into a folder with another name; only when all have succeeded does rank 0 rename it. Files are read with
 ``weights_only=True``: loading runs no code from them. Every public function that takes a ``World`` is a collective, and
@@ -20,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 
 from commopt.comm import CollectiveError
-from commopt.train import sums
+from commopt.train import sharded, sums
 from commopt.train.errors import CheckpointError, DamagedError, UserError, explain
 from commopt.train.files import Watched
 from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, step_in
@@ -66,6 +67,11 @@ def _write(path: Path, content: Any) -> dict[str, Any]:
             if watched.error is not None:
                 raise watched.error from error
             raise
+    return _entry(path)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """The manifest entry of a file."""
     return {"size": path.stat().st_size, "sha256": sums.of_file(path)}
 
 
@@ -94,16 +100,25 @@ def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_s
         file.write(make_manifest(step, world_size, files))
         file.flush()
         os.fsync(file.fileno())
-    _sync(aside)
+    for path in {(aside / name).parent for name in files}:
+        _sync(path)
     aside.rename(final)
     _sync(final.parent)
 
 
-def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any], world: World, keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    shared: dict[str, Any],
+    local: dict[str, Any],
+    world: World,
+    keep: int,
+    pieces: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Write the checkpoint of ``step`` below ``folder`` and remove all but the newest ``keep``.
 
-    ``shared`` is used on rank 0 only, ``local`` on every rank. Raises CheckpointError on every rank if any of them
-    could not write; the checkpoints that were there stay then.
+    ``shared`` is used on rank 0 only, ``local`` on every rank; ``pieces`` are tensors of which ranks have parts. Raises
+    CheckpointError on every rank if any of them could not write; the checkpoints that were there stay then.
     """
     final = folder / f"{PREFIX}{step:08d}"
     aside = folder / f"{ASIDE}{final.name}"
@@ -115,6 +130,8 @@ def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any],
 
     def write() -> dict[str, Any]:
         files = {rank_file(world.rank): _write(aside / rank_file(world.rank), local)}
+        if pieces is not None:
+            files |= {path.relative_to(aside).as_posix(): _entry(path) for path in sharded.files_of(aside, world)}
         return files | ({SHARED: _write(aside / SHARED, shared)} if world.is_main else {})
 
     def finish() -> None:
@@ -125,12 +142,16 @@ def save(folder: Path, step: int, shared: dict[str, Any], local: dict[str, Any],
 
     try:
         world.once(begin)
+        if pieces is not None:
+            sharded.write(aside, pieces, world)
         parts = world.gather(world.together(write))
         world.once(finish)
     except Exception as error:
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, (UserError, RuntimeError)) and not isinstance(error, (CheckpointError, CollectiveError)):
+        if isinstance(error, (UserError, RuntimeError, OSError)) and not isinstance(
+            error, (CheckpointError, CollectiveError)
+        ):
             reason = str(error) if isinstance(error, UserError) else explain(error)
             raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
         raise

@@ -183,6 +183,34 @@ class CommConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """The ranks that hold one model together, by torch's FSDP2 and tensor parallelism: a device mesh of replicate *
+    shard * tensor ranks. What an optimizer compresses goes between the replicas. All as it is: every rank holds the
+    whole model."""
+
+    shard: int = 1
+    """Ranks over which FSDP2 cuts the model, >= 1; each trains on samples of its own. They follow each other, in steps
+    of tensor: make shard * tensor the ranks of a machine."""
+    tensor: int = 1
+    """Ranks that compute each layer together, on the same samples, >= 1; must divide model.heads. They follow each
+    other."""
+    replicate: int | None = None
+    """Replicas of the model, >= 1; null for as many as there are ranks for. Given, it must fit, and the run is one on a
+    mesh even where nothing is cut: so it can take up what runs on other meshes have saved."""
+
+    def __post_init__(self) -> None:
+        _check("parallel.shard", self.shard, self.shard >= 1, ">= 1")
+        _check("parallel.tensor", self.tensor, self.tensor >= 1, ">= 1")
+        replicas = self.replicate
+        _check("parallel.replicate", replicas, replicas is None or replicas >= 1, ">= 1 or null")
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the run has a device mesh at all."""
+        return self.shard > 1 or self.tensor > 1 or self.replicate is not None
+
+
+@dataclass
 class TrainConfig:
     """The loop: how long, how much per step, and what is written when."""
 
@@ -230,6 +258,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     init: str | None = None
     """Folder of a checkpoint of another run, for the weights that a new run starts from: of a model of the same shape,
@@ -247,3 +276,10 @@ class Config:
         positions, length = self.model.positions, self.data.seq_len
         enough = positions is None or positions >= length
         _check("model.positions", positions, enough, f"null or >= data.seq_len={length}")
+        tensor, heads = self.parallel.tensor, self.model.heads
+        _check("parallel.tensor", tensor, heads % tensor == 0, f"a divisor of model.heads={heads}")
+        if self.parallel.on_mesh:
+            places, backend = self.comm.ranks_per_node, self.comm.backend
+            _check("comm.ranks_per_node", places, places == 1, "1 with parallel.*, whose replicas are the nodes")
+            known = backend in BACKENDS and backend != "mpi"
+            _check("comm.backend", backend, known, "auto, gloo or nccl with parallel.*: the mesh is torch's")

@@ -1,7 +1,7 @@
 """Engines, which say who communicates: an optimizer that does it itself, or DistributedDataParallel around any torch
-optimizer.
+optimizer, or FSDP2 below it where models are cut over a mesh.
 
-Both sides of that choice answer the same four questions of the loop: what to call, how to accumulate, how to step, and
+All sides of that choice answer the same four questions of the loop: what to call, how to accumulate, how to step, and
 what was sent.
 """
 
@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from commopt.comm import MessageDamaged, all_reduce_bytes
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
+from commopt.sharding import local
 from commopt.train.config import OptimConfig
 from commopt.train.errors import DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
-from commopt.train.optimizer import OURS, make_optimizer
+from commopt.train.optimizer import OURS, make_optimizer, plan_optimizer
+from commopt.train.parallel import shard
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Engine(Protocol):
 
     @property
     def phase(self) -> str:
-        """Phase of the next step: ddp, plain (one rank), or what the optimizer says."""
+        """Phase of the next step: ddp, hsdp, plain (one rank), or what the optimizer says."""
         ...
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -136,8 +138,16 @@ class DataParallel:
         self.optimizer, self.alone = optimizer, world.size == 1
         self.limit = float("inf") if config.max_grad_norm is None else config.max_grad_norm
         self.max_skipped, self.row = config.max_skipped, 0  # steps in a row that were skipped
-        self.skipped, self.bytes = False, all_reduce_bytes(4 * count_parameters(model), world.size)
-        self.module = model if self.alone else nn.parallel.DistributedDataParallel(model, **_CONSTANT_BUFFERS)
+        self.skipped, self.bytes = False, self.bytes_of(model, world)
+        self.module = self.wrap(model)
+
+    def bytes_of(self, model: nn.Module, world: World) -> int:
+        """Bytes of a step, on this rank."""
+        return all_reduce_bytes(4 * count_parameters(model), world.size)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with whoever averages its gradients."""
+        return model if self.alone else nn.parallel.DistributedDataParallel(model, **_CONSTANT_BUFFERS)
 
     @property
     def phase(self) -> str:
@@ -158,7 +168,7 @@ class DataParallel:
             DivergedError: on all ranks, when ``max_skipped`` steps in a row have been skipped.
         """
         gradients = [(name, p.grad) for name, p in self.module.named_parameters()]
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.limit)
+        norm = self.clip()
         self.skipped = not torch.isfinite(norm)
         if not self.skipped:
             self.row = 0
@@ -168,6 +178,10 @@ class DataParallel:
         log.warning("step skipped on all ranks: inf or NaN in the gradients")
         if self.max_skipped is not None and self.row >= self.max_skipped:
             self._give_up(bad(gradients))
+
+    def clip(self) -> Tensor:
+        """Clips the gradients; gives the norm that they had."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), self.limit)
 
     def _give_up(self, gradients: list[str]) -> None:
         weights = bad(list(self.module.named_parameters()))
@@ -191,9 +205,50 @@ class DataParallel:
         return None
 
 
+class Hybrid(DataParallel):
+    """A torch optimizer on pieces of a model that FSDP2 averages over all ranks (HSDP), the uncompressed baseline on a
+    mesh. Bytes are those between the replicas."""
+
+    def bytes_of(self, model: nn.Module, world: World) -> int:
+        """An all-reduce of this rank's pieces in every step."""
+        assert world.mesh is not None
+        pieces = sum(local(p).numel() for p in model.parameters())
+        return all_reduce_bytes(4 * pieces, world.mesh["replicate"].size())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """It is FSDP2's already."""
+        return model
+
+    @property
+    def phase(self) -> str:
+        """Always the same."""
+        return "hsdp"
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas in the last."""
+        self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    def clip(self) -> Tensor:
+        """As of DDP, but parameters may be on meshes of their own: over tensor parallel ranks only some are cut."""
+        grads: dict[Any, list[Tensor]] = {}
+        for g in (p.grad for p in self.module.parameters() if p.grad is not None):
+            grads.setdefault(g.device_mesh, []).append(g)  # type: ignore[attr-defined]
+        norms = [nn.utils.get_total_norm(some).full_tensor() for some in grads.values()]  # type: ignore[attr-defined]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        factor = (self.limit / (norm + 1e-6)).clamp(max=1.0)
+        for some in grads.values():
+            torch._foreach_mul_([local(g) for g in some], factor)
+        return norm
+
+
 def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:
-    """The optimizer and whoever communicates for it."""
-    optimizer = make_optimizer(config, model, world.backend)
+    """The optimizer and whoever communicates for it; cuts the model, if there is a mesh."""
+    if world.mesh is not None:
+        shard(model, world.mesh, hybrid=not issubclass(plan_optimizer(config)[0], OURS))
+    optimizer = make_optimizer(config, model, world.backend, world.mesh)
     if isinstance(optimizer, OURS):
         return SelfCommunicating(model, optimizer)
+    if world.mesh is not None:
+        return Hybrid(model, optimizer, config, world)
     return DataParallel(model, optimizer, config, world)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commopt.sharding import local
+
 
 def not_finite(model: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of this rank's tensors with inf or NaN: the model's weights and buffers, and what is in ``states``, parts
@@ -19,8 +21,9 @@ def not_finite(model: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[st
 
 
 def bad(named: Sequence[tuple[str, Any]]) -> list[str]:
-    """Names of the tensors with inf or NaN."""
-    floats = [(name, x) for name, x in named if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+    """Names of the tensors with inf or NaN; of sharded ones, in the piece that is here. Communicates nothing."""
+    tensors = [(name, local(x)) for name, x in named if isinstance(x, Tensor)]
+    floats = [(name, x) for name, x in tensors if x.is_floating_point() or x.is_complex()]
     flags = [torch.isfinite(x).all() for _, x in floats]
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return []

@@ -30,6 +30,7 @@ from commopt.train.errors import ConfigError
 from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
 from commopt.train.optimizer import check_plan
+from commopt.train.parallel import MESH, mesh_shape, open_mesh
 from commopt.train.parse import to_yaml
 from commopt.train.stop import StopSignal
 from commopt.train.tasks import IGNORE, Batch, make_samples
@@ -55,8 +56,10 @@ def train(config: Config, stop: StopSignal | None = None) -> Record:
     with contextlib.nullcontext(stop) if stop is not None else StopSignal() as stop:
         try:
             with open_world(config.comm, stop) as world:
+                if config.parallel.on_mesh:
+                    mesh_shape(config.parallel, world.size)
                 piece_size(config, world)
-                with lock.hold(Path(config.train.run_dir), world):
+                with lock.hold(Path(config.train.run_dir), world), open_mesh(config, world) as world:
                     return Trainer(config, world).run()
         except RuntimeError as error:
             if is_loss_of_contact(error):  # torch's own words, from DistributedDataParallel
@@ -84,11 +87,13 @@ def learning_rate(config: Config, step: int) -> float:
 
 def piece_size(config: Config, world: World) -> int:
     """Samples of one forward pass on one rank. Raises ConfigError if the batch cannot be shared out evenly."""
-    batch, pieces = config.train.batch_size, world.size * config.train.accumulate
+    readers = world.size // config.parallel.tensor
+    batch, pieces = config.train.batch_size, readers * config.train.accumulate
     if batch % pieces:
+        ranks = "ranks" if config.parallel.tensor == 1 else "ranks / parallel.tensor"
         raise ConfigError(
-            f"train.batch_size={batch} is not allowed: it must be a multiple of ranks * train.accumulate = "
-            f"{world.size} * {config.train.accumulate}"
+            f"train.batch_size={batch} is not allowed: it must be a multiple of {ranks} * train.accumulate = "
+            f"{readers} * {config.train.accumulate}"
         )
     return batch // pieces
 
@@ -206,18 +211,24 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss per predicted token over evenly spaced held-out samples, the ranks sharing the work."""
-        count = min(self.config.train.eval_samples, len(self.samples.heldout))
-        indices = np.linspace(0, len(self.samples.heldout) - 1, count).astype(int)[self.world.rank :: self.world.size]
+        world, count = self.world, min(self.config.train.eval_samples, len(self.samples.heldout))
+        indices = np.linspace(0, len(self.samples.heldout) - 1, count).astype(int)
+        mine = indices[world.reader :: world.readers]
+        # who holds a model together does as many forward passes, and those with the same samples count them once
+        passes = -(-count // world.readers) if world.mesh is not None else len(mine)
         total, predicted = 0.0, 0
         self.model.eval()
         with self.engine.averaged():
-            for start in range(0, len(indices), self.piece):
-                part = indices[start : start + self.piece].tolist()
-                inputs, labels = self._to_device(self.samples.heldout_batch(part))
-                places = int((labels != IGNORE).sum())
+            for start in range(0, passes, self.piece):
+                part = mine[start : start + self.piece]
+                batch = self.samples.heldout_batch((part if len(part) else indices[:1]).tolist())
+                inputs, labels = self._to_device(batch)
                 with self._autocast():
-                    total += float(self.model(inputs, labels)) * places
-                predicted += places
+                    loss = float(self.model(inputs, labels))
+                if len(part) and world.rank % world.same_samples == 0:
+                    places = int((labels != IGNORE).sum())
+                    total += loss * places
+                    predicted += places
         self.model.train()
         total, places_of_all = self.world.reduce([total, predicted])
         return total / max(1.0, places_of_all)
@@ -225,8 +236,8 @@ class Trainer:
     # --- pieces of a step ---
 
     def _batch(self, number: int) -> Batch:
-        """This rank's ``number``-th piece of the batch: rank r has the r-th run of consecutive samples."""
-        first = self.consumed + (self.world.rank * self.config.train.accumulate + number) * self.piece
+        """This rank's ``number``-th piece of the batch: reader r has the r-th run of consecutive samples."""
+        first = self.consumed + (self.world.reader * self.config.train.accumulate + number) * self.piece
         return self._to_device(self.samples.train_batch(range(first, first + self.piece)))
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -277,6 +288,8 @@ class Trainer:
         log.info("%s of %.2f M parameters, %d tokens", config.model.kind, millions, self.corpus.vocab_size)
         threads = torch.get_num_threads()
         log.info("%d ranks on %s, %d threads each, %s", world.size, world.device.type, threads, config.train.precision)
+        if world.mesh is not None:
+            log.info("mesh of %s", " x ".join(f"{n} {name}" for n, name in zip(world.mesh.shape, MESH)))
         log.info("%s, phase %s", type(optimizer).__name__, self.engine.phase)
         log.info("kernels: %s", providers(world.device.type))
         epoch = len(self.samples.train) / config.train.batch_size

@@ -13,8 +13,8 @@ from typing import Any
 from commopt.train import sums
 from commopt.train.errors import DamagedError
 
-FORMAT, VERSION = "commopt-checkpoint", 2
-MANIFEST, SHARED, PREFIX = "manifest.json", "shared.pt", "step-"
+FORMAT, VERSION, SHARDED_VERSION = "commopt-checkpoint", 2, 3
+MANIFEST, SHARED, PREFIX, PIECES = "manifest.json", "shared.pt", "step-", "sharded"
 LARGEST = 1 << 24
 """Bytes of a manifest that are read at most; one entry takes about 150."""
 KEYS = {"format", "version", "step", "world_size", "files", sums.KEY}
@@ -31,9 +31,15 @@ def step_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_piece(name: str) -> bool:
+    """True for the name of a file of a sharded model."""
+    return re.fullmatch(rf"{PIECES}/(\.metadata|__[0-9]+_[0-9]+\.distcp)", name) is not None
+
+
 def make_manifest(step: int, world_size: int, files: dict[str, Any]) -> str:
     """The text of a manifest. ``files``: name -> size and sha256."""
-    content = {"format": FORMAT, "version": VERSION, "step": step, "world_size": world_size, "files": files}
+    version = SHARDED_VERSION if any(map(is_piece, files)) else VERSION
+    content = {"format": FORMAT, "version": version, "step": step, "world_size": world_size, "files": files}
     return sums.sealed(content)
 
 
@@ -56,7 +62,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
         raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged or of another program")
     found = (manifest["format"], manifest["version"])
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, SHARDED_VERSION)):
         raise DamagedError(f"checkpoint {path}: its format is {found}, expected {(FORMAT, VERSION)}")
     if reason := _fault(manifest, step_in(path.name)):
         raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged: {reason}")
@@ -76,10 +82,14 @@ def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
         return f"step={manifest['step']!r} in the folder of step {step}"
     if not isinstance(files, dict):
         return f"files={files!r}, expected names and entries"
-    for name in (SHARED, *map(rank_file, range(size))):
+    pieces = [name for name in files if is_piece(name)] if manifest["version"] == SHARDED_VERSION else []
+    metadata = [f"{PIECES}/.metadata"] if manifest["version"] == SHARDED_VERSION else []
+    whole = (SHARED, *map(rank_file, range(size)))
+    for name in (*whole, *metadata, *pieces):
         if name not in files:
             return f"{name} is not in it"
         entry = files[name]
         if not (isinstance(entry, dict) and sums.is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)):
             return f"its entry of {name} is {entry!r}"
-    return None if len(files) == size + 1 else f"it has {len(files)} files, expected {size + 1}"
+    expected = len(whole) + len(pieces)
+    return None if len(files) == expected else f"it has {len(files)} files, expected {expected}"

@@ -2,11 +2,14 @@
 
 The loss is computed here and not by transformers: BERT's vocabulary projection, the widest layer of a small model, then
 runs on the masked places only, and the sum and the number of predicted tokens are known, so that averages are exact.
+
+What a device mesh needs to know of a model (see parallel.py) is here too: its ``blocks``, and in each of them the
+projections that tensor parallel ranks share, ``cuts``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +19,19 @@ from commopt.train.config import Config, ModelConfig
 from commopt.train.data import CLS, EOT, PAD, SEP
 from commopt.train.tasks import IGNORE
 
+Cut = Literal["out", "in"]
+"""How tensor parallel ranks share a projection: each has some of its outputs, or works on some of its inputs."""
+
 
 class GPT(nn.Module):
-    """GPT-2 with tied embeddings. ``forward(inputs, labels)``: the mean cross-entropy in nats per predicted token."""
+    """GPT-2 with tied embeddings. ``forward(inputs, labels)``: the mean cross-entropy in nats per predicted token.
+
+    Tensor parallel ranks share the work of the MLPs, two thirds of a block. The attention is every rank's: its fused
+    projection has the queries, keys and values of all heads one after another, so that its columns cannot be cut into
+    runs that are whole heads.
+    """
+
+    cuts: ClassVar[dict[str, Cut]] = {"mlp.c_fc": "out", "mlp.c_proj": "in"}
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -39,6 +52,11 @@ class GPT(nn.Module):
             )
         )
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer layers."""
+        return list(self.net.transformer.h)
+
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """inputs, labels: (samples, seq_len) int64."""
         hidden = self.net.transformer(input_ids=inputs, use_cache=False).last_hidden_state
@@ -46,7 +64,15 @@ class GPT(nn.Module):
 
 
 class BERT(nn.Module):
-    """BERT's encoder and masked-LM head with tied embeddings. ``forward`` as GPT's, over the masked tokens only."""
+    """BERT's encoder and masked-LM head with tied embeddings. ``forward`` as GPT's, over the masked tokens only.
+
+    Tensor parallel ranks have some of the heads each, and a part of the MLPs.
+    """
+
+    cuts: ClassVar[dict[str, Cut]] = {
+        **dict.fromkeys((f"attention.self.{name}" for name in ("query", "key", "value")), "out"),
+        "attention.output.dense": "in", "intermediate.dense": "out", "output.dense": "in",
+    }  # fmt: skip
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -68,6 +94,11 @@ class BERT(nn.Module):
                 eos_token_id=SEP,
             )
         )
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer layers."""
+        return list(self.net.bert.encoder.layer)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """inputs, labels: (samples, seq_len) int64; labels are IGNORE where nothing is predicted."""

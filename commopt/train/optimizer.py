@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import commopt.compress
 import commopt.optim
@@ -28,7 +29,7 @@ OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
     "backend": "comm.backend",
-    "process_group": "comm.backend",
+    "process_group": "comm.backend or parallel",
 }
 """Arguments that have their own key in the config and so may not be in ``optim.args``."""
 
@@ -103,7 +104,14 @@ def check_plan(config: Config) -> None:
     """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
     cls, _ = plan_optimizer(config.optim)
     own = backend_class(config.comm)
+    if config.parallel.on_mesh and issubclass(cls, commopt.optim.Lamb):
+        raise ConfigError(
+            f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
+            "OneBitLamb is LAMB up to its freeze_step"
+        )
     if issubclass(cls, OURS):
+        if config.parallel.on_mesh:
+            check_arguments(cls, {"process_group": None}, "parallel")
         return
     for key, value, allowed in (
         ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
@@ -123,11 +131,15 @@ def check_without_importing(config: Config) -> None:
             check()
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module, backend: Backend | None = None) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: OptimConfig, model: nn.Module, backend: Backend | None = None, mesh: DeviceMesh | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that a config names, over two named parameter groups."""
     cls, args = plan_optimizer(config)
     if backend is not None:
         args["backend"] = backend
+    if mesh is not None and issubclass(cls, OURS):
+        args["process_group"] = mesh
     groups = parameter_groups(model, config.weight_decay)
     if "outer_weight_decay" in inspect.signature(cls).parameters:  # biases and norms are decayed by nobody
         groups[1]["outer_weight_decay"] = 0.0

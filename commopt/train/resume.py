@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from commopt.optim import join_state_dict, split_state_dict
-from commopt.train import checkpoint
+from commopt.sharding import cut, is_sharded, local
+from commopt.train import checkpoint, sharded
+from commopt.train.config import ParallelConfig
 from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
 from commopt.train.finite import in_short, not_finite
 from commopt.train.metrics import Meter
 from commopt.train.models import fingerprint
+from commopt.train.world import World
 
 if TYPE_CHECKING:
     from commopt.train.loop import Trainer
@@ -47,8 +51,8 @@ FREE = (
 
 
 def seed_dropout(trainer: Trainer) -> None:
-    """Give each rank its own stream of dropout masks."""
-    parts = [trainer.config.train.seed, trainer.consumed, trainer.world.rank]
+    """Give each rank its own stream of dropout masks; those that get the same samples, the same."""
+    parts = [trainer.config.train.seed, trainer.consumed, trainer.world.reader]
     torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1))
 
 
@@ -58,21 +62,27 @@ def save(trainer: Trainer) -> Path:
     Raises:
         DivergedError: on all ranks, if weights or optimizer state of any are not finite; all checkpoints stay.
     """
-    replicated, local = split_state_dict(trainer.engine.optimizer.state_dict())
-    shared = {
+    world, optimizer, keep = trainer.world, trainer.engine.optimizer, trainer.config.train.keep
+    replicated, own_state = split_state_dict(optimizer.state_dict())
+    world.together(lambda: _check_finite(trainer, [replicated, own_state]))
+    shared: dict[str, Any] = {
         **_identity(trainer),
         "config": asdict(trainer.config),
         "step": trainer.step,
         "consumed": trainer.consumed,
         "meter": asdict(trainer.meter),
-        "weights": trainer.model.state_dict(),
-        "optimizer_state": replicated,
     }
-    own = {"optimizer_state": local, "rng": _get_rng(trainer.world.device)}
-    keep = trainer.config.train.keep
-    trainer.world.together(lambda: _check_finite(trainer, [replicated, local]))
+    own: dict[str, Any] = {"rng": _get_rng(world.device)}
+    pieces = None
+    if world.mesh is None:
+        shared |= {"weights": trainer.model.state_dict(), "optimizer_state": replicated}
+        own["optimizer_state"] = own_state
+    else:
+        pieces, shared["optimizer_state"] = sharded.optimizer_state(trainer.model, optimizer)
+        pieces |= sharded.weights(trainer.model)
+        shared["mesh"] = list(world.mesh.shape)
     with trainer.engine.averaged():  # the weights of all ranks; where each of them is follows from its optimizer state
-        return checkpoint.save(trainer.folder, trainer.step, shared, own, trainer.world, keep)
+        return checkpoint.save(trainer.folder, trainer.step, shared, own, world, keep, pieces)
 
 
 def _check_finite(trainer: Trainer, states: list[dict[str, Any]]) -> None:
@@ -123,27 +133,70 @@ def load(trainer: Trainer, path: Path) -> None:
     """
     world = trainer.world
     shared, parts = checkpoint.load(path, world)
-    world.together(lambda: _apply(trainer, shared, parts, path))
-    if len(parts) != world.size:
+    world.together(lambda: _check(trainer, shared, path))
+    pieces: sharded.Tensors = {}
+    if world.mesh is not None:
+        pieces, _ = sharded.optimizer_state(trainer.model, trainer.engine.optimizer)
+        sharded.read(path, pieces | sharded.weights(trainer.model), world)
+    world.together(lambda: _apply(trainer, shared, parts, pieces, path))
+    if not _same_ranks(world, shared, parts):
         seed_dropout(trainer)
-        log.warning("the checkpoint is of %d ranks, now there are %d: residuals are merged", len(parts), world.size)
+        before, now = shared.get("mesh", [len(parts)]), [world.size] if world.mesh is None else world.mesh.shape
+        ranks = [" x ".join(map(str, shape)) for shape in (before, now)]
+        log.warning("the checkpoint is of %s ranks, now there are %s: residuals are merged", *ranks)
     world.once(lambda: checkpoint.set_aside_newer(trainer.folder, trainer.step))
 
 
-def _apply(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]], path: Path) -> None:
-    """Put into this rank's trainer what a checkpoint holds."""
-    world, optimizer = trainer.world, trainer.engine.optimizer
+def _same_ranks(world: World, shared: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
+    """Whether the ranks are those that have saved it."""
+    if world.mesh is None:
+        return len(parts) == world.size
+    return shared["mesh"] == list(world.mesh.shape)
+
+
+def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a checkpoint of another run, or that this one cannot read."""
+    mesh = trainer.world.mesh
     try:
         checkpoint.check_fits(shared, _identity(trainer), path)
         _check_settings(shared["config"], asdict(trainer.config), path)
-        trainer.model.load_state_dict(shared["weights"])
-        states = [part["optimizer_state"] for part in parts]
-        topology = getattr(optimizer, "topology", None)
-        nodes = topology.nodes if topology is not None else None
-        joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
-        optimizer.load_state_dict(joined)
+    except CheckpointError:
+        raise
+    except WRONG_CONTENT as error:
+        raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+    if mesh is None and "mesh" in shared:
+        raise CheckpointError(
+            f"checkpoint {path} is of a run on a mesh: take it up with one, such as "
+            f"--parallel.replicate={trainer.world.size}; or start a new run from its weights, with --init"
+        )
+    if mesh is not None and "mesh" not in shared:
+        raise CheckpointError(
+            f"checkpoint {path} is of a run without parallel.*: take it up without; or start a new run from its "
+            "weights, with --init"
+        )
+
+
+def _apply(
+    trainer: Trainer,
+    shared: dict[str, Any],
+    parts: list[dict[str, Any]],
+    pieces: sharded.Tensors,
+    path: Path,
+) -> None:
+    """Put into this rank's trainer what a checkpoint holds; on a mesh, the model has its weights."""
+    world, optimizer = trainer.world, trainer.engine.optimizer
+    try:
+        if world.mesh is not None:
+            sharded.load_optimizer_state(trainer.model, optimizer, pieces, shared["optimizer_state"])
+        else:
+            trainer.model.load_state_dict(shared["weights"])
+            states = [part["optimizer_state"] for part in parts]
+            topology = getattr(optimizer, "topology", None)
+            nodes = topology.nodes if topology is not None else None
+            joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
+            optimizer.load_state_dict(joined)
         trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
-        if len(parts) == world.size:
+        if _same_ranks(world, shared, parts):
             _set_rng(parts[world.rank]["rng"], world.device)
     except CheckpointError:
         raise
@@ -156,18 +209,33 @@ def take_weights(trainer: Trainer, path: Path) -> None:
     world = trainer.world
     world.patiently(lambda heed: checkpoint.verify(path))
 
-    def read() -> int:
+    def read() -> tuple[bool, int]:
         shared = checkpoint.load_shared(path)
         try:
             checkpoint.check_fits({**shared, "optimizer": None}, {**_identity(trainer), "optimizer": None}, path)
-            trainer.model.load_state_dict(shared["weights"])
-            return int(shared["step"])
+            if "mesh" not in shared:
+                _take_whole(trainer.model, shared["weights"])
+            return "mesh" in shared, int(shared["step"])
         except CheckpointError:
             raise
         except WRONG_CONTENT as error:
             raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
 
-    log.info("weights from %s, step %d", path, world.together(read))
+    in_pieces, step = world.together(read)
+    if in_pieces:
+        sharded.read(path, sharded.weights(trainer.model), world)
+    log.info("weights from %s, step %d", path, step)
+
+
+@torch.no_grad()
+def _take_whole(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Loads whole weights into a model, or this rank's pieces of them into a sharded one."""
+    own = model.state_dict()
+    if not any(map(is_sharded, own.values())):
+        model.load_state_dict(weights)
+        return
+    for name, value in own.items():
+        local(value).copy_(cut(weights[name], value))
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
@@ -179,10 +247,11 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    tree = {"parallel": asdict(ParallelConfig()), **tree}  # checkpoints from before there was one have none
     return {
         f"{section}.{name}": value
-        for section in ("model", "data", "optim", "comm", "train")
-        for name, value in tree.get(section, {}).items()  # checkpoints from before there was comm have none
+        for section in ("model", "data", "optim", "comm", "parallel", "train")
+        for name, value in tree.get(section, {}).items()  # nor comm
     }
 
 

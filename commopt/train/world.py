@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from commopt.comm import Backend, CollectiveError, MPIBackend, NodesBackend, TorchBackend, wait
 from commopt.comm.mpi import load_mpi
@@ -39,7 +40,8 @@ BEATS = (0.01, 1.0)
 @dataclass(frozen=True)
 class World:
     """This process among the others: ``rank`` in [0, size), its device, what control messages go over (None when
-    alone), and what optimizers talk over (None for the default process group)."""
+    alone), what optimizers talk over (None for the default process group), and the mesh of ranks that hold models
+    together (None where each holds a whole one)."""
 
     rank: int
     size: int
@@ -48,6 +50,22 @@ class World:
     backend: Backend | None = None
     stop: StopSignal | None = None
     """True if this rank was told to stop."""
+    mesh: DeviceMesh | None = None
+
+    @property
+    def same_samples(self) -> int:
+        """Number of ranks that follow each other and get the same samples."""
+        return 1 if self.mesh is None else self.mesh["tensor"].size()
+
+    @property
+    def readers(self) -> int:
+        """Number of ranks, of those that get the same samples one."""
+        return self.size // self.same_samples
+
+    @property
+    def reader(self) -> int:
+        """This rank among them, in [0, readers)."""
+        return self.rank // self.same_samples
 
     @property
     def wished(self) -> bool:

@@ -1,0 +1,283 @@
+"""The trainer on a device mesh: FSDP2 and tensor parallelism inside a replica, commopt between replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_pair import Pair, run, run_and_stop
+from trainer_runs import Make, assert_same, content, records
+
+from commopt.sharding import local
+from commopt.train import manifest, sums
+from commopt.train.config import CommConfig, Config, ModelConfig, ParallelConfig
+from commopt.train.errors import CheckpointError, ConfigError, DamagedError, DivergedError
+from commopt.train.loop import Trainer
+from commopt.train.metrics import read_metrics
+from commopt.train.optimizer import check_plan
+from commopt.train.parallel import mesh_shape
+
+
+class Four(Pair):
+    """Four processes."""
+
+    size = 4
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Four]:
+    processes = Four()
+    yield processes
+    processes.close()
+
+
+WARM = {"name": "OneBitAdam", "args": {"freeze_step": 100, "eps": 1e-3}}
+"""Averages exactly throughout; eps, so that rounding of gradients that are 0 does not decide a step."""
+UNCLIPPED = {**WARM, "max_grad_norm": None}
+"""The same at any number of replicas: the norm to clip to is the mean of those that they have."""
+ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
+BASELINE = {"name": "AdamW", "args": {"eps": 1e-3}}
+EXACT = {"dropout": 0.0}
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = read_metrics(run_dir)
+    return [line[key] for line in lines for key in ("loss", "heldout_loss") if key in line]
+
+
+SAME = [
+    ("gpt", WARM, {"shard": 2}),
+    ("bert", ROUNDS, {"shard": 2}),
+    ("gpt", WARM, {"tensor": 2}),
+    ("bert", UNCLIPPED, {"shard": 2, "tensor": 2}),
+    ("bert", BASELINE, {"shard": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "optim", "parallel"), SAME, ids=[f"{kind} {optim['name']} {parallel}" for kind, optim, parallel in SAME]
+)
+def test_a_sharded_run_is_the_unsharded_one(
+    pair: Pair, four: Four, tiny: Make, tmp_path: Path, kind: str, optim: Any, parallel: dict[str, int]
+) -> None:
+    """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
+    some ranks only."""
+    model = {"kind": kind, **EXACT}
+    train = {"batch_size": 16, "eval_samples": 9}
+    pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
+    four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
+    pair.run(run, tiny(tmp_path / "whole", model=model, optim=optim, train={**train, "accumulate": 2}))
+    ours, theirs = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    assert len(ours) == 8
+    assert ours == pytest.approx(theirs, rel=2e-6)
+    assert ours[-1] < ours[0] - 0.1
+    cut, whole = (read_metrics(tmp_path / name)[-1] for name in ("cut", "whole"))
+    assert cut["tokens_total"] == whole["tokens_total"]
+    if parallel == {"shard": 2}:  # half a model each, and so half the bytes
+        assert cut["fp32_bytes"] == pytest.approx(whole["fp32_bytes"] / 2, rel=0.01)
+
+
+def digests(run_dir: Path, step: int = 12) -> dict[str, str]:
+    """What ranks have written of what they hold together."""
+    folder = run_dir / "checkpoints" / f"step-{step:08d}" / "sharded"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.distcp")}
+
+
+RESUMED = {
+    "compressed": ("gpt", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"shard": 2}),
+    "between rounds": ("bert", ROUNDS, {"shard": 2}),
+    "tensor": ("bert", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"tensor": 2}),
+    "baseline": ("gpt", BASELINE, {"shard": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_stopped_and_resumed_is_never_stopped(four: Four, tiny: Make, tmp_path: Path, name: str) -> None:
+    kind, optim, parallel = RESUMED[name]
+
+    def config(folder: str, **more: Any) -> Config:
+        return tiny(tmp_path / folder, model={"kind": kind}, optim=optim, parallel=parallel, **more)
+
+    four.run(run, config("whole"))
+    four.run(run_and_stop, config("parts"), 6, 3)
+    assert not (tmp_path / "parts/checkpoints/step-00000012").exists()
+    for summary in four.run(run, config("parts", resume="auto")):
+        assert summary["finished"]
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert_same(content(tmp_path / "parts", 12, 4), content(tmp_path / "whole", 12, 4))
+    assert len(digests(tmp_path / "whole")) == 4
+    assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def saved(four: Four, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on (2, 2), without dropout and compression."""
+    folder = tmp_path_factory.mktemp("saved")
+    four.run(run, tiny(folder, model=EXACT, optim=UNCLIPPED, parallel={"shard": 2}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(4, {"replicate": 4}), (4, {"shard": 2, "tensor": 2}), (2, {"shard": 2}), (1, {"replicate": 1})],
+    ids=str,
+)
+def test_resumed_on_another_mesh(
+    pair: Pair, four: Four, tiny: Make, saved: Path, tmp_path: Path, ranks: int, parallel: dict[str, int]
+) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    config = tiny(tmp_path, model=EXACT, optim=UNCLIPPED, parallel=parallel, resume="auto")
+    if ranks == 1:
+        run(config)
+    else:
+        (pair if ranks == 2 else four).run(run, config)
+    assert losses(tmp_path) == pytest.approx(losses(saved), rel=2e-6)
+    shared = content(tmp_path, 12, ranks)[0]
+    assert math.prod(shared["mesh"]) == ranks
+
+
+def test_weights_of_another_run_with_or_without_a_mesh(
+    pair: Pair, four: Four, tiny: Make, saved: Path, tmp_path: Path
+) -> None:
+    still = {"model": EXACT, "optim": {**UNCLIPPED, "lr": 1e-30}, "train": {"steps": 1}}
+    first = str(saved / "checkpoints/step-00000012")
+    last = read_metrics(saved)[-1]["heldout_loss"]
+    pair.run(run, tiny(tmp_path / "whole", init=first, **still))
+    second = str(tmp_path / "whole/checkpoints/step-00000001")
+    four.run(run, tiny(tmp_path / "cut", init=second, parallel={"shard": 2, "tensor": 2}, **still))
+    for name in ("whole", "cut"):
+        assert read_metrics(tmp_path / name)[-1]["heldout_loss"] == pytest.approx(last, rel=1e-6)
+    wrong = tiny(tmp_path / "a", resume=second, parallel={"shard": 2}, **still)
+    for kind, message in pair.errors(run, wrong):
+        assert kind == CheckpointError.__name__
+        assert "is of a run without parallel.*" in message
+    for kind, message in pair.errors(run, tiny(tmp_path / "b", model=EXACT, optim=UNCLIPPED, resume=first)):
+        assert kind == CheckpointError.__name__
+        assert "take it up with one, such as --parallel.replicate=2" in message
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+def reseal(folder: Path, name: str) -> None:
+    """Makes the manifest fit a changed file."""
+    entries = manifest.read_manifest(folder)
+    path = folder / name
+    entries["files"][name] = {"size": path.stat().st_size, "sha256": sums.of_file(path)}
+    text = manifest.make_manifest(entries["step"], entries["world_size"], entries["files"])
+    (folder / manifest.MANIFEST).write_text(text)
+
+
+def test_damage(pair: Pair, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest has a changed byte, the one before a metadata that would run code, and the first is good."""
+    config = {"optim": WARM, "parallel": {"shard": 2}}
+    pair.run(run, tiny(tmp_path, **config))
+    first, second, third = sorted((tmp_path / "checkpoints").iterdir())
+    piece = third / "sharded/__1_0.distcp"
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 1
+    piece.write_bytes(data)
+    for kind, message in pair.errors(run, tiny(tmp_path, **config, resume=str(third))):
+        assert kind == DamagedError.__name__
+        assert "the content of sharded/__1_0.distcp has changed" in message or "__1_0.distcp" in message
+    (second / "sharded/.metadata").write_bytes(pickle.dumps(Evil()))
+    reseal(second, "sharded/.metadata")
+    for kind, message in pair.errors(run, tiny(tmp_path, **config, resume=str(second))):
+        assert kind == DamagedError.__name__
+        assert "which metadata never has" in message
+    assert not Path("evil").exists()
+    for summary in pair.run(run, tiny(tmp_path, **config, resume="auto")):
+        assert summary["finished"]
+    assert first.exists()
+    (first / "sharded/.metadata").unlink()
+    for _, message in pair.errors(run, tiny(tmp_path, **config, resume=str(first))):
+        assert ".metadata is missing" in message
+
+
+def spoil(trainer: Trainer) -> None:
+    """One element of the piece that this rank has."""
+    with torch.no_grad():
+        local(next(trainer.model.parameters())).view(-1)[0] = math.inf
+
+
+def test_what_is_not_finite_is_not_saved(four: Four, tiny: Make, tmp_path: Path) -> None:
+    from test_train_finite import run_and_poison
+
+    config = tiny(tmp_path, optim=WARM, parallel={"shard": 2}, train={"checkpoint_every": 3})
+    for kind, message in four.errors(run_and_poison, config, spoil, 3, 2):
+        assert kind == DivergedError.__name__
+        assert "step 3: inf or NaN in weights net.transformer.wte.weight" in message
+        assert "(rank 2)" in message
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_step_of_the_baseline_is_skipped_by_all(four: Four, tiny: Make, tmp_path: Path) -> None:
+    from test_train_finite import run_and_poison
+
+    optim = {**BASELINE, "max_skipped": 2}
+    config = tiny(tmp_path, optim=optim, parallel={"shard": 2}, train={"checkpoint_every": 12})
+    for kind, message in four.errors(run_and_poison, config, spoil, 3, 2):
+        assert kind == DivergedError.__name__
+        assert "2 steps in a row were skipped" in message
+
+
+# what cannot be -------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"parallel": ParallelConfig(tensor=3)}, "parallel.tensor=3 is not allowed: it must be a divisor of model.heads=4"),
+    (
+        {"parallel": ParallelConfig(shard=2), "comm": CommConfig(ranks_per_node=2)},
+        r"comm.ranks_per_node=2 is not allowed: it must be 1 with parallel",
+    ),
+    (
+        {"parallel": ParallelConfig(replicate=2), "comm": CommConfig(backend="mpi")},
+        "comm.backend='mpi' is not allowed: it must be auto, gloo or nccl with parallel",
+    ),
+    (
+        {"parallel": ParallelConfig(shard=2), "comm": CommConfig(backend="mine.Backend")},
+        "comm.backend='mine.Backend' is not allowed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_what_cannot_be_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(model=ModelConfig(heads=4), **values)
+
+
+def test_meshes_that_fit_their_ranks() -> None:
+    assert mesh_shape(ParallelConfig(shard=2, tensor=3), 12) == (2, 2, 3)
+    assert mesh_shape(ParallelConfig(replicate=4), 4) == (4, 1, 1)
+    for config, ranks in ((ParallelConfig(shard=3), 4), (ParallelConfig(shard=8), 4)):
+        with pytest.raises(ConfigError, match=f"parallel.shard={config.shard}.*with 4 ranks.*must divide them"):
+            mesh_shape(config, ranks)
+    with pytest.raises(ConfigError, match=r"parallel.replicate=3, .*with 4 ranks.*must be that number"):
+        mesh_shape(ParallelConfig(replicate=3, shard=2), 4)
+
+
+def test_an_optimizer_that_needs_whole_tensors(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim.name=Lamb is not allowed with parallel"):
+        check_plan(tiny(tmp_path, optim={"name": "Lamb", "args": {}}, parallel={"shard": 2}))
+
+
+def test_every_rank_is_told(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    for kind, message in pair.errors(run, tiny(tmp_path, parallel={"shard": 4})):
+        assert kind == ConfigError.__name__
+        assert "parallel.shard=4, parallel.tensor=1 is not allowed with 2 ranks" in message
+    batch = tiny(tmp_path, parallel={"tensor": 2}, train={"batch_size": 7, "accumulate": 2})
+    for _, message in pair.errors(run, batch):
+        assert "it must be a multiple of ranks / parallel.tensor * train.accumulate = 1 * 2" in message
