@@ -42,7 +42,7 @@ def four() -> Iterator[Four]:
 WARM = {"name": "OneBitAdam", "args": {"freeze_step": 100, "eps": 1e-3}}
 """Averages exactly throughout; eps, so that rounding of gradients that are 0 does not decide a step."""
 UNCLIPPED = {**WARM, "max_grad_norm": None}
-"""The same at any number of replicas: the norm to clip to is the mean of those that they have."""
+"""The same at any number of replicas: what is clipped is the root mean square of their norms."""
 ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
 BASELINE = {"name": "AdamW", "args": {"eps": 1e-3}}
 EXACT = {"dropout": 0.0}

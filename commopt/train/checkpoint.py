@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 
 from commopt.comm import CollectiveError
-from commopt.train import sharded, sums
+from commopt.train import sums
 from commopt.train.errors import CheckpointError, DamagedError, UserError, explain
 from commopt.train.files import Watched
 from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, step_in
@@ -131,6 +131,8 @@ def save(
     def write() -> dict[str, Any]:
         files = {rank_file(world.rank): _write(aside / rank_file(world.rank), local)}
         if pieces is not None:
+            from commopt.train import sharded
+
             files |= {path.relative_to(aside).as_posix(): _entry(path) for path in sharded.files_of(aside, world)}
         return files | ({SHARED: _write(aside / SHARED, shared)} if world.is_main else {})
 
@@ -143,6 +145,8 @@ def save(
     try:
         world.once(begin)
         if pieces is not None:
+            from commopt.train import sharded  # which imports what takes half a second
+
             sharded.write(aside, pieces, world)
         parts = world.gather(world.together(write))
         world.once(finish)

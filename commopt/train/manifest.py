@@ -13,7 +13,9 @@ from typing import Any
 from commopt.train import sums
 from commopt.train.errors import DamagedError
 
-FORMAT, VERSION, SHARDED_VERSION = "commopt-checkpoint", 2, 3
+FORMAT, VERSION = "commopt-checkpoint", 2
+OF_PIECES = ("commopt-sharded-checkpoint", 1)
+"""Format and version of those of models that ranks hold together; the others are as they were."""
 MANIFEST, SHARED, PREFIX, PIECES = "manifest.json", "shared.pt", "step-", "sharded"
 LARGEST = 1 << 24
 """Bytes of a manifest that are read at most; one entry takes about 150."""
@@ -38,8 +40,8 @@ def is_piece(name: str) -> bool:
 
 def make_manifest(step: int, world_size: int, files: dict[str, Any]) -> str:
     """The text of a manifest. ``files``: name -> size and sha256."""
-    version = SHARDED_VERSION if any(map(is_piece, files)) else VERSION
-    content = {"format": FORMAT, "version": version, "step": step, "world_size": world_size, "files": files}
+    kind, version = OF_PIECES if any(map(is_piece, files)) else (FORMAT, VERSION)
+    content = {"format": kind, "version": version, "step": step, "world_size": world_size, "files": files}
     return sums.sealed(content)
 
 
@@ -62,7 +64,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
         raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged or of another program")
     found = (manifest["format"], manifest["version"])
-    if found not in ((FORMAT, VERSION), (FORMAT, SHARDED_VERSION)):
+    if found not in ((FORMAT, VERSION), OF_PIECES):
         raise DamagedError(f"checkpoint {path}: its format is {found}, expected {(FORMAT, VERSION)}")
     if reason := _fault(manifest, step_in(path.name)):
         raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged: {reason}")
@@ -82,14 +84,14 @@ def _fault(manifest: dict[str, Any], step: int | None) -> str | None:
         return f"step={manifest['step']!r} in the folder of step {step}"
     if not isinstance(files, dict):
         return f"files={files!r}, expected names and entries"
-    pieces = [name for name in files if is_piece(name)] if manifest["version"] == SHARDED_VERSION else []
-    metadata = [f"{PIECES}/.metadata"] if manifest["version"] == SHARDED_VERSION else []
+    sharded = manifest["format"] == OF_PIECES[0]
+    pieces = [f"{PIECES}/.metadata", *filter(is_piece, files)] if sharded else []
     whole = (SHARED, *map(rank_file, range(size)))
-    for name in (*whole, *metadata, *pieces):
+    for name in (*whole, *pieces):
         if name not in files:
             return f"{name} is not in it"
         entry = files[name]
         if not (isinstance(entry, dict) and sums.is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)):
             return f"its entry of {name} is {entry!r}"
-    expected = len(whole) + len(pieces)
+    expected = len({*whole, *pieces})
     return None if len(files) == expected else f"it has {len(files)} files, expected {expected}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.sharding import cut, is_sharded, local
-from commopt.train import checkpoint, sharded
+from commopt.train import checkpoint
 from commopt.train.config import ParallelConfig
 from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
 from commopt.train.finite import in_short, not_finite
@@ -78,6 +78,8 @@ def save(trainer: Trainer) -> Path:
         shared |= {"weights": trainer.model.state_dict(), "optimizer_state": replicated}
         own["optimizer_state"] = own_state
     else:
+        from commopt.train import sharded
+
         pieces, shared["optimizer_state"] = sharded.optimizer_state(trainer.model, optimizer)
         pieces |= sharded.weights(trainer.model)
         shared["mesh"] = list(world.mesh.shape)
@@ -134,8 +136,10 @@ def load(trainer: Trainer, path: Path) -> None:
     world = trainer.world
     shared, parts = checkpoint.load(path, world)
     world.together(lambda: _check(trainer, shared, path))
-    pieces: sharded.Tensors = {}
+    pieces: dict[str, Tensor] = {}
     if world.mesh is not None:
+        from commopt.train import sharded
+
         pieces, _ = sharded.optimizer_state(trainer.model, trainer.engine.optimizer)
         sharded.read(path, pieces | sharded.weights(trainer.model), world)
     world.together(lambda: _apply(trainer, shared, parts, pieces, path))
@@ -180,13 +184,15 @@ def _apply(
     trainer: Trainer,
     shared: dict[str, Any],
     parts: list[dict[str, Any]],
-    pieces: sharded.Tensors,
+    pieces: dict[str, Tensor],
     path: Path,
 ) -> None:
     """Put into this rank's trainer what a checkpoint holds; on a mesh, the model has its weights."""
     world, optimizer = trainer.world, trainer.engine.optimizer
     try:
         if world.mesh is not None:
+            from commopt.train import sharded
+
             sharded.load_optimizer_state(trainer.model, optimizer, pieces, shared["optimizer_state"])
         else:
             trainer.model.load_state_dict(shared["weights"])
@@ -223,6 +229,8 @@ def take_weights(trainer: Trainer, path: Path) -> None:
 
     in_pieces, step = world.together(read)
     if in_pieces:
+        from commopt.train import sharded
+
         sharded.read(path, sharded.weights(trainer.model), world)
     log.info("weights from %s, step %d", path, step)
 
