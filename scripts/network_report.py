@@ -100,7 +100,8 @@ def summary(runs: list[dict[str, Any]]) -> str:
 
 
 def sharded(runs: list[dict[str, Any]]) -> str:
-    """Markdown: the time of a step by rate; and the bytes that leave a host, of the first run. For sharded models."""
+    """Markdown, for sharded models: the time of a step by rate; the bytes that leave a host, and the command, of the
+    first run; how far others disturbed."""
 
     def times(m: dict[str, Any]) -> str:
         return f"{1e3 * m['seconds_median']:.0f} ms, {m['to_hsdp']:.2f} x, {m['to_hsdp_none']:.2f} x"
@@ -112,7 +113,8 @@ def sharded(runs: list[dict[str, Any]]) -> str:
     columns["HSDP's by"] = {
         key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
     }
-    return matrix(columns, runs)
+    notes = [f"{run['rate']}: {caveats(run)}" for run in runs]
+    return "\n\n".join([matrix(columns, runs), *notes, f"```bash\n{runs[0]['command']}\n```"])
 
 
 def ratios(method: dict[str, Any]) -> str:
