@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 # each would spin for one another. What several threads compute is tested where a test asks for them (test_ops.py).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-FIRST = ["test_train_sharded", "test_convergence", "test_waiting", "test_train_lost", "test_exit", "test_netbed", "test_mpi"]
+FIRST = [
+    "test_train_sharded",
+    "test_convergence",
+    "test_waiting",
+    "test_train_lost",
+    "test_exit",
+    "test_netbed",
+    "test_mpi",
+]
 """Files that take long, much of it waiting: begun last, they would leave cores to nobody."""
 
 WORDS = ("loss", "step", "gradient", "momentum", "sign", "bit", "rank", "world", "bucket", "scale", "residual", "send")
