@@ -44,7 +44,7 @@ WARM = {"name": "OneBitAdam", "args": {"freeze_step": 100, "eps": 1e-3}}
 UNCLIPPED = {**WARM, "max_grad_norm": None}
 """The same at any number of replicas: what is clipped is the root mean square of their norms."""
 ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
-BASELINE = {"name": "AdamW", "args": {"eps": 1e-3}}
+BASELINE = {"name": "AdamW", "max_grad_norm": 0.05, "args": {"eps": 1e-3}}
 EXACT = {"dropout": 0.0}
 
 
