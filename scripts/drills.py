@@ -115,11 +115,11 @@ DRILLS = (
     ),
     Drill(
         "partitioned",
-        "parameters of FSDP1, of ZeroRedundancyOptimizer, DTensors; FSDP1 after the optimizer",
+        "parameters of FSDP1, of ZeroRedundancyOptimizer, DTensors without their mesh; FSDP1 after the optimizer",
         "refused, and left as they are",
         (
             "test_guard.py::test_partitioned_parameters_are_refused_and_left_alone",
-            "test_processes.py::test_a_sharded_parameter_is_refused_with_its_type",
+            "test_mesh.py::test_what_cannot_work_is_an_error_on_every_rank",
         ),
     ),
     Drill(

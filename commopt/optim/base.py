@@ -561,11 +561,12 @@ class CommOptimizer(PackedOptimizer):
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
         lets a variance stand later."""
-        chosen, moves = {id(group) for group in groups}, dict[Tensor, bool]()
+        chosen, found = {id(group) for group in groups}, dict[Tensor, bool]()
         for bucket, group in self.grouped_buckets():
             if id(group) in chosen:
                 largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
-                moves.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
+                found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
+        moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
         self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
 
     def _report_new_phases(self, before: list[str]) -> None:
