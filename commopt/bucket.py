@@ -147,6 +147,10 @@ class Bucket:
             out.append(chunk[low - start : high - start] if low < high else chunk[:0])
         return out
 
+    def start_of(self, i: int, rank: int, chunk: Tensor) -> int:
+        """Where in parameter ``i``, in elements, ``rank``'s shard of it starts, if shards are as long as ``chunk``."""
+        return min(max(rank * chunk.numel() - self.offsets[i], 0), self.shapes[i].numel())
+
     def describe(self) -> str:
         """Number of parameters and elements, in words."""
         return f"{len(self.params)} parameters, {self.numel} elements"

@@ -6,6 +6,7 @@ element by element works on the pieces; these functions lead from one to the oth
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -40,10 +41,7 @@ def largest_piece(p: Tensor) -> int:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             sizes[dim] = -(-sizes[dim] // ranks)
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel
+    return math.prod(sizes)
 
 
 def like(piece: Tensor, p: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from commopt.comm.holding import Holding, ShardedBackend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
-from commopt.comm.pipeline import CollectiveError, Pipeline, Task, run, run_interleaved, wait
+from commopt.comm.pipeline import CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
@@ -55,6 +55,7 @@ __all__ = [
     "confirm",
     "first_notice",
     "gather_number",
+    "gather_rows",
     "mean_over_all",
     "message_device",
     "open_channels",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from commopt.comm.backend import Backend
-from commopt.comm.pipeline import wait
+from commopt.comm.backend import Backend, check_backend
+from commopt.comm.pipeline import gather_rows, wait
 
 NODES = ("NodesBackend", "nodes", "intra_node", "inter_node")
 """Words for errors: who asks, what the rows are, and the names of the groups along a row and a column."""
@@ -24,14 +24,14 @@ def check_grid(
 
     Raises:
         ValueError: on every rank, unless these are the rows and columns of a grid of all ranks, each row in one order
-            of places, and each column in one order of rows.
+            of places, and each column in one order of rows; before that, if one of them lacks a collective.
     """
     backend, rows_are, along_row, along_column = words
+    for name, group in (("world", world), (along_row, row), (along_column, column)):
+        check_backend(group, name)
     mine = torch.tensor([column.rank, row.rank, column.world_size, row.world_size], device=device)
-    table = mine.new_empty(world.world_size, 4)
     where = f"construction of {backend}"
-    wait(world.all_gather(table, mine), where)
-    everyone: list[list[int]] = table.tolist()
+    everyone: list[list[int]] = gather_rows(world, mine, where).tolist()
     _, _, rows, places = everyone[0]
     for rank, line in enumerate(everyone):
         if line[2:] != [rows, places]:
@@ -49,9 +49,8 @@ def check_grid(
     for name, group, axis in ((along_row, row, 0), (along_column, column, 1)):
         same = [(line[1 - axis], r) for r, line in enumerate(everyone) if line[axis] == mine[axis]]
         expected = [r for _, r in sorted(same)]
-        there = mine.new_empty(group.world_size, 1)
-        wait(group.all_gather(there, torch.tensor([world.rank], device=device)), f"{where}, the ranks {name}")
-        found = there.flatten().tolist()
+        number = torch.tensor([world.rank], device=device)
+        found = gather_rows(group, number, f"{where}, the ranks {name}").flatten().tolist()
         if found != expected:
             wrong = wrong or f"{name} has ranks {found} where it should have {expected}"
     failed = torch.tensor([float(bool(wrong))], device=device)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, OfWorld, check_backend, common_devices, message_device
+from commopt.comm.backend import Backend, OfWorld, common_devices, message_device
 from commopt.comm.grid import check_grid
 
 
@@ -55,13 +55,11 @@ class ShardedBackend(OfWorld):
     """
 
     def __init__(self, world: Backend, inside: Backend, replicas: Backend) -> None:
-        for name, backend in (("world", world), ("inside", inside), ("replicas", replicas)):
-            check_backend(backend, name)
         self.world, self.inside, self.replicas = world, inside, replicas
-        self.rank, self.world_size = world.rank, world.world_size
         words = ("ShardedBackend", "replicas", "inside", "replicas")
         self.parts = [part for _, part in check_grid(world, inside, replicas, message_device(self), words)]
         self.stages = self.parts
+        self.rank, self.world_size = world.rank, world.world_size
 
     @property
     def devices(self) -> tuple[str, ...] | None:

@@ -59,11 +59,13 @@ class MeshBackend(OfWorld):
         else:
             self.world = TorchBackend(mesh.get_group() if mesh.ndim == 1 else group_of_ranks(ranks))
         self.rank, self.world_size = self.world.rank, self.world.world_size
-        self._places = {rank: place for place, rank in zip(itertools.product(*map(range, mesh.shape)), ranks)}
-        self._by_rank = [self._places[rank] for rank in dist.get_process_group_ranks(self.world.group)]
+        self._rank_at = dict(zip(itertools.product(*map(range, mesh.shape)), ranks))
+        place_of = {rank: place for place, rank in self._rank_at.items()}
+        self._by_rank = [place_of[rank] for rank in dist.get_process_group_ranks(self.world.group)]
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
         self._holdings: dict[Any, Holding] = {}
+        self._dims: dict[DeviceMesh, tuple[int, ...] | None] = {}
         self._own: dict[int, MeshBackend] = {}
 
     @property
@@ -136,17 +138,23 @@ class MeshBackend(OfWorld):
         """
         if not is_sharded(p):
             return ()
-        theirs = sorted(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-        several = self._several()
-        for n in range(len(several) + 1):
-            for dims in itertools.combinations(several, n):
-                if theirs == sorted(self._ranks(dims)):
-                    return dims
+        mesh: DeviceMesh = p.device_mesh  # type: ignore[attr-defined]
+        if mesh not in self._dims:
+            self._dims[mesh] = self._dims_with(sorted(mesh.mesh.flatten().tolist()))
+        if (dims := self._dims[mesh]) is not None:
+            return dims
+        theirs = sorted(mesh.mesh.flatten().tolist())
         raise ValueError(
-            f"a parameter of shape {tuple(p.shape)} is cut over ranks {theirs} ({p.device_mesh}), which are not those "  # type: ignore[attr-defined]
+            f"a parameter of shape {tuple(p.shape)} is cut over ranks {theirs} ({mesh}), which are not those "
             f"along dimensions of the mesh given, {self.mesh}; allowed are parameters on slices of it, such as "
             'fully_shard(model, mesh=mesh["shard"])'
         )
+
+    def _dims_with(self, ranks: list[int]) -> tuple[int, ...] | None:
+        """The dimensions along which these ``ranks`` are, this one among them; None if there are none."""
+        several = self._several()
+        every = (dims for n in range(len(several) + 1) for dims in itertools.combinations(several, n))
+        return next((dims for dims in every if ranks == sorted(self._ranks(dims))), None)
 
     def _several(self) -> list[int]:
         """The dimensions of several ranks that hold the same parameters, whole or in pieces."""
@@ -160,8 +168,7 @@ class MeshBackend(OfWorld):
         """The ranks along ``dims``, this one among them."""
         at = self._coordinate
         along = [range(self.mesh.size(i)) if i in dims else (at[i],) for i in range(self.mesh.ndim)]
-        by_place = {place: rank for rank, place in self._places.items()}
-        return [by_place[place] for place in itertools.product(*along)]
+        return [self._rank_at[place] for place in itertools.product(*along)]
 
     def _over(self, dims: tuple[int, ...]) -> Backend:
         """The ranks along ``dims``."""

@@ -7,7 +7,7 @@ rank sends the part that is its own. So the bytes that leave a node are divided 
 
 from __future__ import annotations
 
-from commopt.comm.backend import Backend, OfWorld, check_backend, common_devices, message_device, open_channels
+from commopt.comm.backend import Backend, OfWorld, common_devices, message_device, open_channels
 from commopt.comm.grid import check_grid
 
 
@@ -29,11 +29,9 @@ class NodesBackend(OfWorld):
     """
 
     def __init__(self, world: Backend, intra_node: Backend, inter_node: Backend) -> None:
-        for name, backend in (("world", world), ("intra_node", intra_node), ("inter_node", inter_node)):
-            check_backend(backend, name)
         self.world, self.intra_node, self.inter_node = world, intra_node, inter_node
-        self.rank, self.world_size = world.rank, world.world_size
         self.grid = check_grid(world, intra_node, inter_node, message_device(self))
+        self.rank, self.world_size = world.rank, world.world_size
 
     @property
     def devices(self) -> tuple[str, ...] | None:

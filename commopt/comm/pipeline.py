@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from commopt.comm.backend import Work
+from torch import Tensor
+
+from commopt.comm.backend import Backend, Work
 from commopt.comm.watch import Watch, blame, can_tell, first_notice
 
 Task = Iterator[Work]
@@ -37,6 +39,13 @@ def wait(work: Work, where: str) -> None:
         work.wait()
     except (RuntimeError, TimeoutError) as error:
         raise CollectiveError(f"{where}: {blame(work)}{error}") from error
+
+
+def gather_rows(backend: Backend, row: Tensor, where: str) -> Tensor:
+    """The ``row`` of every rank, (W, n), one below the other; waits for it, and ``where`` begins errors."""
+    table = row.new_empty(backend.world_size, row.numel())
+    wait(backend.all_gather(table, row), where)
+    return table
 
 
 @dataclass

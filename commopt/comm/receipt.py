@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm.backend import Backend, Work, message_device
-from commopt.comm.pipeline import wait
+from commopt.comm.pipeline import gather_rows
 
 if TYPE_CHECKING:
     from commopt.comm.counting import CountingBackend
@@ -131,9 +131,7 @@ def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
     """
     receipt = backend.receipt
     mine = torch.tensor([receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
-    table = mine.new_empty(backend.world_size, 2)
-    wait(backend.all_gather(table, mine), f"{where}, confirmation of what was received")
-    rows: list[list[int]] = table.tolist()
+    rows: list[list[int]] = gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist()
     if sum(balance for balance, _ in rows) % 2**64:
         told = _tell(receipt, backend)
         raise MessageDamaged(
@@ -158,8 +156,7 @@ def _tell(receipt: Receipt, backend: Backend) -> str:
     if any(max(pair) > world for pair in lengths):
         return told
     mine = torch.cat([_padded(t, world) for t in sums])
-    table = mine.new_empty(world, mine.numel())
-    wait(backend.all_gather(table, mine), "search for the damaged message")
+    table = gather_rows(backend, mine, "search for the damaged message")
     pieces = table.view(world, len(entries), 2, world)
     for i, entry in enumerate(entries):
         sent, received = pieces[:, i, 0], pieces[:, i, 1]

@@ -184,11 +184,7 @@ class ThreadBackend:
         Raises:
             ValueError: if they cannot be divided so.
         """
-        if ranks_per_node < 1 or self.world_size % ranks_per_node:
-            raise ValueError(f"{self.world_size} ranks cannot be nodes of {ranks_per_node!r} ranks each")
-        node, place = divmod(self.rank, ranks_per_node)
-        inside = self.part(range(node * ranks_per_node, (node + 1) * ranks_per_node))
-        return NodesBackend(self, inside, self.part(range(place, self.world_size, ranks_per_node)))
+        return NodesBackend(self, *self._grid(ranks_per_node, f"nodes of {ranks_per_node!r} ranks"))
 
     def sharded(self, parts: int) -> ShardedBackend:
         """The ranks as replicas of a model in ``parts`` parts: ranks that follow each other hold one replica.
@@ -196,11 +192,14 @@ class ThreadBackend:
         Raises:
             ValueError: if they cannot be divided so.
         """
-        if parts < 1 or self.world_size % parts:
-            raise ValueError(f"{self.world_size} ranks cannot be replicas of {parts!r} parts each")
-        replica, part = divmod(self.rank, parts)
-        inside = self.part(range(replica * parts, (replica + 1) * parts))
-        return ShardedBackend(self, inside, self.part(range(part, self.world_size, parts)))
+        return ShardedBackend(self, *self._grid(parts, f"replicas of {parts!r} parts"))
+
+    def _grid(self, places: int, what: str) -> tuple[ThreadBackend, ThreadBackend]:
+        """The row and the column of this rank, in rows of ``places`` ranks that follow each other."""
+        if places < 1 or self.world_size % places:
+            raise ValueError(f"{self.world_size} ranks cannot be {what} each")
+        row, place = divmod(self.rank, places)
+        return self.part(range(row * places, (row + 1) * places)), self.part(range(place, self.world_size, places))
 
     def _start(self, collective: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
         call, self.calls = (self.members, self.channel, self.calls), self.calls + 1

@@ -13,7 +13,7 @@ from commopt.comm.backend import Backend, LocalBackend, message_device, open_cha
 from commopt.comm.counting import CountingBackend, Traffic
 from commopt.comm.holding import Holding
 from commopt.comm.nodes import NodesBackend
-from commopt.comm.pipeline import wait
+from commopt.comm.pipeline import gather_rows
 from commopt.comm.receipt import Receipt
 
 
@@ -81,10 +81,8 @@ class Replicas:
 
 def gather_number(backend: Backend, number: int) -> list[int]:
     """The ``number`` of each of the ranks of ``backend``, by rank."""
-    device = message_device(backend)
-    table = torch.empty(backend.world_size, 1, dtype=torch.int64, device=device)
-    wait(backend.all_gather(table, torch.tensor([number], device=device)), "numbers of the ranks")
-    numbers: list[int] = table.flatten().tolist()
+    row = torch.tensor([number], device=message_device(backend))
+    numbers: list[int] = gather_rows(backend, row, "numbers of the ranks").flatten().tolist()
     return numbers
 
 

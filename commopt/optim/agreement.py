@@ -36,12 +36,12 @@ class Holders:
 
     Attributes:
         rank: this one.
-        parts: of each rank, which part of the model it has.
+        replicas: the ranks that have the same part of the model as this one.
         stages: of each rank, which parameters it has at all, whole or in part.
     """
 
     rank: int
-    parts: Sequence[int]
+    replicas: Sequence[int]
     stages: Sequence[int]
 
 
@@ -259,8 +259,7 @@ class Agreement:
         squares = [row[2] for row in table]
         same = squares
         if self._holders is not None:  # somebody may have averaged what ranks hold of one part
-            part = self._holders.parts[self._holders.rank]
-            same = [square for square, of in zip(squares, self._holders.parts) if of == part]
+            same = [squares[rank] for rank in self._holders.replicas]
         return StepDecision(
             non_finite=[rank for rank, row in enumerate(table) if not row[1]],
             norm=math.sqrt(sum(squares) / len(squares)),

@@ -203,9 +203,7 @@ class CommOptimizer(PackedOptimizer):
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
             binding.take_mesh(self, self.param_groups[-1])
-            checks.check_params(self.param_groups[-1]["params"], self.devices(), self.topology.is_sharded)
-            for p in self.param_groups[-1]["params"]:
-                self.topology.check(p)
+            binding.check_held(self, self.param_groups[-1]["params"])
             self.check_group(self.param_groups[-1])
 
         if self._ready:

@@ -72,15 +72,21 @@ def rebind(optimizer: PackedOptimizer) -> None:
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, _error_in_groups(optimizer))
     optimizer._fill(saving.without_values(moved), origin)
+    optimizer.rebound(new)
+
+
+def check_held(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
+    """Raises ValueError if ``params`` cannot be trained, or not by these ranks. Communicates nothing."""
+    checks.check_params(params, optimizer.devices(), optimizer.topology.is_sharded)
+    for p in params:
+        optimizer.topology.check(p)
 
 
 def _error_in_groups(optimizer: PackedOptimizer) -> Exception | None:
     """What is wrong with the parameters in the groups."""
     try:
         for group in optimizer.param_groups:
-            checks.check_params(group["params"], optimizer.devices(), optimizer.topology.is_sharded)
-            for p in group["params"]:
-                optimizer.topology.check(p)
+            check_held(optimizer, group["params"])
     except ValueError as error:
         return error
     return None

@@ -128,6 +128,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         """Hook for when ``entries`` have been copied into buffers."""
 
+    def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
+        """Hook for when parameters were exchanged: ``new`` has the one in place of each."""
+
     def residual_expected(self, p: Tensor) -> bool:
         """True if loaded state of ``p`` that comes without residuals is of a run that had some."""
         state = self.state[p]
@@ -183,7 +186,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def holders(self) -> Holders | None:
         """What each rank holds; None where all hold the whole model."""
         topology = self.topology
-        return Holders(topology.rank, topology.parts, topology.stages) if topology.is_sharded else None
+        return Holders(topology.rank, topology.same_part(), topology.stages) if topology.is_sharded else None
 
     def group_of(self) -> dict[int, dict[str, Any]]:
         """The parameter group of each parameter, by its id."""

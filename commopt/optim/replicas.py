@@ -18,6 +18,7 @@ from commopt.comm import (
     Pipeline,
     Topology,
     confirm,
+    gather_rows,
     mean_over_all,
     message_device,
     wait,
@@ -73,11 +74,8 @@ def agree_inside(
     inside = topology.inside
     if inside.world_size == 1:
         return square, error
-    device = message_device(inside)
-    table = torch.empty(inside.world_size, 2, dtype=torch.float64, device=device)
-    mine = torch.tensor([square, float(error is not None)], dtype=torch.float64, device=device)
-    wait(inside.all_gather(table, mine), f"{where}, agreement of the ranks of a replica")
-    rows: list[list[float]] = table.tolist()
+    mine = torch.tensor([square, float(error is not None)], dtype=torch.float64, device=message_device(inside))
+    rows: list[list[float]] = gather_rows(inside, mine, f"{where}, agreement of the ranks of a replica").tolist()
     refused = [rank for rank, (_, failed) in enumerate(rows) if failed]
     if refused and error is None:
         error = StepRefused(f"{where}: rank {refused[0]} of this replica cannot take this step; its own error says why")

@@ -196,10 +196,9 @@ def _share_of(
     compresses, of the servers' what it averages."""
     feedback = bucket.feedback
     assert feedback is not None
-    offset, numel = bucket.offsets[i], bucket.shapes[i].numel()
 
     def own(whole: Tensor, share: int, chunk: Tensor, part: Tensor) -> Tensor:
-        start = min(max(share * chunk.numel() - offset, 0), numel)
+        start = bucket.start_of(i, share, chunk)
         return whole[start : start + part.numel()].view(part.shape)
 
     return (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, message_device, wait
+from commopt.comm import Backend, gather_rows, message_device, wait
 from commopt.optim.digest import digest
 
 SETUP_BYTES = 768
@@ -105,13 +105,10 @@ def gather_texts(backend: Backend, text: str) -> list[str]:
         return [text]
     device = message_device(backend)
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = torch.empty(backend.world_size, 1, dtype=torch.int64, device=device)
-    wait(backend.all_gather(lengths, torch.tensor([mine.numel()], device=device)), "texts of the ranks")
+    lengths = gather_rows(backend, torch.tensor([mine.numel()], device=device), "texts of the ranks")
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
-    table = padded.new_empty(backend.world_size, padded.numel())
-    wait(backend.all_gather(table, padded), "texts of the ranks")
-    rows = zip(table.tolist(), lengths.flatten().tolist())
+    rows = zip(gather_rows(backend, padded, "texts of the ranks").tolist(), lengths.flatten().tolist())
     return [bytes(row[:length]).decode(errors="replace") for row, length in rows]
 
 
@@ -125,8 +122,7 @@ def _encode(facts: dict[str, str], error: Exception | None, counts: str) -> byte
 
 def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[bool, list[bytes], str]]:
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    table = torch.empty(backend.world_size, SETUP_BYTES, dtype=torch.uint8, device=device)
-    wait(backend.all_gather(table, mine), "construction of the optimizer, comparing what the ranks were given")
+    table = gather_rows(backend, mine, "construction of the optimizer, comparing what the ranks were given")
     out = []
     for line in table.cpu():
         raw = bytes(line.tolist())

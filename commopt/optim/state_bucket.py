@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import Bucket
-from commopt.comm import Backend, Replicas, message_device, wait
+from commopt.comm import Backend, Replicas, gather_rows, message_device, wait
 from commopt.compress import Chunk, Feedback
 from commopt.optim.own_tensor import OwnTensor, Place
 from commopt.sharding import like, settle
@@ -88,24 +88,17 @@ class StateBucket(Bucket):
         compressed."""
         if not self.compressed:
             return []
-        ranks, nodes = self.replicas, self.replicas.nodes
+        feedback = self.feedback or Feedback(self.zeros(), self.zeros())
+        workers, servers = self.part_views(feedback.worker), self.shares(feedback.server, self.shard_index)
+        node, nodes = self.replicas.inter_node.rank, self.replicas.nodes
         out = []
         for i, (p, shape) in enumerate(zip(self.params, self.shapes)):
-            if self.feedback is None:
-                worker = server = self.zeros()[: shape.numel()]
-                starts = (0, 0)
-            else:
-                worker, server = self.residuals()[i].values()
-                workers, servers = self.feedback.worker.numel(), self.feedback.server.numel()
-                at, numel = self.offsets[i], shape.numel()
-                starts = (
-                    min(max(self.local_rank * workers - at, 0), numel),
-                    min(max(self.shard_index * servers - at, 0), numel),
-                )
+            compresses = self.start_of(i, self.local_rank, feedback.worker)
+            averages = self.start_of(i, self.shard_index, feedback.server)
             out.append(
                 {
-                    "worker_error": OwnTensor.make(worker, Place.of(p, shape, starts[0], ranks.inter_node.rank, nodes)),
-                    "server_error": OwnTensor.make(server, Place.of(p, shape, starts[1], 0, 1)),
+                    "worker_error": OwnTensor.make(workers[i], Place.of(p, shape, compresses, node, nodes)),
+                    "server_error": OwnTensor.make(servers[i], Place.of(p, shape, averages, 0, 1)),
                 }
             )
         return out
@@ -164,9 +157,8 @@ class StateBucket(Bucket):
     def _over_pieces(self, numbers: Sequence[float], reduce: Callable[[Tensor], Tensor]) -> Sequence[float]:
         for ranks in self.pieces:
             mine = torch.tensor(numbers, dtype=torch.float64, device=message_device(ranks))
-            table = mine.new_empty(ranks.world_size, mine.numel())
-            wait(ranks.all_gather(table, mine), f"norms of the sharded tensors of a bucket ({self.describe()})")
-            numbers = reduce(table).tolist()
+            where = f"norms of the sharded tensors of a bucket ({self.describe()})"
+            numbers = reduce(gather_rows(ranks, mine, where)).tolist()
         return numbers
 
     def add_residuals(self, double_buffered: bool) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -206,9 +206,7 @@ class OuterOptimizer(PackedOptimizer):
         self.register_new(add)
 
     def _check_new(self, group: dict[str, Any]) -> None:
-        checks.check_params(group["params"], self.devices(), self.topology.is_sharded)
-        for p in group["params"]:
-            self.topology.check(p)
+        binding.check_held(self, group["params"])
         checks.check_period(group["period"])
         if group["period"] != self.param_groups[0]["period"]:
             raise ValueError(
@@ -234,10 +232,7 @@ class OuterOptimizer(PackedOptimizer):
         binding.register_groups(self, groups, settings, error)
         self.topology.traffic.end_step()
 
-    @torch.no_grad()
-    def rebind(self) -> None:
-        new = {p: q for old, group in zip(self._registered, self.param_groups) for p, q in zip(old, group["params"])}
-        super().rebind()
+    def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         moved = {new.get(p, p): entry for p, entry in self.base.state.items()}
         self.base.state.clear()
         for p, entry in moved.items():
