@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -386,7 +385,7 @@ def pipelines(rank: int, world_size: int) -> dict[str, Any]:
     return {"params": [p.detach().clone() for p in params], "skipped": skipped, "steps": steps}
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """Each error, by what it is about."""
     mesh, line = grid(2, 2), init_device_mesh("cpu", (4,))
     out = {}
@@ -418,7 +417,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     optimizer.step()
     optimizer.param_groups[0]["params"] = list(fully_shard(Plain(), mesh=mesh["shard"]).parameters())
     refused("exchanged", optimizer.step)
-    folder = f"/tmp/{os.environ['MASTER_PORT']}"
+    folder = f"{folder}/refused"
     net = fully_shard(Plain(), mesh=mesh["shard"])
     dcp.save(states(net, lamb(net.parameters(), process_group=mesh), False), checkpoint_id=folder)
     wide = fully_shard(nn.Linear(8, 17, dtype=torch.float64), mesh=mesh["shard"])
@@ -528,8 +527,9 @@ def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
 
 def of_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """All that four processes do, one after another."""
-    scenes = (as_unsharded, doors, policies, experts, pipelines, refusals, unsharded_and_back)
+    scenes = (as_unsharded, doors, policies, experts, pipelines, unsharded_and_back)
     out: dict[str, Any] = {scene.__name__: scene(rank, world_size) for scene in scenes}
+    out["refusals"] = refusals(rank, world_size, folder)
     out["saved"] = saved(rank, world_size, folder)
     again = {flat: loaded(rank, world_size, folder, 2, flat, names=names) for flat, names in FORMS.items()}
     return {**out, "loaded": again}
