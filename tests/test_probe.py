@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from commopt.cli import main
 from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
 from commopt.probe.advice import recommend
+from commopt.probe.command import check_place
 from commopt.probe.fit import Line, fit_line, line_through, misfit
-from commopt.probe.options import parse, parse_count
+from commopt.probe.inside import rows
+from commopt.probe.options import ProbeError, parse, parse_count
 from commopt.probe.predict import (
     METHODS,
     Clock,
@@ -259,7 +262,7 @@ def test_counts(text: str, number: int) -> None:
 
 def test_defaults() -> None:
     options = parse(["--params=340M", "--step-time=0.3", "--device=cpu"])
-    assert (options.params, options.step_time, options.last_params) == (340_000_000, 0.3, 0)
+    assert (options.params, options.step_time, options.last_params, options.shard) == (340_000_000, 0.3, 0, 1)
     assert (options.device, options.backend, options.json) == ("cpu", "gloo", None)
 
 
@@ -277,6 +280,7 @@ def test_defaults() -> None:
         ("--params=1M --step-time=fast", "--step-time: 'fast' is not allowed"),
         ("--params=1M", "the following arguments are required: --step-time"),
         ("--params=1M --step-time=1 --parms=2", "unrecognized arguments: --parms=2"),
+        ("--params=1M --step-time=1 --shard=0", "--shard: 0 is not allowed, it must be at least 1"),
         ("--params=1M --step-time=1 --last-params=2M", "--last-params: 2000000 is more than --params, 1000000"),
         ("--params=1M --step-time=1 --backend=mpi", "--backend: 'mpi' is not allowed with --device=cpu, only gloo"),
         ("--params=1M --step-time=1 --backend=nccl", "--backend: 'nccl' is not allowed with --device=cpu, only gloo"),
@@ -303,6 +307,31 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(option in text for option in ("--params", "--step-time", "--last-params", "--backend", "--json"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "message"),
+    [
+        ("6", "4", "--shard: 4 is not allowed with 6 ranks: they must make up 2 or more whole replicas"),
+        ("4", "4", "--shard: 4 is not allowed with 4 ranks: they must make up 2 or more whole replicas"),
+        ("1", "1", "WORLD_SIZE=1: there is nobody to talk to; start one process per device, at least 2: torchrun"),
+    ],
+)
+def test_ranks_must_make_up_replicas(ranks: str, shard: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ProbeError, match=re.escape(message)):
+        check_place(parse(["--params=1M", "--step-time=1", "--device=cpu", f"--shard={shard}"]))
+
+
+def test_the_ranks_of_machines_and_of_parts() -> None:
+    assert rows(6, 2) == ([[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]])
+
+
+def test_the_advice_names_what_a_sharded_model_would_do_without() -> None:
+    steps = predict(costs(ethernet(8)), MODEL)
+    assert "HSDP with reduce_dtype=torch.bfloat16 is" in recommend(steps, True, shard=4)
+    assert " where HSDP takes " in recommend(steps, False, shard=4)
+    assert " of a step of HSDP, and " in recommend(predict(costs(), MODEL), True, shard=4)
 
 
 # processes ------------------------------------------------------------------------------------------------------------
@@ -338,6 +367,22 @@ def test_ranks_that_were_asked_for_different_things_say_so() -> None:
     assert [out for _, out, _ in results] == ["", ""]
     said = "".join(err for _, _, err in results)  # once per machine, by whichever comes first
     assert said.count("commopt: error: arguments differ between ranks: rank 1 has Options(params=200000, ") == 1
+
+
+def test_a_probe_for_a_sharded_model() -> None:
+    results = on_ranks(*[["--params=40K", "--step-time=0.01", "--shard=2", "--max-mb=0.0625"]] * 4)
+    assert [code for code, _, _ in results] == [0] * 4, results
+    report = " ".join(results[0][1].split())
+    for words in (
+        "4 ranks, 2 to a machine: ", "a model of 40K parameters, cut over the 2 ranks of a machine, 0.01 s per step",
+        "inside a machine: all-gather ", "a rank sends 0.24 MB a step to the others", "x as fast as HSDP",
+        "the update of a rank's part of your model", "a step is faster than HSDP's",
+    ):  # fmt: skip
+        assert words in report, words
+    table = {name.strip(): line.split() for line in results[0][1].splitlines() for name in [line[:28]]}
+    assert float(table["HSDP, float32"][-2]) == 0.08  # MB: all of 20,000 float32 in each direction, 2 (R-1) / R = 1
+    assert float(table["HSDP, reduce_dtype bf16"][-2]) == 0.04
+    assert "DDP," not in report
 
 
 def test_a_probe_under_torchrun(tmp_path: Path) -> None:

@@ -20,6 +20,14 @@ NAMES = {
     "onebit_adam": "OneBitAdam",
     "onebit_adam_overlap": "OneBitAdam(overlap=True)",
 }
+SHARDED = {
+    **NAMES,
+    "none": "none between machines",
+    "ddp": "HSDP, float32",
+    "ddp_bf16": "HSDP, reduce_dtype bf16",
+}
+"""Names where FSDP2 cuts the model: it averages over machines by itself, as HSDP, where nobody else does."""
+HALVED = {"DDP": "DDP with bf16_compress_hook", "HSDP": "HSDP with reduce_dtype=torch.bfloat16"}
 OURS = ("onebit_adam", "onebit_adam_overlap")
 
 
@@ -29,14 +37,20 @@ def over_run(steps: Mapping[str, Step], name: str) -> tuple[float, float]:
     return longer, shorter
 
 
-def recommend(steps: Mapping[str, Step], bf16_available: bool) -> str:
+def rival(shard: int) -> str:
+    """What the methods are compared with, where FSDP2 cuts the model over ``shard`` ranks."""
+    return "DDP" if shard == 1 else "HSDP"
+
+
+def recommend(steps: Mapping[str, Step], bf16_available: bool, shard: int = 1) -> str:
     """Recommends what to do, and says what it brings.
 
     Args:
         steps: a step with each method.
         bf16_available: whether torch's bf16 hook can be used.
+        shard: ranks over which FSDP2 cuts the model.
     """
-    ddp = steps["ddp"].seconds
+    ddp, other = steps["ddp"].seconds, rival(shard)
     ours = "onebit_adam"
     if steps[ours].seconds > WORTH * steps["onebit_adam_overlap"].seconds:
         ours = "onebit_adam_overlap"
@@ -45,16 +59,16 @@ def recommend(steps: Mapping[str, Step], bf16_available: bool) -> str:
     if max(gain, halved) < WORTH:
         share = steps["ddp"].communication / ddp
         return (
-            f"do not compress: communication is {share:.0%} of a step of DDP, and a whole run with {NAMES[ours]} would "
-            f"be {gain:.2f} x as fast."
+            f"do not compress: communication is {share:.0%} of a step of {other}, and a whole run with {NAMES[ours]} "
+            f"would be {gain:.2f} x as fast."
         )
     if gain < WORTH * halved:
         return (
-            f"do not compress to 1 bit: DDP with bf16_compress_hook is {halved:.2f} x as fast as DDP and needs no "
-            f"warm-up; a whole run with {NAMES[ours]} would be {gain:.2f} to {most:.2f} x as fast."
+            f"do not compress to 1 bit: {HALVED[other]} is {halved:.2f} x as fast as {other} and needs no warm-up; "
+            f"a whole run with {NAMES[ours]} would be {gain:.2f} to {most:.2f} x as fast."
         )
     return (
-        f"use {NAMES[ours]}: a compressed step takes {steps[ours].seconds:.3g} s where DDP takes {ddp:.3g} s, "
+        f"use {NAMES[ours]}: a compressed step takes {steps[ours].seconds:.3g} s where {other} takes {ddp:.3g} s, "
         f"{ddp / steps[ours].seconds:.2f} x as fast; over a run with 15 to 20 % warm-up {gain:.2f} to {most:.2f} x."
         + (" That is little for a prediction: try both." if gain < ACCURACY else "")
     )

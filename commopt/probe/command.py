@@ -20,6 +20,7 @@ from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, over_run, recommend
 from commopt.probe.fit import fit_line, line_through, misfit
+from commopt.probe.inside import between, measure_inside
 from commopt.probe.local import Local, measure_local
 from commopt.probe.measure import (
     FACTOR,
@@ -90,8 +91,13 @@ def disagreement(options: Options | None, mistake: str | None, control: TorchBac
 
 def check_place(options: Options) -> None:
     """Raises ProbeError for what cannot work in this process."""
-    if int(os.environ.get("WORLD_SIZE", "2")) < 2:
-        raise ProbeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: there is nobody to talk to; {HOW_TO_START}")
+    ranks = int(os.environ.get("WORLD_SIZE", 2 * options.shard))
+    if ranks < 2:
+        raise ProbeError(f"WORLD_SIZE={ranks}: there is nobody to talk to; {HOW_TO_START}")
+    if ranks % options.shard or ranks == options.shard:
+        raise ProbeError(
+            f"--shard: {options.shard} is not allowed with {ranks} ranks: they must make up 2 or more whole replicas"
+        )
     if options.device == "cuda" and int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count():
         here = torch.cuda.device_count()
         raise ProbeError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}, but this machine has {here} GPUs: one process each")
@@ -126,8 +132,10 @@ def in_one_line(error: Exception) -> str:
 def measure_all(options: Options, control: TorchBackend) -> Result:
     """Measures, fits and predicts; the same on every rank."""
     stand = make_stand(options, control)
+    inside = measure_inside(stand, options) if options.shard > 1 else None
     compressor = Sign(block=options.block)
-    capacity = bucket_bytes(None, [torch.empty(options.params, device="meta")])
+    held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
+    capacity = bucket_bytes(None, [torch.empty(held, device="meta")])
     sizes, small = sizes_up_to(options.max_mb), sizes_up_to(options.max_mb / FAST, SMALLEST // FACTOR)
     samples = {
         "all_reduce": all_reduces(stand, sizes),
@@ -137,14 +145,15 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         "compressed_all_reduce": compressed(stand, sizes, compressor),
     }
     lost = {verb: losses(stand, verb, samples[verb]) for verb in ("all_reduce", "all_to_all", "all_gather")}
-    local = measure_local(stand, options.params, capacity, compressor)
-    costs = fit_costs(stand.world_size, samples, lost, local)
-    model = Model(options.params, options.step_time, options.last_params, capacity, compressor)
+    local = measure_local(stand, held, capacity, compressor)
+    costs = fit_costs(stand.world_size, samples, lost, local, copies=options.shard == 1)
+    model = Model(held, options.step_time, last, capacity, compressor)
     steps = predict(costs, model)
     return Result(
         options=options,
         place=place(options),
-        world_size=stand.world_size,
+        world_size=control.world_size,
+        inside=inside,
         samples=samples,
         losses=lost,
         misfit={verb: misfit(line, *columns(samples[verb])) for verb, line in costs.link.items()},
@@ -155,29 +164,32 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         rehearsal=(local.rehearsal, rehearse(costs, model, local.params).seconds),
         break_even={name: break_even(costs, model, name) for name in OURS},
         run={name: over_run(steps, name) for name in OURS},
-        advice=recommend(steps, bf16_available=options.backend == "nccl"),
+        advice=recommend(steps, bf16_available=options.backend == "nccl", shard=options.shard),
     )
 
 
 def make_stand(options: Options, control: TorchBackend) -> Stand:
-    """The ranks and devices to measure."""
-    if options.device == "cpu":
-        return Stand(control, control, torch.device("cpu"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    group = dist.new_group(backend=options.backend, timeout=PATIENCE)
-    return Stand(TorchBackend(group), control, device)
+    """The ranks and devices to measure: with a model that is cut, those that hold the same part of it."""
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if options.device == "cpu" and options.shard == 1:
+        return Stand(control, control, device)
+    return Stand(TorchBackend(between(control.world_size, options, PATIENCE)), control, device)
 
 
-def fit_costs(world_size: int, samples: dict[str, list[Sample]], lost: dict[str, list[Sample]], local: Local) -> Costs:
-    """Lines through what was measured."""
+def fit_costs(
+    world_size: int, samples: dict[str, list[Sample]], lost: dict[str, list[Sample]], local: Local, copies: bool
+) -> Costs:
+    """Lines through what was measured. Without ``copies``, gradients are sent from where FSDP2 has them."""
     loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
     return Costs(
         world_size=world_size,
         link={verb: fit_line(*columns(samples[verb])) for verb in COLLECTIVES},
         loss={verb: loss[verb.removesuffix("_bf16")] for verb in COLLECTIVES},
         adamw=local.adamw,
-        copies=local.copies,
+        copies=local.copies if copies else dict.fromkeys(local.copies, 0.0),
         onebit=local.onebit,
     )
 

@@ -35,6 +35,7 @@ class Options:
 
     Attributes:
         params: trainable parameters of the model.
+        shard: ranks over which FSDP2 cuts the model, those of a machine; 1 for a model that every rank holds whole.
         step_time: seconds of forward, backward and optimizer on one device, without communication.
         last_params: of ``params``, how many are in one tensor whose gradient is complete only when backward ends.
         block: elements that share a scale, of :class:`commopt.compress.Sign`.
@@ -45,6 +46,7 @@ class Options:
     """
 
     params: int
+    shard: int
     step_time: float
     last_params: int
     block: int
@@ -100,7 +102,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--params", type=parse_count, required=True, help="trainable parameters of the model: 340M, 1.3B, 25000")
     add("--step-time", type=parse_seconds, required=True, metavar="SECONDS",
-        help="forward, backward and AdamW on one device, without communication")  # fmt: skip
+        help="forward, backward and AdamW on one device, without communication; with --shard, on one "
+        "machine")  # fmt: skip
+    add("--shard", type=int, default=1, metavar="RANKS",
+        help="ranks of a machine over which FSDP2 cuts the model; what is predicted goes between the machines, and "
+        "--step-time is then that of one machine (default: 1)")  # fmt: skip
     add("--last-params", type=parse_count, default=0, metavar="PARAMS",
         help="size of the largest tensor whose gradient comes last in backward, such as a tied embedding; nothing "
         "hides its communication (default: 0)")  # fmt: skip
@@ -130,6 +136,8 @@ def check(options: Options) -> None:
     """Raises ProbeError for a value out of range."""
     if options.params < 1:
         raise ProbeError(f"--params: {options.params} is not allowed, it must be at least 1")
+    if options.shard < 1:
+        raise ProbeError(f"--shard: {options.shard} is not allowed, it must be at least 1")
     if options.last_params > options.params:
         raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
     if not 0.0625 <= options.max_mb <= 1024:

@@ -8,8 +8,9 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commopt.probe.advice import NAMES
+from commopt.probe.advice import NAMES, SHARDED, rival
 from commopt.probe.fit import Line
+from commopt.probe.inside import Inside
 from commopt.probe.local import Local
 from commopt.probe.measure import Sample
 from commopt.probe.options import Options
@@ -31,7 +32,8 @@ class Result:
     Attributes:
         options: what was asked for.
         place: what was measured, in words.
-        world_size: ranks.
+        world_size: ranks, of all machines.
+        inside: what FSDP2 does inside a machine; None for a model that every rank holds whole.
         samples: times by collective, and of "compressed_all_reduce".
         losses: seconds of computing lost to a message, by collective.
         misfit: median relative error of each line, by collective.
@@ -47,6 +49,7 @@ class Result:
     options: Options
     place: str
     world_size: int
+    inside: Inside | None
     samples: dict[str, list[Sample]]
     losses: dict[str, list[Sample]]
     misfit: dict[str, float]
@@ -76,9 +79,9 @@ def _finite(value: Any) -> Any:
 def render(result: Result) -> str:
     """The report, at most 100 columns wide."""
     options, steps = result.options, result.steps
+    versus = f"x as fast as {rival(options.shard)}"
     lines = [
-        f"{result.world_size} ranks: {result.place}",
-        f"a model of {count(options.params)} parameters, {options.step_time:g} s per step on one device",
+        *_asked(result),
         "",
         f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit error':>12}{'computing lost to 1 MB':>26}",
         *(_network(result, verb) for verb in COLLECTIVES),
@@ -88,8 +91,7 @@ def render(result: Result) -> str:
         "",
         *_device(result),
         "",
-        f"{'a step of your model':28}{'seconds':>10}{'network':>10}{'MB sent':>10}{'x as fast as DDP':>18}"
-        f"{'15-20 % warm-up':>18}",
+        f"{'a step of your model':28}{'seconds':>10}{'network':>10}{'MB sent':>10}{versus:>18}{'15-20 % warm-up':>18}",
         *(_step(result, name) for name in steps),
         "",
         *_check(result),
@@ -100,6 +102,28 @@ def render(result: Result) -> str:
     return "".join(
         part + "\n" for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])
     )
+
+
+def _asked(result: Result) -> list[str]:
+    """What was measured, for which model."""
+    options, inside, ranks = result.options, result.inside, result.world_size
+    model, time = f"a model of {count(options.params)} parameters", f"{options.step_time:g} s per step on one"
+    if inside is None:
+        return [f"{ranks} ranks: {result.place}", f"{model}, {time} device"]
+    shard = options.shard
+    links = ", ".join(f"{verb.replace('_', '-')} {bandwidth(line)}" for verb, line in inside.link.items())
+    return [
+        f"{ranks} ranks, {shard} to a machine: {result.place}",
+        f"{model}, cut over the {shard} ranks of a machine, {time} machine",
+        f"inside a machine: {links}; a rank sends {inside.nbytes / 1e6:.4g} MB a step to the others, which takes "
+        f"{seconds(inside.seconds)} if nothing hides it (part of --step-time)",
+        f"between machines, below: {shard} ranks of a machine at once, each to those with the same part of the model; "
+        f"a machine sends {shard} x what a rank sends",
+    ]
+
+
+def _names(result: Result) -> dict[str, str]:
+    return NAMES if result.inside is None else SHARDED
 
 
 def _network(result: Result, verb: str) -> str:
@@ -120,12 +144,13 @@ def _sizes(result: Result) -> list[str]:
 
 
 def _device(result: Result) -> list[str]:
-    kernels, params = result.local.kernels, result.options.params
+    kernels, params = result.local.kernels, result.model.params
     rates = ", ".join(f"{name.replace('_', ' ')} {1e-9 / cost:.3g}" for name, cost in kernels.items())
     ours = sum(result.local.onebit.values()) * params
+    whose = "your model's update" if result.inside is None else "the update of a rank's part of your model"
     return [
         f"device: {rates} G elements/s",
-        f"your model's update, no network: AdamW {seconds(result.local.adamw * params)}, "
+        f"{whose}, no network: AdamW {seconds(result.local.adamw * params)}, "
         f"OneBitAdam with compression {seconds(ours)}",
     ]
 
@@ -134,7 +159,7 @@ def _step(result: Result, name: str) -> str:
     step, run = result.steps[name], result.run.get(name)
     over_run = f"{min(run):.2f}-{max(run):.2f}" if run else ""
     return (
-        f"{NAMES[name]:28}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
+        f"{_names(result)[name]:28}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
         f"{result.steps['ddp'].seconds / step.seconds:>18.2f}{over_run:>18}"
     )
 
@@ -147,7 +172,7 @@ def _check(result: Result) -> list[str]:
     ]
     if adamw_seconds(result.costs, result.model) >= result.options.step_time:
         out.append(
-            f"note: AdamW alone takes {seconds(result.local.adamw * result.options.params)} here, no less than "
+            f"note: AdamW alone takes {seconds(result.local.adamw * result.model.params)} here, no less than "
             f"--step-time={result.options.step_time:g}: was that measured on another device?"
         )
     return out
@@ -155,15 +180,17 @@ def _check(result: Result) -> list[str]:
 
 def _break_even(result: Result) -> list[str]:
     now = rate(result.costs.link["all_reduce"].bits_per_second)
-    out = [f"break-even, as bandwidth of an all-reduce (now {now}); a step is faster than DDP's"]
-    return out + [f"  {NAMES[name]:26}{_below(value)}" for name, value in result.break_even.items()]
+    out = [
+        f"break-even, as bandwidth of an all-reduce (now {now}); a step is faster than {rival(result.options.shard)}'s"
+    ]
+    return out + [f"  {NAMES[name]:26}{_below(value, result)}" for name, value in result.break_even.items()]
 
 
-def _below(value: float | None) -> str:
+def _below(value: float | None, result: Result) -> str:
     if value is None:
         return "unknown: no message was large enough to tell the bandwidth"
     if math.isinf(value):
-        return "at any: what DDP copies, adds and updates costs more than compressing"
+        return f"at any: what {rival(result.options.shard)} copies, adds and updates costs more than compressing"
     return f"below {rate(value)}" if value > 0 else "at no bandwidth"
 
 
