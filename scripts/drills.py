@@ -180,6 +180,12 @@ DRILLS = (
         ),
     ),
     Drill(
+        "lost-machine",
+        "a machine of a sharded run under torchrun goes, with all its ranks",
+        "the machines that are left continue, from the last checkpoint",
+        ("test_train_elastic.py::test_a_sharded_run_goes_on_with_the_machines_that_are_left",),
+    ),
+    Drill(
         "told-to-stop",
         "SIGTERM to one rank while the others are still joining, or rank 0 prepares",
         "all end, soon",

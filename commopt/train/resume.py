@@ -147,7 +147,8 @@ def load(trainer: Trainer, path: Path) -> None:
         seed_dropout(trainer)
         before, now = shared.get("mesh", [len(parts)]), [world.size] if world.mesh is None else world.mesh.shape
         ranks = [" x ".join(map(str, shape)) for shape in (before, now)]
-        log.warning("the checkpoint is of %s ranks, now there are %s: residuals are merged", *ranks)
+        if world.is_main:
+            log.warning("the checkpoint is of %s ranks, now there are %s: residuals are merged", *ranks)
     world.once(lambda: checkpoint.set_aside_newer(trainer.folder, trainer.step))
 
 
