@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -425,6 +426,15 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     refused("another model", lambda: dcp.load(state, checkpoint_id=folder))
     zero_one = states(net, commopt.ZeroOneAdam(net.parameters(), process_group=mesh), False)
     refused("another optimizer", lambda: dcp.load(zero_one, checkpoint_id=folder))
+    for flat in (False, True):  # what OneBitAdam looks for is there, and more
+        there = f"{folder}/{flat}"
+        dcp.save(states(net, lamb(net.parameters(), process_group=mesh), flat), checkpoint_id=there)
+        adam = commopt.OneBitAdam(net.parameters(), process_group=mesh)
+        fewer = states(net, adam, flat)
+        dcp.load(fewer, checkpoint_id=there)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        load = functools.partial(set_optimizer_state_dict, net, adam, fewer["optim"], options=options)
+        refused(f"another optimizer, of which it needs a part, flattened {flat}", load)
     return out
 
 

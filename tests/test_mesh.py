@@ -106,6 +106,11 @@ def test_what_cannot_work_is_an_error_on_every_rank(four):
         "exchanged": "call optimizer.rebind() after that, on all ranks",
         "another model": "Missing key in checkpoint state_dict: model.weight",
         "another optimizer": "Missing key in checkpoint state_dict: optim.",
+        **{
+            f"another optimizer, of which it needs a part, flattened {flat}": "the loaded state is that of OneBitLamb, "
+            "and this is OneBitAdam: load it into the optimizer that has saved it, or begin with the weights"
+            for flat in (False, True)
+        },
     }
     for found in scene(four, "refusals"):
         assert found.keys() == expected.keys()

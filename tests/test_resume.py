@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worlds import Toy, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
-from commopt import OneBitAdam
+from commopt import LocalSGD, OneBitAdam, OneBitLamb
 from commopt.comm import LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, split_state_dict
@@ -269,3 +269,35 @@ def test_a_state_from_before_names_were_changed_is_refused_and_changes_nothing(w
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
+
+
+class Mine(OneBitAdam):
+    """A user's own."""
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    def made(cls, **settings):
+        p = nn.Parameter(torch.ones(5))
+        optimizer = cls([p], backend=LocalBackend(), **settings)
+        p.grad = torch.ones(5)
+        optimizer.step()
+        return optimizer
+
+    adam, saved = made(OneBitAdam), made(OneBitLamb).state_dict()
+    before = adam.state_dict()
+    with pytest.raises(ValueError, match=r"the loaded state is that of OneBitLamb, and this is OneBitAdam: load it"):
+        adam.load_state_dict(saved)
+    assert same_bits(tensors_in(adam.state_dict()), tensors_in(before))
+    made(Mine).load_state_dict(before)
+    adam.load_state_dict(made(Mine).state_dict())
+    assert adam.param_groups[0]["optimizer"] == "OneBitAdam"
+    with pytest.raises(ValueError, match=r"that of LocalSGD\(AdamW\), and this is LocalSGD\(SGD\)"):
+        made(LocalSGD, base=torch.optim.SGD, lr=0.1).load_state_dict(
+            made(LocalSGD, base=torch.optim.AdamW).state_dict()
+        )
+    rounds = made(LocalSGD, base=OneBitAdam)
+    rounds.load_state_dict(made(LocalSGD, base=OneBitAdam).state_dict())
+    rounds.load_state_dict(adam.state_dict())  # that of the base alone
+    assert rounds.param_groups[0]["optimizer"] == "LocalSGD(OneBitAdam)"
+    with pytest.raises(ValueError, match=r"that of LocalSGD\(OneBitAdam\), and this is OneBitAdam"):
+        adam.load_state_dict(rounds.state_dict())

@@ -54,7 +54,7 @@ from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
 from commopt.optim.own import Origin
-from commopt.optim.packed import PackedOptimizer
+from commopt.optim.packed import WHOSE, PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
@@ -129,7 +129,7 @@ class CommOptimizer(PackedOptimizer):
         def construct() -> None:
             self.check_settings()
             check_guard(self.guard)
-            super(CommOptimizer, self).__init__(params, {**defaults, "step": 0})
+            super(CommOptimizer, self).__init__(params, {**defaults, WHOSE: self.saved_as(), "step": 0})
 
         self.register_new(construct)
         self._ready = True

@@ -44,6 +44,9 @@ from commopt.sharding import local
 logger = logging.getLogger("commopt")
 
 
+WHOSE = "optimizer"
+"""Key of parameter groups: whose they are, for whoever loads them. Of what is no tensor, tools for checkpoints keep
+nothing but groups."""
 OWN = "own_"
 """Begins the names of what is a rank's own now and then, where that is in ``state``."""
 
@@ -415,6 +418,14 @@ class PackedOptimizer(torch.optim.Optimizer):
             out["residuals"] = {**own, "digest": digest_of(own)}
         return out
 
+    def saved_as(self) -> str:
+        """The optimizer's name in what it saves: that of commopt's class."""
+        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("commopt."))
+
+    def loads_of(self) -> tuple[str, ...]:
+        """The optimizers of commopt whose state it loads."""
+        return (self.saved_as(),)
+
     def own_part(self) -> dict[str, Any]:
         """This rank's own part, as copies, and whose it is."""
         rank, world_size, layout = self._origin()
@@ -433,7 +444,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         have added to ``state``, or to a parameter's, are kept as they are.
 
         Raises:
-            ValueError: if groups, parameters or shapes do not match; nothing is changed then.
+            ValueError: if groups, parameters or shapes do not match, or if it is the state of another optimizer of
+                commopt; nothing is changed then.
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("load_state_dict()")
@@ -459,6 +471,12 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         """Raises ValueError if ``given``, the state that is about to be loaded, does not fit."""
+        for group in given["param_groups"]:
+            if group.get(WHOSE) not in (None, *self.loads_of()):
+                raise ValueError(
+                    f"the loaded state is that of {group[WHOSE]}, and this is {self.saved_as()}: load it into the "
+                    "optimizer that has saved it, or begin with the weights of the model alone"
+                )
         saving.check_fits(given, self.params, self.buckets)
 
     @torch.no_grad()

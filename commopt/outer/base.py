@@ -34,7 +34,7 @@ from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import PackedOptimizer
+from commopt.optim.packed import WHOSE, PackedOptimizer
 from commopt.optim.replicas import agree_inside, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
@@ -134,10 +134,12 @@ class OuterOptimizer(PackedOptimizer):
             for group in self.base.param_groups:
                 binding.take_mesh(self, group)
             check_base(self.base)
-            ours = {**outer, "period": period, **POSITION}
+            ours, whose = {**outer, "period": period, **POSITION}, {WHOSE: self.saved_as()}
             _check_names(self.base, ours)
-            super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours})
+            super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
             self.param_groups = self.base.param_groups
+            for group in self.param_groups:
+                group.update(whose)
 
         self.register_new(construct)
         self._ready = True
@@ -199,7 +201,7 @@ class OuterOptimizer(PackedOptimizer):
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
                 new.setdefault(key, default)
-            new.update({key: first[key] for key in ("round_step", "rounds")})
+            new.update({key: first[key] for key in ("round_step", "rounds", WHOSE)})
             self._check_new(new)
             new["round_lr"] = float(new.get("lr", 0.0)) * new["round_step"]
 
@@ -490,6 +492,14 @@ class OuterOptimizer(PackedOptimizer):
         """
         return super().state_dict()
 
+    def saved_as(self) -> str:
+        """With the name of its base."""
+        return f"{super().saved_as()}({type(self.base).__name__})"
+
+    def loads_of(self) -> tuple[str, ...]:
+        """Also that of its base alone."""
+        return self.saved_as(), self.base.defaults.get(WHOSE, self.saved_as())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.
 
@@ -520,7 +530,9 @@ class OuterOptimizer(PackedOptimizer):
             base = base_of_entries(given, entries, self.params) or base_to_load(self, given, origin)
         before = self.param_groups
         # torch would go on with the tensors given
-        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": given["param_groups"]})
+        whose = {WHOSE: self.base.defaults.get(WHOSE)}  # the base may be one of ours
+        groups = [{**group, **whose} for group in given["param_groups"]]
+        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
         self._adopt_groups(before)
         if of_base:
             for group in self.param_groups:
@@ -539,6 +551,7 @@ class OuterOptimizer(PackedOptimizer):
         for old, group in zip(before, self.param_groups):
             for key, default in self.defaults.items():
                 group.setdefault(key, old.get(key, default))
+            group[WHOSE] = self.saved_as()
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """An anchor that is lacking is the parameter."""
