@@ -135,7 +135,6 @@ class Llama(nn.Module):
                 num_attention_heads=config.heads,
                 num_key_value_heads=config.kv_heads_made,
                 rms_norm_eps=1e-5,
-                rope_theta=10_000.0,
                 tie_word_embeddings=config.tied,
                 bos_token_id=EOT,
                 eos_token_id=EOT,
