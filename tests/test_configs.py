@@ -11,9 +11,18 @@ import pytest
 import torch
 import yaml
 from shipped import ROOT, shipped
-from trainer_pair import Pair, run
+from trainer_pair import Pair, run, run_and_stop
+from trainer_runs import assert_same, content, records
 
-from commopt.train.config import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from commopt.train.config import (
+    CommConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from commopt.train.errors import ConfigError
 from commopt.train.loop import learning_rate
 from commopt.train.optimizer import check_plan
@@ -84,19 +93,22 @@ def optimizers(path: Path) -> list[str]:
 
 
 def shrunk(
-    config: Config, corpus: Path, cache: Path, run_dir: Path, seq_len: int = 16, init: str | None = None
+    config: Config, corpus: Path, cache: Path, run_dir: Path, seq_len: int = 16, init: str | None = None, shard: int = 1
 ) -> Config:
-    """The same with a model and a corpus for a run of milliseconds: two steps, the second one compressed."""
+    """The same with a model and a corpus for a run of milliseconds on two ranks: two steps, the second one compressed.
+    A run on a mesh is one on a mesh of these."""
     args, soon = config.optim.args, SOON.get(config.optim.name, {})
     args = {**args, **{key: {**args[key], **new} if isinstance(new, dict) else new for key, new in soon.items()}}
     lr = config.optim.lr / 100  # a variance that is frozen after one step is no good one
+    few = {"kv_heads": config.model.kv_heads and 1, "mlp_width": config.model.mlp_width and 40}
     data = {"corpus": str(corpus), "cache_dir": str(cache), "vocab_size": 300, "seq_len": seq_len, "heldout": 0.2}
     train = {"run_dir": str(run_dir), "steps": 2, "batch_size": 8, "accumulate": 2, "eval_samples": 4}
     return replace(
         config,
-        model=replace(config.model, layers=1, heads=2, width=16),
+        model=replace(config.model, layers=1, heads=2, width=16, **few),  # type: ignore[arg-type]
         data=replace(config.data, **data),  # type: ignore[arg-type]
         optim=replace(config.optim, lr=lr, warmup_steps=0, args=args),
+        parallel=ParallelConfig(shard, replicate=2 // shard) if config.parallel.on_mesh else config.parallel,
         train=replace(config.train, **train),  # type: ignore[arg-type]
         init=init,
     )
@@ -106,6 +118,29 @@ def shrunk(
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all: they read the same tokens."""
     return tmp_path_factory.mktemp("cache")
+
+
+def test_the_sharded_recipe_runs_on_pieces_and_is_resumed(
+    pair: Pair, cache: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Four steps, stopped after two, are those of a run that was never stopped."""
+
+    def config(name: str, resume: str = "none") -> Config:
+        made = shrunk(shipped(ROOT / "configs/llama_1b.yaml", "OneBitAdam"), corpus, cache, tmp_path / name, shard=2)
+        return replace(made, resume=resume, train=replace(made.train, steps=4, log_every=1))
+
+    pair.run(run, config("whole"))
+    for summary in pair.run(run_and_stop, config("parts"), 2, 1):
+        assert not summary["finished"]
+    for summary in pair.run(run, config("parts", "auto")):
+        assert summary["finished"]
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    for one, other in zip(content(tmp_path / "parts", 4, 2), content(tmp_path / "whole", 4, 2)):
+        assert_same(one, other)
+    assert content(tmp_path / "parts", 4, 2)[0]["mesh"] == [1, 2, 1]
+    pieces = [sorted((tmp_path / name).rglob("step-00000004/sharded/*.distcp")) for name in ("parts", "whole")]
+    assert [len(paths) for paths in pieces] == [2, 2]
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*pieces))
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +197,16 @@ def test_defaults_are_valid_and_documented() -> None:
 
 
 BAD = [
-    (ModelConfig, {"kind": "cnn"}, "model.kind='cnn' .* gpt or bert"),
+    (ModelConfig, {"kind": "cnn"}, "model.kind='cnn' .* gpt, bert or llama"),
+    (ModelConfig, {"mlp_width": 0}, "model.mlp_width=0 .* >= 1 or null"),
+    (ModelConfig, {"kind": "bert", "kv_heads": 2}, "model.kv_heads=2 .* null with model.kind=bert"),
+    (ModelConfig, {"kv_heads": 4}, "model.kv_heads=4 .* null with model.kind=gpt"),
+    (ModelConfig, {"tied": False}, "model.tied=False .* true with model.kind=gpt"),
+    (ModelConfig, {"kind": "llama", "kv_heads": 3}, "model.kv_heads=3 .* null or a divisor of model.heads=4"),
+    (ModelConfig, {"kind": "llama", "kv_heads": 0}, "model.kv_heads=0 .* null or a divisor of model.heads=4"),
+    (ModelConfig, {"kind": "llama", "width": 12}, "model.width=12 .* an even multiple of model.heads=4"),
+    (ModelConfig, {"kind": "llama", "dropout": 0.1}, "model.dropout=0.1 .* 0 with model.kind=llama"),
+    (ModelConfig, {"kind": "llama", "positions": 512}, "model.positions=512 .* null with model.kind=llama"),
     (ModelConfig, {"layers": 0}, "model.layers=0 .* >= 1"),
     (ModelConfig, {"width": 10, "heads": 3}, "model.width=10 .* multiple of model.heads=3"),
     (ModelConfig, {"dropout": 1.0}, r"model.dropout=1.0 .* in \[0, 1\)"),

@@ -309,6 +309,13 @@ def test_too_small_for_a_batch(tiny: Make, tmp_path: Path) -> None:
         make_samples(config, Corpus("key", 300, many, few[:10]))
 
 
+def test_every_kind_of_model_has_its_task(tiny: Make, tmp_path: Path) -> None:
+    corpus = Corpus("key", 300, np.zeros(1000, np.uint16), np.zeros(100, np.uint16))
+    for kind, task in {"gpt": NextToken, "llama": NextToken, "bert": MaskedToken}.items():
+        config = tiny(tmp_path, model={"kind": kind, "dropout": 0.0})
+        assert isinstance(make_samples(config, corpus).task, task)
+
+
 # --- order ---
 
 

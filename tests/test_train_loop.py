@@ -58,6 +58,49 @@ def test_models_are_built_from_numbers(kind: Any) -> None:
     assert float(model(inputs, labels).detach()) == pytest.approx(math.log(300), rel=0.1)
 
 
+def test_llama_is_built_from_numbers() -> None:
+    """Whole heads and MLPs by default, embeddings tied; else as told."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"kind": "llama", "layers": 2, "heads": 4, "width": 32}
+    layer, ends = 4 * 32**2 + 3 * 32 * 256 + 2 * 32, 300 * 32 + 32
+    config = Config(model=ModelConfig(**shape))
+    model = make_model(config, 300)
+    assert count_parameters(model) == ends + 2 * layer
+    assert not any("inv_freq" in name for name in model.state_dict())
+    assert model.net.model.rotary_emb.inv_freq.tolist() == pytest.approx([1, 1e-1, 1e-2, 1e-3])
+    inputs, labels = torch.randint(5, 300, (2, 3, 24))
+    assert float(model(inputs, labels).detach()) == pytest.approx(math.log(300), rel=0.1)
+    less = Config(model=ModelConfig(**shape, kv_heads=1, mlp_width=48, tied=False))
+    layer = (2 + 2 / 4) * 32**2 + 3 * 32 * 48 + 2 * 32
+    assert count_parameters(make_model(less, 300)) == ends + 300 * 32 + 2 * layer
+    decay, rest = parameter_groups(model, 0.1)
+    assert all(p.ndim >= 2 for _, p in decay["params"])
+    assert all("norm" in name for name, _ in rest["params"])
+
+
+def test_llama_sees_what_came_before_and_where_it_stood() -> None:
+    torch.manual_seed(0)
+    net = make_model(Config(model=ModelConfig(kind="llama", layers=1, heads=2, kv_heads=1, width=16)), 300).net
+    for name, p in net.named_parameters():  # so that the attention is not the same everywhere
+        p.data *= 20 if "q_proj" in name or "k_proj" in name else 1
+    inputs = torch.randint(5, 300, (1, 8))
+    changed, swapped = inputs.clone(), inputs.clone()
+    changed[0, -1], swapped[0, :2] = 4, inputs[0, :2].flip(0)
+    before, after, moved = (net(input_ids=x).logits.detach() for x in (inputs, changed, swapped))
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.allclose(before[:, -1], after[:, -1], atol=1e-3)
+    assert not torch.allclose(before[:, -1], moved[:, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_the_width_of_mlps(kind: Any) -> None:
+    narrow, usual = (ModelConfig(kind=kind, layers=1, heads=2, width=16, mlp_width=size) for size in (24, None))
+    fewer = count_parameters(make_model(Config(model=usual), 300)) - count_parameters(
+        make_model(Config(model=narrow), 300)
+    )
+    assert fewer == (64 - 24) * (2 * 16 + 1)
+
+
 def test_bert_without_a_prediction_has_no_nan() -> None:
     config = Config(model=ModelConfig(kind="bert", layers=1, heads=2, width=16))
     model = make_model(config, 300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
+from commopt.train import resume
 from commopt.train.config import Config
 from commopt.train.metrics import read_metrics
 
@@ -120,6 +122,28 @@ def test_a_setting_that_would_be_ignored_is_refused(tiny: Make, unstopped: Path)
         run(tiny(unstopped, resume="auto", model={"layers": 2}))
     with pytest.raises(CheckpointError, match="another corpus or tokenizer"):
         run(tiny(unstopped, resume="auto", data={"heldout": 0.3}))
+
+
+def test_numbers_that_stand_for_null_are_no_change(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is a checkpoint that has none of them, as older ones have. Other numbers are other shapes, which is refused;
+    so is a head of its own."""
+    from commopt.train.errors import CheckpointError
+
+    llama = {"kind": "llama", "dropout": 0.0}
+    run(tiny(tmp_path, model=llama, train={"steps": 1, "checkpoint_every": 1}))
+    folder = {"resume": "auto", "train": {"steps": 1, "checkpoint_every": 1}}
+    run(tiny(tmp_path, model={**llama, "kv_heads": 2, "mlp_width": 256}, **folder))
+    assert not [entry for entry in caplog.records if "changed since" in entry.getMessage()]
+    older = asdict(tiny(tmp_path))
+    for name in ("kv_heads", "mlp_width", "tied"):
+        del older["model"][name]
+    resume._check_settings(older, asdict(tiny(tmp_path)), tmp_path)
+    assert not caplog.records
+    for other in ({"kv_heads": 1}, {"mlp_width": 40}, {"tied": False}):
+        with pytest.raises(CheckpointError, match="another model"):
+            run(tiny(tmp_path, model=llama | other, **folder))
 
 
 def test_a_new_run_does_not_overwrite_an_old_one(tiny: Make, unstopped: Path) -> None:

@@ -46,6 +46,8 @@ UNCLIPPED = {**WARM, "max_grad_norm": None}
 ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
 BASELINE = {"name": "AdamW", "max_grad_norm": 0.05, "args": {"eps": 1e-3}}
 EXACT = {"dropout": 0.0}
+OF_LLAMA = {"llama": {"heads": 4, "kv_heads": 2, "mlp_width": 48, "tied": False}}
+"""Two heads a tensor parallel rank, which have the same keys and values."""
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -59,6 +61,7 @@ SAME = [
     ("gpt", WARM, {"tensor": 2}),
     ("bert", UNCLIPPED, {"shard": 2, "tensor": 2}),
     ("bert", BASELINE, {"shard": 2, "tensor": 2}),
+    ("llama", UNCLIPPED, {"shard": 2, "tensor": 2}),
 ]
 
 
@@ -70,7 +73,7 @@ def test_a_sharded_run_is_the_unsharded_one(
 ) -> None:
     """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
     some ranks only."""
-    model = {"kind": kind, **EXACT}
+    model = {"kind": kind, **EXACT, **OF_LLAMA.get(kind, {})}
     train = {"batch_size": 16, "eval_samples": 9}
     pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
     four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
@@ -239,6 +242,14 @@ def test_a_step_of_the_baseline_is_skipped_by_all(four: Four, tiny: Make, tmp_pa
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": ParallelConfig(tensor=3)}, "parallel.tensor=3 is not allowed: it must be a divisor of model.heads=4"),
     (
+        {"parallel": ParallelConfig(tensor=4), "model": ModelConfig(kind="llama", heads=4, kv_heads=2)},
+        "parallel.tensor=4 is not allowed: it must be a divisor of model.kv_heads=2",
+    ),
+    (
+        {"parallel": ParallelConfig(tensor=2), "model": ModelConfig(mlp_width=33)},
+        "parallel.tensor=2 is not allowed: it must be a divisor of model.mlp_width=33",
+    ),
+    (
         {"parallel": ParallelConfig(shard=2), "comm": CommConfig(ranks_per_node=2)},
         r"comm.ranks_per_node=2 is not allowed: it must be 1 with parallel",
     ),
@@ -253,10 +264,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[message[-40:] for _, message in WRONG])
 def test_what_cannot_be_together(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Config(model=ModelConfig(heads=4), **values)
+        Config(**{"model": ModelConfig(heads=4), **values})
 
 
 def test_meshes_that_fit_their_ranks() -> None:

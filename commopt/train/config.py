@@ -22,27 +22,62 @@ def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
 class ModelConfig:
     """The network, built from these numbers alone: nothing is downloaded."""
 
-    kind: Literal["gpt", "bert"] = "gpt"
-    """gpt: predicts the next token (GPT-2 classes). bert: predicts masked tokens (BERT classes)."""
+    kind: Literal["gpt", "bert", "llama"] = "gpt"
+    """gpt: predicts the next token (GPT-2 classes). bert: predicts masked tokens (BERT classes). llama: predicts the
+    next token (Llama classes: RMSNorm, rotary positions of base 10,000, SwiGLU, grouped queries, no biases)."""
     layers: int = 4
     """Transformer layers, >= 1."""
     heads: int = 4
-    """Attention heads, >= 1; must divide width."""
+    """Attention heads, >= 1; must divide width, and width / heads be even with llama."""
+    kv_heads: int | None = None
+    """Heads of the keys and values, >= 1; must divide heads. null for heads, and always with gpt and bert."""
     width: int = 256
     """Hidden size, >= 1."""
+    mlp_width: int | None = None
+    """Size within the MLPs, >= 1; null for 4 * width, and with llama for 8/3 * width, up to a multiple of 256."""
+    tied: bool = True
+    """Whether the head is the matrix of the tokens' embedding; false with llama only."""
     dropout: float = 0.0
-    """Dropout probability everywhere, in [0, 1)."""
+    """Dropout probability everywhere, in [0, 1); 0 with llama, which has none."""
     positions: int | None = None
-    """Positions that have an embedding, >= data.seq_len; null for data.seq_len. More for a model that goes on with
-    longer samples later, see init."""
+    """Positions that have an embedding, >= data.seq_len; null for data.seq_len, and always with llama, which turns
+    queries and keys instead. More for a model that goes on with longer samples later, see init."""
 
     def __post_init__(self) -> None:
-        _check("model.kind", self.kind, self.kind in ("gpt", "bert"), "gpt or bert")
+        _check("model.kind", self.kind, self.kind in ("gpt", "bert", "llama"), "gpt, bert or llama")
         _check("model.layers", self.layers, self.layers >= 1, ">= 1")
         _check("model.heads", self.heads, self.heads >= 1, ">= 1")
         divides = self.width >= 1 and self.width % self.heads == 0
         _check("model.width", self.width, divides, f">= 1 and a multiple of model.heads={self.heads}")
+        _check("model.mlp_width", self.mlp_width, self.mlp_width is None or self.mlp_width >= 1, ">= 1 or null")
         _check("model.dropout", self.dropout, 0.0 <= self.dropout < 1.0, "in [0, 1)")
+        if self.kind == "llama":
+            self._check_llama()
+            return
+        _check("model.kv_heads", self.kv_heads, self.kv_heads is None, f"null with model.kind={self.kind}")
+        _check("model.tied", self.tied, self.tied, f"true with model.kind={self.kind}")
+
+    def _check_llama(self) -> None:
+        kv, pairs = self.kv_heads, self.width // self.heads % 2 == 0
+        divides = kv is None or (kv >= 1 and self.heads % kv == 0)
+        _check("model.kv_heads", kv, divides, f"null or a divisor of model.heads={self.heads}")
+        of_pairs = f"an even multiple of model.heads={self.heads} with model.kind=llama, which turns pairs"
+        _check("model.width", self.width, pairs, of_pairs)
+        _check("model.dropout", self.dropout, self.dropout == 0, "0 with model.kind=llama, which has none")
+        no_table = "null with model.kind=llama, whose rotary positions have no table"
+        _check("model.positions", self.positions, self.positions is None, no_table)
+
+    @property
+    def kv_heads_made(self) -> int:
+        """Heads of the keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def mlp_width_made(self) -> int:
+        """Size within the MLPs."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.kind != "llama" else -(-8 * self.width // (3 * 256)) * 256
 
 
 @dataclass
@@ -192,8 +227,8 @@ class ParallelConfig:
     """Ranks over which FSDP2 cuts the model, >= 1; each trains on samples of its own. They follow each other, in steps
     of tensor: make shard * tensor the ranks of a machine."""
     tensor: int = 1
-    """Ranks that compute each layer together, on the same samples, >= 1; must divide model.heads. They follow each
-    other."""
+    """Ranks that compute each layer together, on the same samples, >= 1; must divide model.heads, model.kv_heads and
+    model.mlp_width. They follow each other."""
     replicate: int | None = None
     """Replicas of the model, >= 1; null for as many as there are ranks for. Given, it must fit, and the run is one on a
     mesh even where nothing is cut: so it can take up what runs on other meshes have saved."""
@@ -276,8 +311,10 @@ class Config:
         positions, length = self.model.positions, self.data.seq_len
         enough = positions is None or positions >= length
         _check("model.positions", positions, enough, f"null or >= data.seq_len={length}")
-        tensor, heads = self.parallel.tensor, self.model.heads
-        _check("parallel.tensor", tensor, heads % tensor == 0, f"a divisor of model.heads={heads}")
+        tensor, model = self.parallel.tensor, self.model
+        shared = {"heads": model.heads, "kv_heads": model.kv_heads_made, "mlp_width": model.mlp_width_made}
+        for name, size in shared.items():
+            _check("parallel.tensor", tensor, size % tensor == 0, f"a divisor of model.{name}={size}")
         if self.parallel.on_mesh:
             places, backend = self.comm.ranks_per_node, self.comm.backend
             _check("comm.ranks_per_node", places, places == 1, "1 with parallel.*, whose replicas are the nodes")

@@ -1,4 +1,4 @@
-"""GPT and BERT of any size, from transformers' classes and numbers alone: no download, no hub.
+"""GPT, BERT and Llama of any size, from transformers' classes and numbers alone: no download, no hub.
 
 The loss is computed here and not by transformers: BERT's vocabulary projection, the widest layer of a small model, then
 runs on the masked places only, and the sum and the number of predicted tokens are known, so that averages are exact.
@@ -44,6 +44,7 @@ class GPT(nn.Module):
                 n_embd=config.width,
                 n_layer=config.layers,
                 n_head=config.heads,
+                n_inner=config.mlp_width_made,
                 resid_pdrop=config.dropout,
                 embd_pdrop=config.dropout,
                 attn_pdrop=config.dropout,
@@ -85,7 +86,7 @@ class BERT(nn.Module):
                 hidden_size=config.width,
                 num_hidden_layers=config.layers,
                 num_attention_heads=config.heads,
-                intermediate_size=4 * config.width,
+                intermediate_size=config.mlp_width_made,
                 hidden_dropout_prob=config.dropout,
                 attention_probs_dropout_prob=config.dropout,
                 type_vocab_size=1,
@@ -108,9 +109,52 @@ class BERT(nn.Module):
         return total / chosen.sum().clamp(min=1)
 
 
+class Llama(nn.Module):
+    """Llama, with the head tied to the embedding or not. ``forward`` as GPT's.
+
+    Tensor parallel ranks have some of the heads each, with the keys and values of their groups, and a part of the MLPs.
+    Rotary positions are computed from frequencies, constants that every rank makes for itself and no checkpoint has.
+    """
+
+    cuts: ClassVar[dict[str, Cut]] = {
+        **dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "out"), "self_attn.o_proj": "in",
+        "mlp.gate_proj": "out", "mlp.up_proj": "out", "mlp.down_proj": "in",
+    }  # fmt: skip
+
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.net: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocab_size,
+                max_position_embeddings=seq_len,
+                hidden_size=config.width,
+                intermediate_size=config.mlp_width_made,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads_made,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=config.tied,
+                bos_token_id=EOT,
+                eos_token_id=EOT,
+            )
+        )
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer layers."""
+        return list(self.net.model.layers)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """inputs, labels: (samples, seq_len) int64."""
+        hidden = self.net.model(input_ids=inputs, use_cache=False).last_hidden_state
+        return F.cross_entropy(self.net.lm_head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
 def make_model(config: Config, vocab_size: int) -> nn.Module:
     """The network of ``config.model``, its weights drawn from torch's current seed."""
-    kinds = {"gpt": GPT, "bert": BERT}
+    kinds = {"gpt": GPT, "bert": BERT, "llama": Llama}
     return kinds[config.model.kind](config.model, vocab_size, config.data.seq_len)
 
 

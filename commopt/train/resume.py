@@ -45,9 +45,10 @@ FREE = (
     *(f"train.{name}" for name in ("run_dir", "log_every", "eval_every", "eval_samples", "checkpoint_every", "keep")),
     *(f"data.{name}" for name in ("cache_dir", "corpus", "hf_config", "hf_split", "hf_text_field")),
     *(f"optim.{name}" for name in ("max_skipped", "check_every", "on_difference")),
+    *(f"model.{name}" for name in ("kv_heads", "mlp_width", "tied")),
     "comm.timeout",
 )
-"""Settings that do not change what is computed; the corpus is compared by content."""
+"""Settings that do not change what is computed; the corpus is compared by content, the model by its weights' shapes."""
 
 
 def seed_dropout(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Tasks, what the model is asked about a window of tokens: (input, label) pairs for GPT and for BERT.
+"""Tasks, what the model is asked about a window of tokens: (input, label) pairs for GPT and Llama, and for BERT.
 
 A label of ``IGNORE`` is not predicted. BERT's masks come from a counter-based generator keyed by (seed, sample), so
 they need no state and are the same at any world size.
@@ -111,7 +111,7 @@ class Samples:
 def make_samples(config: Config, corpus: Corpus) -> Samples:
     """The run's samples; raises DataError (on every rank alike) when the corpus is too small for one batch."""
     seq_len, seed = config.data.seq_len, config.train.seed
-    task: Task = NextToken(seq_len) if config.model.kind == "gpt" else MaskedToken(seq_len, corpus.vocab_size, seed)
+    task: Task = MaskedToken(seq_len, corpus.vocab_size, seed) if config.model.kind == "bert" else NextToken(seq_len)
     train, heldout = Windows(corpus.train, task.length), Windows(corpus.heldout, task.length)
     batch = config.train.batch_size
     if len(train) < batch:
