@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -235,6 +237,32 @@ def test_a_step_of_the_baseline_is_skipped_by_all(four: Four, tiny: Make, tmp_pa
     for kind, message in four.errors(run_and_poison, config, spoil, 3, 2):
         assert kind == DivergedError.__name__
         assert "2 steps in a row were skipped" in message
+
+
+def skip_the_first(config: Config, steps: int = 5) -> Any:
+    """Trains, but for the first ``steps``, which a torch optimizer skips."""
+    from commopt.train import engine, loop
+
+    whole = loop.Trainer.train_step
+
+    def step(trainer: Trainer) -> Any:
+        early = mock.patch.object(engine.Hybrid, "clip", return_value=torch.tensor(math.inf))
+        with early if trainer.step < steps else contextlib.nullcontext():
+            return whole(trainer)
+
+    with mock.patch.object(loop.Trainer, "train_step", step):
+        return run(config)
+
+
+def test_a_baseline_that_has_not_begun_is_resumed(tiny: Make, tmp_path: Path) -> None:
+    """Its optimizer has no state when the first checkpoint is written."""
+    train = {"checkpoint_every": 4, "keep": 9}
+    config = {"model": EXACT, "optim": BASELINE, "parallel": {"replicate": 1}, "train": train}
+    skip_the_first(tiny(tmp_path / "whole", **config))
+    first = str(tmp_path / "whole/checkpoints/step-00000004")
+    skip_the_first(tiny(tmp_path / "again", **config, resume=first))
+    assert_same(content(tmp_path / "again", 12, 1), content(tmp_path / "whole", 12, 1))
+    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
 
 
 # what cannot be -------------------------------------------------------------------------------------------------------

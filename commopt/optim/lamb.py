@@ -18,7 +18,7 @@ Where this differs from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,18 @@ from torch import Tensor
 from commopt.bucket import buffer_dtype
 from commopt.optim import checks
 from commopt.optim.rules import lamb_, scaled_gradient
+from commopt.sharding import is_sharded
+
+
+def refuse_sharded(params: Sequence[Tensor]) -> None:
+    """Raises ValueError if one of ``params`` is a DTensor."""
+    for i, p in enumerate(params):
+        if is_sharded(p):
+            raise ValueError(
+                f"parameter {i} is a DTensor, placed as {getattr(p, 'placements', ())}: Lamb takes the norms of whole "
+                "tensors; commopt.OneBitLamb(params, process_group=mesh) takes those of sharded ones too, and is LAMB "
+                "up to its freeze_step"
+            )
 
 
 class Lamb(torch.optim.Optimizer):
@@ -83,6 +95,7 @@ class Lamb(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
+            refuse_sharded(self.param_groups[-1]["params"])
             checks.check_params(self.param_groups[-1]["params"])
             checks.check_lamb(self.param_groups[-1])
         except ValueError:

@@ -141,7 +141,7 @@ def load(trainer: Trainer, path: Path) -> None:
     if world.mesh is not None:
         from commopt.train import sharded
 
-        pieces, _ = sharded.optimizer_state(trainer.model, trainer.engine.optimizer)
+        pieces = sharded.wanted(trainer.model, trainer.engine.optimizer, shared["optimizer_state"])
         sharded.read(path, pieces | sharded.weights(trainer.model), world)
     world.together(lambda: _apply(trainer, shared, parts, pieces, path))
     if not _same_ranks(world, shared, parts):

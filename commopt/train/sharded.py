@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from commopt.comm import CollectiveError
 from commopt.train.errors import DamagedError, explain
@@ -62,6 +66,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     return tensors, {"state": entries, "param_groups": state["param_groups"]}
 
 
+def wanted(model: nn.Module, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> Tensors:
+    """Tensors to read the optimizer's state into, of those that were saved with ``rest``: a torch optimizer has none of
+    a parameter before it has moved it."""
+    saved = {name for entry in rest["state"].values() for name in entry.values() if isinstance(name, str)}
+    return {name: value for name, value in optimizer_state(model, optimizer)[0].items() if name in saved}
+
+
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors, rest: Mapping[str, Any]
 ) -> None:
@@ -71,7 +82,7 @@ def load_optimizer_state(
         for parameter, e in rest["state"].items()
     }
     state: dict[str, Any] = {"state": named, "param_groups": rest["param_groups"]}
-    set_optimizer_state_dict(model, optimizer, state)
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
 
 
 def write(folder: Path, tensors: Tensors, world: World) -> None:
