@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from conformance import conformance
 from worlds import needs_mpi, on_mpi, on_processes, on_threads
 
@@ -21,6 +24,7 @@ from commopt.comm import (
     run,
     run_interleaved,
 )
+from commopt.comm.torch import group_of_ranks, timeout_of
 from commopt.compress import Feedback, Identity, Sign
 
 
@@ -46,6 +50,14 @@ def in_process(rank: int, world_size: int) -> None:
 
 def test_one_rank():
     conformance(LocalBackend())
+
+
+def test_a_group_of_some_ranks_waits_as_long_as_that_of_all():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        assert timeout_of(group_of_ranks([0])) == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

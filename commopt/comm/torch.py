@@ -218,9 +218,10 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of these ranks of the default one, with its backend; all of them, and nobody else, must call this
-    at the same point."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    """A process group of these ranks of the default one, with its backend and timeout; all of them, and nobody else,
+    must call this at the same point."""
+    timeout = timeout_of(_process_group(None))
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def same_on_all(ranks: Sequence[int], what: str) -> None:
