@@ -94,6 +94,10 @@ class Bucket:
         """A new flat buffer, shape (padded,), filled with zeros."""
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
 
+    def zero_views(self) -> list[Tensor]:
+        """Zeros shaped like each parameter, which take no memory."""
+        return [torch.zeros((), dtype=self.dtype, device=self.device).expand(shape) for shape in self.shapes]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
         return [flat[o : o + shape.numel()].view(shape) for o, shape in zip(self.offsets, self.shapes)]

@@ -471,6 +471,7 @@ def policies(rank: int, world_size: int) -> dict[str, Any]:
     out["state"] = [type(optimizer.state[p]["exp_avg"]).__name__ for p in plain.parameters()]
     kept = sum(flat[: bucket.numel].numel() for bucket in optimizer.buckets for flat in bucket.buffers.values())
     out["share of the state"] = kept / sum(2 * p.numel() for p in plain.parameters())
+    out["state of rounds"] = kept_by_rounds(mesh)
     over, _, out["overlapped"] = trained(overlap=True)
     pairs = zip(plain.parameters(), over.parameters())
     out["overlap changes nothing"] = all(torch.equal(local(p), local(q)) for p, q in pairs)
@@ -482,6 +483,22 @@ def policies(rank: int, world_size: int) -> dict[str, Any]:
     out["compiled"] = trained(compiled=True)[2]
     out["checkpointed"] = trained(checkpointed=True)[2]
     return out
+
+
+def kept_by_rounds(mesh: DeviceMesh) -> float:
+    """Buffers of the size of the parameters that a rank keeps between two rounds of local AdamW, before it has saved
+    anything."""
+    net = fully_shard(nn.Linear(64, 128, bias=False), mesh=mesh["shard"])
+    optimizer = commopt.LocalSGD(net.parameters(), period=4)
+    for _ in range(2):
+        net(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+    entries = (*optimizer.state.values(), *optimizer.base.state.values())
+    tensors = [local(t) for entry in entries for t in entry.values() if isinstance(t, Tensor)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() > 1}
+    pieces = {local(p).untyped_storage().data_ptr() for p in net.parameters()}
+    kept = sum(nbytes for at, nbytes in memory.items() if at not in pieces)
+    return round(kept / sum(local(p).nbytes for p in net.parameters()), 2)
 
 
 def cube(rank: int, world_size: int) -> dict[str, Any]:

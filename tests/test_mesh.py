@@ -64,6 +64,7 @@ def test_ways_in_which_fsdp_computes(four):
     for found in scene(four, "policies"):
         assert set(found.pop("state")) == {"DTensor"}
         assert found.pop("share of the state") == 0.5
+        assert found.pop("state of rounds") == 3  # both moments and the anchor
         assert found.pop("overlap changes nothing")
         assert len(found) == 8
         for way, (same, learnt, early) in found.items():

@@ -312,7 +312,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             if name == PARAMETER:
                 mine = [local(self.own_value(p)) for p in bucket.params]
             else:
-                mine = bucket.tensors(name) if name in bucket.buffers else bucket.views(bucket.zeros())
+                mine = bucket.tensors(name) if name in bucket.buffers else bucket.zero_views()
             for i, tensor in enumerate(mine):
                 out[i][OWN + name] = bucket.own(i, tensor, name in now)
         return out

@@ -48,10 +48,10 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
 
 def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str, Tensor]:
     """The state that ``base`` has of ``p``, of which this rank has ``x``, as plain tensors; before it has stepped,
-    zeros like those that it will have."""
+    zeros like those that it will have, which take no memory."""
     state = base.state.get(p)
     if not state and p.requires_grad:
-        return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in _state_to_come(base, p, x).items()}
+        return {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in _state_to_come(base, p, x).items()}
     numbers = (bool, int, float)
     known = {name: torch.tensor(float(v)) if isinstance(v, numbers) else v for name, v in (state or {}).items()}
     return {name: local(v) for name, v in known.items() if isinstance(v, Tensor)}
