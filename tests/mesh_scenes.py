@@ -29,6 +29,7 @@ import commopt
 from commopt.comm import LocalBackend, MeshBackend, TorchBackend
 from commopt.compress import Identity, Sign
 from commopt.sharding import like
+from commopt.sharding import local as piece
 
 WORDS, WIDTH = 7, 6
 """7 rows over 2 ranks are 4 and 3, over 4 ranks 2, 2, 2 and 1."""
@@ -494,11 +495,11 @@ def kept_by_rounds(mesh: DeviceMesh) -> float:
         net(torch.ones(2, 64)).square().mean().backward()
         optimizer.step()
     entries = (*optimizer.state.values(), *optimizer.base.state.values())
-    tensors = [local(t) for entry in entries for t in entry.values() if isinstance(t, Tensor)]
+    tensors = [piece(t) for entry in entries for t in entry.values() if isinstance(t, Tensor)]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() > 1}
-    pieces = {local(p).untyped_storage().data_ptr() for p in net.parameters()}
+    pieces = {piece(p).untyped_storage().data_ptr() for p in net.parameters()}
     kept = sum(nbytes for at, nbytes in memory.items() if at not in pieces)
-    return round(kept / sum(local(p).nbytes for p in net.parameters()), 2)
+    return round(kept / sum(piece(p).nbytes for p in net.parameters()), 2)
 
 
 def cube(rank: int, world_size: int) -> dict[str, Any]:
