@@ -4,6 +4,7 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 """
 
 from commopt.attach import attach
+from commopt.gradients import compress_gradients
 from commopt.optim import CSER, Guard, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
@@ -23,4 +24,5 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "attach",
+    "compress_gradients",
 ]

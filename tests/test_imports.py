@@ -7,7 +7,21 @@ from pathlib import Path
 
 import commopt
 
-ROOMS = ["ops", "sharding", "bucket", "compress", "comm", "optim", "outer", "attach", "probe", "train", "report", "cli"]
+ROOMS = [
+    "ops",
+    "sharding",
+    "bucket",
+    "compress",
+    "comm",
+    "optim",
+    "outer",
+    "gradients",
+    "attach",
+    "probe",
+    "train",
+    "report",
+    "cli",
+]
 PACKAGE = Path(commopt.__file__).parent
 
 

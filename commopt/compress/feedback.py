@@ -85,3 +85,8 @@ class Feedback:
                 self._after()[i][at] = values
         if self._next is not None:
             self._next, (self.worker, self.server) = (self.worker, self.server), self._next
+
+    def let_go(self) -> None:
+        """Gives the memory of the next residuals back, until the next compression: for means that are taken one after
+        another, with other large things between."""
+        self._next = None

@@ -1,0 +1,64 @@
+"""A DistributedDataParallel model <-> the mean of its gradients: DDP's communication hook."""
+
+# No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from commopt.gradients.mean import GradientMean
+
+
+class DDPHook:
+    """Takes DDP's buckets apart, for ours are the same in every run, and gives them back when all means have come.
+
+    DDP holds this for good; it holds the model weakly. Without a ``mean`` DDP averages by itself.
+    """
+
+    def __init__(self, model: DistributedDataParallel, mean: GradientMean) -> None:
+        self._model, self._group = weakref.ref(model), model.process_group
+        self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.mean: GradientMean | None = mean
+        mean.zeros_are_absent = model.find_unused_parameters
+        model.register_comm_hook(self, DDPHook.hook)
+
+    def serve(self, mean: GradientMean) -> None:
+        """Averages by ``mean`` from now on."""
+        self.mean = mean
+        model = self._model()
+        mean.zeros_are_absent = model is not None and model.find_unused_parameters
+
+    def remove(self) -> None:
+        """Leaves the averages to DDP again."""
+        self.mean = None
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """For DDP."""
+        if self.mean is None:
+            return allreduce_hook(self._group, bucket)
+        self._refuse_join()
+        if bucket.index() == 0:
+            self._pending = []  # of a backward that has failed
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._pending.append((done, bucket.buffer()))
+        for p, gradient in zip(bucket.parameters(), bucket.gradients()):
+            self.mean.arrive(p, gradient)
+        if bucket.is_last():
+            self.mean.finish()
+            for future, buffer in self._pending:
+                future.set_result(buffer)
+            self._pending = []
+        return done
+
+    def _refuse_join(self) -> None:
+        config = getattr(self._model(), "_join_config", None)
+        if config is not None and config.enable and not config.throw_on_early_termination:
+            raise RuntimeError(
+                "compressed gradients within model.join(): a rank that has no batches left would answer what "
+                "DistributedDataParallel sends, but not what is sent in its place. Give every rank the same number of "
+                "batches, or end all together with model.join(throw_on_early_termination=True)"
+            )

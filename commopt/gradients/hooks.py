@@ -1,0 +1,63 @@
+"""A bare model, or one sharded by FSDP2 <-> the mean of its gradients: hooks on its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.gradients.mean import GradientMean
+from commopt.sharding import local, settle
+
+
+class ParameterHooks:
+    """Sees gradients arrive on ``params``, and the end of a backward. The hooks go when this does: parameters may
+    outlive it."""
+
+    def __init__(self, params: Sequence[Tensor], mean: GradientMean) -> None:
+        self._mean, self._held = mean, 0
+        hook = _hook(weakref.ref(self))
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in params]
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        _remove_all(self._handles)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients that arrive meanwhile add up, and stay this rank's own."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def arrived(self, p: Tensor) -> None:
+        """The gradient of ``p`` is complete, as far as this backward goes."""
+        if self._held or p.grad is None:
+            return
+        settle([p])
+        if not self._mean.under_way:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._mean.finish)
+        self._mean.arrive(p, local(p.grad))
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _hook(hooks: weakref.ref[ParameterHooks]) -> Callable[[Tensor], None]:
+    def arrived(p: Tensor) -> None:
+        watching = hooks()
+        if watching is not None:
+            watching.arrived(p)
+
+    return arrived

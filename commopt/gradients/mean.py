@@ -1,0 +1,297 @@
+"""The mean of a model's gradients over the ranks, compressed, while backward runs and at its end.
+
+    z = g + e;   C[z] is sent;   e <- z - C[z]            on every rank, and once more where the means are taken
+
+(error feedback; 1-bit Adam's two phases, arXiv 2102.02888, with the gradient in place of its momentum, as in CLAN,
+arXiv 2105.07829). Gradients are in buckets, in reverse order of the parameters; a bucket whose gradients are all there
+is sent while backward makes the others. When all have come, every rank has the same bytes, and so finds the same: if
+any of them stands for inf or NaN, no residual changes on any rank, and the gradients come out not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.bucket import bucket_bytes, partition
+from commopt.comm import (
+    Channel,
+    InFlightChunk,
+    Pipeline,
+    Task,
+    Topology,
+    Work,
+    all_reduce_bytes,
+    gather_rows,
+    message_device,
+    reduce_scatter,
+)
+from commopt.compress import NOTHING, Compressor, Feedback, Momentum, Spared
+from commopt.optim.base import CHANNELS
+from commopt.optim.exchange import start_mean
+from commopt.optim.masks import absent_runs, padding_mask, within, without
+from commopt.optim.state_bucket import StateBucket
+from commopt.sharding import like
+
+
+@dataclass
+class Received:
+    """The mean of a bucket that has come, still as bytes; or in full precision, on one node.
+
+    Attributes:
+        bucket: what it is of.
+        chunks: the bytes, in parts.
+        active: bit mask of what takes part.
+        spared: residuals that stay as they are.
+        exact: the mean, where nothing was compressed.
+    """
+
+    bucket: StateBucket
+    chunks: Sequence[InFlightChunk] = ()
+    active: Tensor | None = None
+    spared: Spared = NOTHING
+    exact: Tensor | None = None
+
+
+class GradientMean:
+    """The gradients of ``params``, averaged over the ranks.
+
+    Args:
+        params: trainable parameters, in the order of the model, the same on all ranks.
+        topology: the ranks.
+        compressor: the same on all ranks.
+        feedback: whether what is lost is kept, and sent later.
+        bucket_mb: see :func:`commopt.bucket.bucket_bytes`.
+        reduction: "mean", or "sum" where a step goes by the sum of the gradients of all ranks.
+
+    Attributes:
+        topology: the ranks, and what this one has sent.
+        buckets: in the order in which they are sent.
+        steps: how many means were taken.
+        not_finite: how many of these were not finite, and left the residuals as they were.
+        owed: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay none where
+            one node compresses nothing.
+        zeros_are_absent: whether a gradient of zeros counts as none, as of a parameter that DDP has found unused.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        topology: Topology,
+        compressor: Compressor,
+        feedback: bool = True,
+        bucket_mb: float | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        self.params, self.compressor, self.feedback = list(params), compressor, feedback
+        self.topology = topology
+        self.zeros_are_absent = False
+        self.steps = self.not_finite = 0
+        self.owed: dict[int, Tensor] = {}
+        capacity = bucket_bytes(bucket_mb, self.params)
+        held = {id(p): self.topology.held(p) for p in self.params}
+        self.buckets: list[StateBucket] = []
+        for run in partition(self.params, capacity, lambda p: held[id(p)]):
+            replicas, holding = held[id(run[0])]
+            adds_up = reduction == "sum"
+            bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=adds_up)
+            bucket.chunks = bucket.split(capacity, compressor.chunk_multiple)
+            if feedback:
+                bucket.add_residuals(double_buffered=True)
+            self.buckets.append(bucket)
+        self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
+        for replicas in self.topology.replicas:
+            replicas.open(2 * CHANNELS)
+        self._control = self.topology.control()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pipeline = Pipeline()
+        self._started = 0
+        self._gradients: dict[int, Tensor] = {}
+        self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
+        self._received: list[Received] = []
+        self._sound: list[Tensor] = []
+        self._nowhere: set[int] = set()
+
+    # in backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients have arrived whose mean is not taken yet."""
+        return bool(self._gradients)
+
+    @torch.no_grad()
+    def arrive(self, p: Tensor, gradient: Tensor) -> None:
+        """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
+        into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
+        index = self._bucket_of[id(p)]
+        if index < self._started:
+            raise RuntimeError(
+                "a gradient arrived a second time in one backward(), after it was sent: a parameter is used by several "
+                "backward passes at once, or in a checkpoint that is run again. Put all but the last backward() in "
+                "`with handle.no_sync():` (DDP: model.no_sync())"
+            )
+        self._gradients[id(p)] = gradient
+        if self.zeros_are_absent and not gradient.any():
+            return  # whether others have one is known at the end
+        self._waiting[index].discard(id(p))
+        self._pipeline.progress()
+        while self._started < len(self.buckets) - 1 and not self._waiting[self._started] and self._may_start_early():
+            self._start_next([])
+
+    def _may_start_early(self) -> bool:
+        bucket = self.buckets[self._started]
+        return bucket.inside is None and bool(bucket.replicas.channels)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Takes the means of all gradients, and writes them where the gradients were; of a parameter that has one on
+        other ranks only, as its ``grad``.
+
+        Raises:
+            commopt.comm.CollectiveError: if a rank is lost.
+        """
+        try:
+            self._nowhere = self._absent()
+            while self._started < len(self.buckets):
+                params = self.buckets[self._started].params
+                self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
+            self._pipeline.finish()
+            here = sound = all(bool(each) for each in self._sound)
+            if self.topology.is_sharded:  # those that hold another part have seen other bytes
+                row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
+                sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
+            for received in self._received:
+                self._take(received, sound, spoil=here and not sound)
+            self.steps += 1
+            self.not_finite += not sound
+            self.topology.traffic.end_step()
+        finally:
+            self._begin()
+
+    def _absent(self) -> set[int]:
+        """The ids of the parameters that have a gradient on no rank."""
+        lacking = {id(p) for p in self.params if id(p) not in self._gradients}
+        lacking.update(i for waiting in self._waiting for i in waiting)  # those of zeros
+        row = torch.tensor([id(p) not in lacking for p in self.params], dtype=torch.uint8)
+        table = gather_rows(self._control, row.to(message_device(self._control)), "which gradients the ranks have")
+        here = table.any(0).tolist()
+        return {id(p) for p, present in zip(self.params, here) if not present}
+
+    def _start_next(self, absent: Sequence[int]) -> None:
+        index = self._started
+        bucket = self.buckets[index]
+        channels = bucket.replicas.channels
+        here = bucket.replicas.channel
+        send, reply = (channels[index % CHANNELS], channels[CHANNELS + index % CHANNELS]) if channels else (here, here)
+        self._started += 1
+        where = f"mean of gradients {self.steps + 1}, bucket {index} of {len(self.buckets)} ({bucket.describe()})"
+        self._pipeline.start(self._mean(bucket, absent, send, reply), where, early=bool(channels))
+
+    def _mean(self, bucket: StateBucket, absent: Sequence[int], send: Channel, reply: Channel) -> Task:
+        brought = [
+            (self._gradients[id(p)], o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in self._gradients
+        ]
+        if bucket.inside is not None:  # ranks of one replica, each with gradients of its own
+            flat = _packed(bucket, brought)
+            yield bucket.inside.all_reduce(flat)
+            brought = [(flat.mul_(bucket.inside.world_size if bucket.adds_up else 1), 0)]
+        if bucket.local_world_size > 1:
+            part = yield from reduce_scatter(_packed(bucket, brought), send.intra_node)
+            brought = [(part, 0)]
+        if bucket.replicas.nodes == 1:
+            yield from self._in_full(bucket, brought, reply)
+            return
+        runs = absent_runs(bucket, absent)
+        active = without(padding_mask(bucket), runs)
+        feedback = bucket.feedback or self._forgotten(bucket)
+        server = feedback.server.numel()
+        spared = feedback.spare(
+            within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),
+            within(runs, bucket.shard_index * server, server),
+        )
+        # 0 e + g: the residual is added by the compressor
+        what = Momentum(feedback.worker, [g for g, _ in brought], [o for _, o in brought], 0.0, 1.0)
+        in_flight = yield from start_mean(what, feedback, bucket, self.compressor, send, reply, active)
+        for chunk in in_flight:
+            yield chunk.work
+            self._sound.append(self._is_sound(chunk, bucket))
+        self._received.append(Received(bucket, in_flight, active, spared))
+
+    def _in_full(
+        self, bucket: StateBucket, brought: Sequence[tuple[Tensor, int]], reply: Channel
+    ) -> Generator[Work, None, None]:
+        """On one node nothing is compressed; what other numbers of nodes have owed comes out at once."""
+        if bucket.local_world_size == 1:
+            mean = _packed(bucket, brought)
+        else:
+            mean = bucket.zeros()
+            yield reply.intra_node.all_gather(mean.view(bucket.local_world_size, -1), brought[0][0])
+        for p, there in zip(bucket.params, bucket.views(mean)):
+            if id(p) in self.owed and id(p) not in self._nowhere:
+                there.add_(self.owed[id(p)])
+        self._sound.append(torch.isfinite(ops.square_sum([mean])))
+        self._received.append(Received(bucket, exact=mean))
+
+    def _forgotten(self, bucket: StateBucket) -> Feedback:
+        """Residuals of a mean that keeps none."""
+        numel = bucket.padded // bucket.local_world_size
+        return Feedback.zeros(numel, bucket.replicas.nodes, bucket.dtype, bucket.device, double_buffered=True)
+
+    def _is_sound(self, chunk: InFlightChunk, bucket: StateBucket) -> Tensor:
+        start, stop = chunk.chunk
+        if type(self.compressor).is_sound is not Compressor.is_sound:
+            return self.compressor.is_sound(chunk.payload, stop - start, bucket.dtype)
+        values = torch.empty(chunk.payload.shape[0], stop - start, dtype=bucket.dtype, device=bucket.device)
+        self.compressor.decompress(chunk.payload, values)
+        return values.isfinite().all()
+
+    def _take(self, received: Received, sound: bool, spoil: bool) -> None:
+        """Commits the residuals, if all ranks can, and writes the means; NaN, if those of another part of the model are
+        not finite, so that no rank takes a step that others do not."""
+        bucket, feedback, mean = received.bucket, received.bucket.feedback, received.exact
+        if mean is not None:
+            for p in bucket.params if sound else ():
+                if id(p) not in self._nowhere:
+                    self.owed.pop(id(p), None)
+        else:
+            mean = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
+            assert received.active is not None
+            mask = received.active.view(bucket.world_size, -1)
+            for chunk in received.chunks:
+                rows = mean.view(chunk.payload.shape[0], -1)
+                self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
+            if feedback is not None:
+                if sound:
+                    feedback.commit(received.spared)
+                feedback.let_go()
+        if spoil:
+            mean.fill_(float("nan"))
+        if bucket.adds_up:
+            mean.mul_(bucket.replicas.world_size)
+        for p, value in zip(bucket.params, bucket.views(mean)):
+            gradient = self._gradients.get(id(p))
+            if gradient is not None:
+                gradient.copy_(value)
+            elif id(p) not in self._nowhere:
+                p.grad = like(value.to(p.dtype, copy=True), p)
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def fp32_bytes(self) -> int:
+        """Bytes that float32 all-reduces of all gradients would send on this rank; between nodes, where there are."""
+        per = ((b.replicas, -(-4 * b.numel // b.local_world_size)) for b in self.buckets)
+        return sum(all_reduce_bytes(nbytes, replicas.nodes) for replicas, nbytes in per)
+
+
+def _packed(bucket: StateBucket, brought: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """A new flat buffer, (padded,), with gradients at their offsets; zeros elsewhere."""
+    flat = bucket.zeros()
+    for g, offset in brought:
+        flat[offset : offset + g.numel()].view(g.shape).copy_(g)
+    return flat

@@ -1,0 +1,410 @@
+"""Compressed means of gradients: what comes out, what stays, and that it is the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, some_params, tokens
+
+import commopt
+from commopt.bucket import ROW_MULTIPLE
+from commopt.comm import LocalBackend, ThreadBackend
+from commopt.compress import Compressor, Identity, Sign
+from commopt.optim import join_state_dict, split_state_dict
+
+SIZES = [(7, 3), (5,), (4, 4), (), (0, 2), (130,)]
+
+
+class Given(nn.Module):
+    """A model whose gradients are what one wishes: its loss is their inner product with the parameters."""
+
+    def __init__(self, sizes: Sequence[tuple[int, ...]] = SIZES) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(some_params(list(sizes)))
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        terms = [(p * g).sum() for p, g in zip(self.params, grads) if g is not None]
+        torch.stack(terms).sum().backward()
+
+    def take(self) -> list[Tensor | None]:
+        """The gradients, which are gone then."""
+        out = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        return out
+
+
+def incomplete(step: int, rank: int) -> list[Tensor | None]:
+    """Some parameters lack a gradient here, or everywhere; the last never does."""
+    grads = some_of(some_grads(SIZES, step, rank), step, rank)
+    return [*grads[:-1], some_grads(SIZES, step, rank)[-1]]
+
+
+def owed(parts: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """By parameter, what all ranks together owe: the mean of the workers', and what the servers do."""
+    merged = join_state_dict(*split_all(parts), 0, len(parts) + 1)["residuals"]["state"]
+    return [
+        (merged[i]["worker_error"].reshape(-1) + merged[i]["server_error"].reshape(-1))
+        if i in merged
+        else torch.zeros(0)
+        for i in range(len(SIZES))
+    ]
+
+
+def split_all(states: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return split_state_dict(states[0])[0], [split_state_dict(state)[1] for state in states]
+
+
+# what comes out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [None, 2e-4])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_with_the_identity_it_is_the_exact_mean(world_size, bucket_mb, feedback):
+    """Of those that have a gradient on some rank; those that have none anywhere keep none."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given()
+        handle = commopt.compress_gradients(model, Identity(), backend=backend, bucket_mb=bucket_mb, feedback=feedback)
+        for step in range(6):
+            model.backward(incomplete(step, backend.rank))
+            everyone = [incomplete(step, rank) for rank in range(world_size)]
+            for i, found in enumerate(model.take()):
+                brought = [grads[i] for grads in everyone]
+                if all(g is None for g in brought):
+                    assert found is None
+                    continue
+                mean = sum(torch.zeros(SIZES[i]) if g is None else g for g in brought) / world_size
+                torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-14)
+        assert handle.comm_stats()["steps"] == 6
+
+    on_threads(world_size, run)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_is_the_algorithm_on_plain_lists(world_size, norm):
+    """Both phases of 1-bit Adam's compressed mean, with the gradient for its momentum, on lists of floats."""
+    size, steps, block = 150, 7, 16
+    row = math.ceil(size / (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
+    live = [i < size for i in range(row * world_size)]
+    worker = [[0.0] * (row * world_size) for _ in range(world_size)]
+    server = [[0.0] * row for _ in range(world_size)]
+
+    def grads(step: int, rank: int) -> list[float]:
+        g = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(size, generator=g, dtype=torch.float64).tolist()
+
+    expected = []
+    for step in range(steps):
+        sent = []
+        for rank in range(world_size):
+            g = grads(step, rank) + [0.0] * (row * world_size - size)
+            z = [a + b if alive else 0.0 for a, b, alive in zip(g, worker[rank], live)]
+            rows = [slice(row * r, row * (r + 1)) for r in range(world_size)]
+            sent.append([v for at in rows for v in oracle.compress(z[at], block, norm, live[at])])
+            worker[rank] = [a - b for a, b in zip(z, sent[rank])]
+        out: list[float] = []
+        for r in range(world_size):
+            at = slice(row * r, row * (r + 1))
+            mean = [sum(column) / world_size for column in zip(*(s[at] for s in sent))]
+            z = [a + b if alive else 0.0 for a, b, alive in zip(mean, server[r], live[at])]
+            back = oracle.compress(z, block, norm, live[at])
+            server[r] = [a - b for a, b in zip(z, back)]
+            out += back
+        expected.append(out[:size])
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(size,)])
+        commopt.compress_gradients(model, Sign(block, norm), backend=backend)
+        for step in range(steps):
+            model.backward([torch.tensor(grads(step, backend.rank), dtype=torch.float64)])
+            (found,) = model.take()
+            torch.testing.assert_close(found, torch.tensor(expected[step], dtype=torch.float64), rtol=1e-6, atol=1e-9)
+
+    on_threads(world_size, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_rank_has_the_same_bits_and_any_optimizer_follows(dtype):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Toy(dtype)
+        commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        first = None
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = model(tokens(step % 4, backend.rank, 2))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            first = first or loss.item()
+        assert loss.item() < first - 0.1
+        assert model.unused.grad is None
+        return [p.detach() for p in model.parameters()]
+
+    ours, theirs = on_threads(2, run)
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("compressor", [Sign(16), Sign(None), Identity()], ids=repr)
+@pytest.mark.parametrize("bucket_mb", [None, 2e-4])
+def test_bytes_are_the_closed_form(compressor: Compressor, bucket_mb):
+    world_size = 3
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given()
+        handle = commopt.compress_gradients(model, compressor, backend=backend, bucket_mb=bucket_mb)
+        model.backward(some_grads(SIZES, 0, backend.rank))
+        chunks = [stop - start for bucket in handle.mean.buckets for start, stop in bucket.chunks]
+        rows = sum(compressor.nbytes(n, torch.float64) for n in chunks)
+        agreement = len(SIZES) * (world_size - 1)
+        stats = handle.comm_stats()
+        assert stats["step"]["bytes"] == 2 * (world_size - 1) * rows + agreement
+        numel = sum(p.numel() for p in model.parameters())
+        assert stats["fp32_bytes"] >= 2 * (world_size - 1) * 4 * numel / world_size
+        assert stats["ratio"] == stats["fp32_bytes"] / stats["step"]["bytes"]
+
+    on_threads(world_size, run)
+
+
+# what stays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("compressor", [Sign(16), Sign(16, "l1")], ids=repr)
+def test_what_came_out_plus_what_is_owed_is_what_went_in(world_size, compressor):
+    """Also with gradients that some, or all, ranks lack: nothing is lost."""
+
+    def run(backend: ThreadBackend) -> tuple[list[Tensor], dict[str, Any]]:
+        model = Given()
+        handle = commopt.compress_gradients(model, compressor, backend=backend, bucket_mb=2e-4)
+        total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+        for step in range(12):
+            model.backward(incomplete(step, backend.rank))
+            for sum_, g in zip(total, model.take()):
+                sum_.add_(0 if g is None else g)
+        return total, handle.state_dict()
+
+    results = on_threads(world_size, run)
+    left = owed([state for _, state in results])
+    for i, size in enumerate(SIZES):
+        went_in = torch.zeros(size, dtype=torch.float64)
+        for step in range(12):
+            for rank in range(world_size):
+                g = incomplete(step, rank)[i]
+                went_in += 0 if g is None else g / world_size
+        if went_in.numel():
+            torch.testing.assert_close(results[0][0][i].reshape(-1) + left[i], went_in.reshape(-1), rtol=0, atol=1e-12)
+
+
+def test_the_mean_of_many_equal_steps_tends_to_the_gradient():
+    """And without feedback it does not."""
+
+    def run(backend: ThreadBackend) -> list[float]:
+        out = []
+        for feedback in (True, False):
+            model = Given([(200,)])
+            commopt.compress_gradients(model, Sign(None), backend=backend, feedback=feedback)
+            g = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            total = torch.zeros(200, dtype=torch.float64)
+            for _ in range(256):
+                model.backward([g])
+                total += model.take()[0]
+            out.append(float((total / 256 - g).norm() / g.norm()))
+        return out
+
+    (kept, forgotten), *_ = on_threads(2, run)
+    assert kept < 0.05
+    assert forgotten > 0.3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("compressor", [Sign(16), Sign(None), Identity()], ids=repr)
+def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(compressor, bad):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Given()
+        handle = commopt.compress_gradients(model, compressor, backend=backend, bucket_mb=2e-4)
+        for step in range(3):
+            model.backward(some_grads(SIZES, step, backend.rank))
+        model.take()
+        before = handle.state_dict()["residuals"]["state"]
+        grads = some_grads(SIZES, 3, backend.rank)
+        if backend.rank == 1:
+            grads[0][2, 1] = bad
+        model.backward(grads)
+        out = model.take()
+        assert not out[0].isfinite().all()
+        after = handle.state_dict()["residuals"]["state"]
+        for i in before:
+            assert same_bits(before[i].values(), after[i].values())
+        assert handle.comm_stats()["not_finite"] == 1
+        model.backward(some_grads(SIZES, 4, backend.rank))
+        out += model.take()
+        assert all(g.isfinite().all() for g in out[len(SIZES) :])
+        return out
+
+    results = on_threads(3, run)
+    assert all(same_bits(results[0], r) for r in results)
+
+
+@pytest.mark.parametrize("half", [1, 4])
+def test_a_resumed_run_is_the_one_never_stopped(half):
+    def run(backend: ThreadBackend) -> None:
+        def steps(model: Given, which: range) -> list[Tensor | None]:
+            out = []
+            for step in which:
+                model.backward(incomplete(step, backend.rank))
+                out += model.take()
+            return out
+
+        def made() -> tuple[Given, commopt.gradients.CompressedGradients]:
+            model = Given()
+            return model, commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
+
+        model, handle = made()
+        steps(model, range(half))
+        saved = handle.state_dict()
+        straight = steps(model, range(half, 8))
+        other, second = made()
+        second.load_state_dict(saved)
+        found = steps(other, range(half, 8))
+        assert [g is None for g in found] == [g is None for g in straight]
+        assert same_bits([g for g in found if g is not None], [g for g in straight if g is not None])
+        final, same = (h.state_dict()["residuals"]["state"] for h in (handle, second))
+        assert all(same_bits(final[i].values(), same[i].values()) for i in final)
+
+    on_threads(3, run)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_another_number_of_ranks_owes_the_same(after):
+    def before(backend: ThreadBackend) -> dict[str, Any]:
+        model = Given()
+        handle = commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
+        for step in range(5):
+            model.backward(some_grads(SIZES, step, backend.rank))
+        return handle.state_dict()
+
+    states = on_threads(3, before)
+
+    def again(backend: ThreadBackend) -> tuple[list[Tensor | None], dict[str, Any]]:
+        model = Given()
+        handle = commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
+        handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, after))
+        kept = handle.state_dict()
+        model.backward([torch.zeros(size, dtype=torch.float64) for size in SIZES])
+        return model.take(), kept
+
+    results = on_threads(after, again)
+    if after == 1:  # one rank alone compresses nothing: what was owed comes out at once
+        for g, left in zip(results[0][0], owed(states)):
+            torch.testing.assert_close(g.reshape(-1)[: left.numel()], left, rtol=0, atol=1e-12)
+        return
+    for mine, theirs in zip(owed([kept for _, kept in results]), owed(states)):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+# when -----------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_add_up_in_no_sync():
+    def run(backend: ThreadBackend) -> None:
+        first, second = Used(torch.float64), Used(torch.float64)
+        handles = [commopt.compress_gradients(m, Sign(16), backend=backend, bucket_mb=2e-4) for m in (first, second)]
+        for step in range(3):
+            first.zero_grad()
+            second.zero_grad()
+            batches = [tokens(3 * step + i, backend.rank, 2) for i in range(3)]
+            for batch in batches[:2]:
+                with handles[0].no_sync():
+                    first(batch).backward()
+            first(batches[2]).backward()
+            torch.stack([second(batch) for batch in batches]).sum().backward()
+            for p, q in zip(first.parameters(), second.parameters()):
+                if p.grad is not None:
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+        assert [h.comm_stats()["steps"] for h in handles] == [3, 3]
+
+    on_threads(2, run)
+
+
+def test_buckets_are_sent_while_backward_runs():
+    """All but the last, if all its gradients are there."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        handle = commopt.compress_gradients(model, Sign(64), backend=backend, bucket_mb=0.0165)
+        started: list[int] = []
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: started.append(handle.mean._started))
+        model(torch.ones(2, 64)).sum().backward()
+        assert len(handle.mean.buckets) == 4
+        assert started == [3]
+
+    on_threads(2, run)
+
+
+def test_removed_it_leaves_gradients_alone():
+    def run(backend: ThreadBackend) -> None:
+        model = Given()
+        handle = commopt.compress_gradients(model, Sign(16), backend=backend)
+        handle.remove()
+        grads = some_grads(SIZES, 0, backend.rank)
+        model.backward(grads)
+        assert same_bits(model.take(), grads)
+        commopt.compress_gradients(model, Identity(), backend=backend)
+        model.backward(grads)
+        assert not same_bits(model.take(), grads)
+
+    on_threads(2, run)
+
+
+# what cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        (nn.Linear(2, 2), {"compressor": "Sign"}, "compressor must be a commopt.compress.Compressor such as Sign"),
+        (nn.Linear(2, 2), {"compressor": Sign}, "compressor must be a commopt.compress.Compressor such as Sign"),
+        ([nn.Linear(2, 2)], {}, "model must be a torch.nn.Module, got list"),
+        (nn.ReLU(), {}, "the ReLU has no trainable parameters"),
+        (nn.Linear(2, 2), {"bucket_mb": -1}, "bucket_mb must be"),
+        (nn.Linear(2, 2), {"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
+        (nn.Linear(2, 2, device="meta"), {}, "parameter 0 is on the meta device"),
+    ],
+)
+def test_what_is_not_allowed(model, kind, message):
+    with pytest.raises(ValueError, match=message):
+        commopt.compress_gradients(model, **{"compressor": Sign(), "backend": LocalBackend(), **kind})
+
+
+def test_one_rank_that_is_wrong_is_an_error_on_all():
+    def run(backend: ThreadBackend) -> None:
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1 has Sign"):
+            commopt.compress_gradients(Given(), Sign(16 << backend.rank), backend=backend)
+        with pytest.raises(ValueError, match="parameter lists differ between ranks"):
+            commopt.compress_gradients(nn.Linear(3 + backend.rank, 2), Sign(), backend=backend)
+        with pytest.raises(ValueError, match=r"(rank 1 refused its arguments: )?compressor must be"):
+            commopt.compress_gradients(Given(), [Sign(), None][backend.rank], backend=backend)
+        model = Given()
+        commopt.compress_gradients(model, Sign(), backend=backend)
+        with pytest.raises(ValueError, match="the gradients of this model are compressed already"):
+            commopt.compress_gradients(model, Sign(), backend=backend)
+
+    on_threads(2, run)
+
+
+def test_residuals_of_another_model_are_refused():
+    model = Given()
+    handle = commopt.compress_gradients(model, Sign(), backend=LocalBackend())
+    other = commopt.compress_gradients(nn.Linear(2, 2), Sign(), backend=LocalBackend()).state_dict()
+    with pytest.raises(ValueError, match="the loaded residuals are of 2 parameters, the model has 6 to train"):
+        handle.load_state_dict(other)
