@@ -33,8 +33,13 @@ FIRST = [
     "test_exit",
     "test_netbed",
     "test_mpi",
+    "test_onebit_lamb",
+    "test_nodes",
+    "test_train_mpi",
+    "test_train_loop",
+    "test_zero_one_adam",
 ]
-"""Files that take long, much of it waiting: begun last, they would leave cores to nobody."""
+"""Files that take long, first those of which much is waiting: begun last, they would leave cores to nobody."""
 
 WORDS = ("loss", "step", "gradient", "momentum", "sign", "bit", "rank", "world", "bucket", "scale", "residual", "send")
 

@@ -39,10 +39,13 @@ FOLDER = "COMMOPT_TESTS_FORKS"
 """The environment variable with the folder of the server's socket, and of the program that asks it."""
 
 PRELOADED = (
-    "torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
-    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard.writer",
-    "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.probe.command",
+    "torch", "torch._dynamo", "torch._dynamo.backends.common", "torch._dynamo.backends.debugging",
+    "torch._functorch._aot_autograd.autograd_cache", "torch.nn.parallel",
+    "torch.distributed.elastic.multiprocessing", "torch.distributed.run", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.checkpoint._fsspec_filesystem", "torch.utils.tensorboard.writer",
+    "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.train.plot",
+    "commopt.train.sharded", "commopt.probe.command",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "rich.logging",
     "rich.progress", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest", "hypothesis",
 )  # fmt: skip

@@ -552,13 +552,3 @@ def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
             fit(whole_net, whole_one, step, rank)
         out[f"{way}: back"] = distance(back, whole_net)
     return out
-
-
-def of_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """All that four processes do, one after another."""
-    scenes = (as_unsharded, doors, policies, experts, pipelines, unsharded_and_back)
-    out: dict[str, Any] = {scene.__name__: scene(rank, world_size) for scene in scenes}
-    out["refusals"] = refusals(rank, world_size, folder)
-    out["saved"] = saved(rank, world_size, folder)
-    again = {flat: loaded(rank, world_size, folder, 2, flat, names=names) for flat, names in FORMS.items()}
-    return {**out, "loaded": again}

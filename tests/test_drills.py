@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import python
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -50,6 +51,7 @@ def test_an_unknown_name_is_answered(capsys):
 
 def test_a_drill_that_fails_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(drills, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", python())
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("def test_y():\n    assert 1 == 2\n\n\ndef test_z():\n    pass\n")
     assert not drills.run(drills.Drill("x", "this", "that", ("test_x.py::test_y",)))

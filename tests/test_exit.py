@@ -39,7 +39,7 @@ dist.destroy_process_group()
 
 def start(how: str) -> list[subprocess.Popen[str]]:
     port = str(free_port())
-    programs = [sys.executable, python() if how == "alone" else sys.executable]  # rank 1 is killed if rank 0 is alone
+    programs = [sys.executable, sys.executable if how == "together" else python()]  # else what rank 0 does is the law
     return [
         subprocess.Popen([program, "-c", SCRIPT, str(r), port, how], stderr=subprocess.PIPE, text=True)
         for r, program in enumerate(programs)

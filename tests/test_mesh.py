@@ -6,15 +6,16 @@ import copy
 import io
 import math
 import pickle
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mesh_scenes
 import pytest
 import torch
+from pool import Pool
 from torch import Tensor
-from worlds import on_processes, same_bits
+from worlds import same_bits
 
 from commopt.optim.own_tensor import OwnTensor, Place, boxes
 
@@ -25,43 +26,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path) -> list[dict[str, Any]]:
-    """What four processes have seen, by rank and scene."""
-    return on_processes(4, partial(mesh_scenes.of_four, folder=str(folder)))
+def pool() -> Iterator[Pool]:
+    processes = Pool(8)
+    yield processes
+    processes.close()
 
 
-def scene(four: list[dict[str, Any]], name: str) -> list[Any]:
-    return [rank[name] for rank in four]
+@pytest.fixture(scope="module")
+def saved(pool: Pool, folder: Path) -> list[dict[str, Any]]:
+    """What four processes had when they wrote it into the folder, by rank."""
+    return pool.over_gloo(4, mesh_scenes.saved, str(folder))
 
 
-def test_a_sharded_run_with_the_identity_is_the_unsharded_one(four):
+def test_a_sharded_run_with_the_identity_is_the_unsharded_one(pool):
     """Every optimizer, with clipping and without; scalar, tied, frozen and unused parameters, uneven, empty pieces."""
-    for furthest in scene(four, "as_unsharded"):
+    for furthest in pool.over_gloo(4, mesh_scenes.as_unsharded):
         assert len(furthest) == 9 + 1
         for name, distance in furthest.items():
             assert distance < 1e-12, name
 
 
-def test_doors(four):
+def test_doors(pool):
     """FSDP2 and tensor parallelism train as the whole net does: with gradients that are sums still to be made, summed
     losses, accumulation, a GradScaler, parameters exchanged after the optimizer was made, FSDP's own averages."""
-    for found in scene(four, "doors"):
+    for found in pool.over_gloo(4, mesh_scenes.doors):
         assert len(found) == 8
         for door, (apart, same) in found.items():
             assert apart < 1e-12, door
             assert same, door
 
 
-def test_three_dimensions():
+def test_three_dimensions(pool):
     """FSDP over tensor parallelism, over replicas."""
-    for found in on_processes(8, mesh_scenes.cube):
+    for found in pool.over_gloo(8, mesh_scenes.cube):
         assert found["cube"][0] < 1e-12
         assert found["cube"][1]
 
 
-def test_ways_in_which_fsdp_computes(four):
+def test_ways_in_which_fsdp_computes(pool):
     """Mixed precision, offloading, compiled blocks, checkpointed activations, and overlap, with one bit between."""
-    for found in scene(four, "policies"):
+    for found in pool.over_gloo(4, mesh_scenes.policies):
         assert set(found.pop("state")) == {"DTensor"}
         assert found.pop("share of the state") == 0.5
         assert found.pop("state of rounds") == 3  # both moments and the anchor
@@ -73,17 +77,17 @@ def test_ways_in_which_fsdp_computes(four):
             assert (early > 0) == (way == "overlapped")
 
 
-def test_a_group_with_a_mesh_of_its_own(four):
+def test_a_group_with_a_mesh_of_its_own(pool):
     """Experts: ranks 0 and 1 hold one piece, 2 and 3 the other; the gradient of rank r is 2^r."""
-    for rank, found in enumerate(scene(four, "experts")):
+    for rank, found in enumerate(pool.over_gloo(4, mesh_scenes.experts)):
         mean = (1 + 2) / 2 if rank < 2 else (4 + 8) / 2
         assert found["OneBitAdam"][1] == pytest.approx(0.1 * mean)
         assert found["DiLoCo"][0] == pytest.approx(0.5 * mean)
         assert not found["OneBitAdam"][2]
 
 
-def test_stages_of_a_pipeline_skip_together(four):
-    ranks = scene(four, "pipelines")
+def test_stages_of_a_pipeline_skip_together(pool):
+    ranks = pool.over_gloo(4, mesh_scenes.pipelines)
     for rank, found in enumerate(ranks):
         stage = rank // 2
         assert found["skipped"] == [0, 0, 0, 1, 1]
@@ -93,7 +97,7 @@ def test_stages_of_a_pipeline_skip_together(four):
         assert same_bits(found["params"], ranks[2 * stage]["params"])
 
 
-def test_what_cannot_work_is_an_error_on_every_rank(four):
+def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
     expected = {
         "the shard group": "whom its ranks average with must be told",
         "Lamb": "Lamb takes the norms of whole tensors; commopt.OneBitLamb(params, process_group=mesh) takes those of",
@@ -114,7 +118,7 @@ def test_what_cannot_work_is_an_error_on_every_rank(four):
             for flat in (False, True)
         },
     }
-    for found in scene(four, "refusals"):
+    for found in pool.over_gloo(4, mesh_scenes.refusals, str(folder)):
         assert found.keys() == expected.keys()
         for what, text in expected.items():
             assert text in found[what], what
@@ -146,20 +150,22 @@ def owes(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(four, flat):
-    for rank in four:
-        for name in mesh_scenes.FORMS[flat]:
-            assert same_bits(rank["saved"][name]["later"], rank["loaded"][flat][name]["later"]), name
+def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(pool, saved, folder, flat):
+    names = mesh_scenes.FORMS[flat]
+    loaded = pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, flat, "", names)
+    for never, resumed in zip(saved, loaded):
+        assert resumed.keys() == set(names)
+        for name in names:
+            assert same_bits(never[name]["later"], resumed[name]["later"]), name
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (1, 2), (1, 1), (3, 1)])
-def test_on_another_mesh_nothing_is_lost_and_back(four, folder, tmp_path, replicas, shards):
+def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path, replicas, shards):
     """What compression owes is kept, and where one replica is left, taken into what is compressed; replicas that were
     apart start from their mean."""
-    flat, saved = shards == 1, scene(four, "saved")
-    away = partial(mesh_scenes.loaded, folder=str(folder), shards=shards, flat=flat, back=str(tmp_path))
-    there = on_processes(replicas * shards, away)
-    back = on_processes(4, partial(mesh_scenes.loaded, folder=str(tmp_path), shards=2, flat=flat))
+    flat = shards == 1
+    there = pool.over_gloo(replicas * shards, mesh_scenes.loaded, str(folder), shards, flat, str(tmp_path))
+    back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat)
     for name in mesh_scenes.KINDS:
         before = owes(saved, name)
         for ranks in (there, back) if replicas > 1 else ():
@@ -173,8 +179,8 @@ def test_on_another_mesh_nothing_is_lost_and_back(four, folder, tmp_path, replic
                 torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_states_of_whole_models_load_into_sharded_ones_and_back(four):
-    for found in scene(four, "unsharded_and_back"):
+def test_states_of_whole_models_load_into_sharded_ones_and_back(pool):
+    for found in pool.over_gloo(4, mesh_scenes.unsharded_and_back):
         assert len(found) == 4
         for way, apart in found.items():
             assert apart < 1e-12, way

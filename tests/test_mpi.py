@@ -254,15 +254,15 @@ backend.all_reduce(torch.zeros(1)).wait()
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("options", "deed", "said"),
+    ("options", "deed", "said", "interpreter"),
     [
-        ((), f"os.kill(os.getpid(), {int(signal.SIGKILL)})", "signal 9"),
-        (("-m", "mpi4py"), "raise ArithmeticError('lost')", "ArithmeticError: lost"),
+        ((), f"os.kill(os.getpid(), {int(signal.SIGKILL)})", "signal 9", sys.executable),
+        (("-m", "mpi4py"), "raise ArithmeticError('lost')", "ArithmeticError: lost", None),
     ],
     ids=["killed", "raises"],
 )
-def test_a_rank_that_fails_ends_the_job(options, deed, said):
-    done = mpirun(2, *options, "-c", DYING.format(deed=deed), patience=60, interpreter=sys.executable)
+def test_a_rank_that_fails_ends_the_job(options, deed, said, interpreter):
+    done = mpirun(2, *options, "-c", DYING.format(deed=deed), patience=60, interpreter=interpreter)
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
 
@@ -332,7 +332,7 @@ work.wait()
 @needs_mpi
 def test_nothing_is_sent_after_mpi_has_ended():
     """MPI itself would end the process."""
-    done = mpirun(1, "-c", FINALISED, interpreter=sys.executable)
+    done = mpirun(1, "-c", FINALISED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("MPI is finalised: nothing can be sent any more") == 2
 

@@ -464,7 +464,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_the_launcher_adds_nothing_to_a_mistake(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "commopt.train.launcher", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
+    command = [python(), "-m", "commopt.train.launcher", "--standalone", "--nproc-per-node=2", "-m", "commopt"]
     done = subprocess.run(
         [*command, "train", "--data.corpus=/nowhere", f"--train.run_dir={tmp_path}"],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHON_EXEC": python()},

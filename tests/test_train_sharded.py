@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from trainer_pair import Pair, run, run_and_stop
+from pool import Pool
+from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
 from commopt.sharding import local
@@ -28,15 +29,10 @@ from commopt.train.optimizer import check_plan
 from commopt.train.parallel import mesh_shape
 
 
-class Four(Pair):
-    """Four processes."""
-
-    size = 4
-
-
 @pytest.fixture(scope="module")
-def four() -> Iterator[Four]:
-    processes = Four()
+def four() -> Iterator[Pool]:
+    """Four processes; ``ranks=2`` are the first two of them."""
+    processes = Pool(4)
     yield processes
     processes.close()
 
@@ -71,15 +67,15 @@ SAME = [
     ("kind", "optim", "parallel"), SAME, ids=[f"{kind} {optim['name']} {parallel}" for kind, optim, parallel in SAME]
 )
 def test_a_sharded_run_is_the_unsharded_one(
-    pair: Pair, four: Four, tiny: Make, tmp_path: Path, kind: str, optim: Any, parallel: dict[str, int]
+    four: Pool, tiny: Make, tmp_path: Path, kind: str, optim: Any, parallel: dict[str, int]
 ) -> None:
     """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
     some ranks only."""
     model = {"kind": kind, **EXACT, **OF_LLAMA.get(kind, {})}
-    train = {"batch_size": 16, "eval_samples": 9}
+    train = {"batch_size": 16, "eval_samples": 9, "checkpoint_every": 12}
     pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
     four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
-    pair.run(run, tiny(tmp_path / "whole", model=model, optim=optim, train={**train, "accumulate": 2}))
+    four.run(run, tiny(tmp_path / "whole", model=model, optim=optim, train={**train, "accumulate": 2}), ranks=2)
     ours, theirs = losses(tmp_path / "cut"), losses(tmp_path / "whole")
     assert len(ours) == 8
     assert ours == pytest.approx(theirs, rel=2e-6)
@@ -105,16 +101,18 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_stopped_and_resumed_is_never_stopped(four: Four, tiny: Make, tmp_path: Path, name: str) -> None:
+def test_stopped_and_resumed_is_never_stopped(four: Pool, tiny: Make, tmp_path: Path, name: str) -> None:
+    """Nor does it matter how often a run is saved: one is after every fourth step, the other where it stops."""
     kind, optim, parallel = RESUMED[name]
+    seldom = {"checkpoint_every": 12}
 
     def config(folder: str, **more: Any) -> Config:
         return tiny(tmp_path / folder, model={"kind": kind}, optim=optim, parallel=parallel, **more)
 
     four.run(run, config("whole"))
-    four.run(run_and_stop, config("parts"), 6, 3)
+    four.run(run_and_stop, config("parts", train=seldom), 6, 3)
     assert not (tmp_path / "parts/checkpoints/step-00000012").exists()
-    for summary in four.run(run, config("parts", resume="auto")):
+    for summary in four.run(run, config("parts", resume="auto", train=seldom)):
         assert summary["finished"]
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     assert_same(content(tmp_path / "parts", 12, 4), content(tmp_path / "whole", 12, 4))
@@ -123,10 +121,11 @@ def test_stopped_and_resumed_is_never_stopped(four: Four, tiny: Make, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def saved(four: Four, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on (2, 2), without dropout and compression."""
+def saved(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on (2, 2), without dropout and compression; saved after steps 8 and 12."""
     folder = tmp_path_factory.mktemp("saved")
-    four.run(run, tiny(folder, model=EXACT, optim=UNCLIPPED, parallel={"shard": 2}))
+    train = {"checkpoint_every": 8}
+    four.run(run, tiny(folder, model=EXACT, optim=UNCLIPPED, parallel={"shard": 2}, train=train))
     return folder
 
 
@@ -136,36 +135,35 @@ def saved(four: Four, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> P
     ids=str,
 )
 def test_resumed_on_another_mesh(
-    pair: Pair, four: Four, tiny: Make, saved: Path, tmp_path: Path, ranks: int, parallel: dict[str, int]
+    four: Pool, tiny: Make, saved: Path, tmp_path: Path, ranks: int, parallel: dict[str, int]
 ) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    config = tiny(tmp_path, model=EXACT, optim=UNCLIPPED, parallel=parallel, resume="auto")
+    train = {"checkpoint_every": 12}
+    config = tiny(tmp_path, model=EXACT, optim=UNCLIPPED, parallel=parallel, resume="auto", train=train)
     if ranks == 1:
         run(config)
     else:
-        (pair if ranks == 2 else four).run(run, config)
+        four.run(run, config, ranks=ranks)
     assert losses(tmp_path) == pytest.approx(losses(saved), rel=2e-6)
     shared = content(tmp_path, 12, ranks)[0]
     assert math.prod(shared["mesh"]) == ranks
 
 
-def test_weights_of_another_run_with_or_without_a_mesh(
-    pair: Pair, four: Four, tiny: Make, saved: Path, tmp_path: Path
-) -> None:
+def test_weights_of_another_run_with_or_without_a_mesh(four: Pool, tiny: Make, saved: Path, tmp_path: Path) -> None:
     still = {"model": EXACT, "optim": {**UNCLIPPED, "lr": 1e-30}, "train": {"steps": 1}}
     first = str(saved / "checkpoints/step-00000012")
     last = read_metrics(saved)[-1]["heldout_loss"]
-    pair.run(run, tiny(tmp_path / "whole", init=first, **still))
+    four.run(run, tiny(tmp_path / "whole", init=first, **still), ranks=2)
     second = str(tmp_path / "whole/checkpoints/step-00000001")
     four.run(run, tiny(tmp_path / "cut", init=second, parallel={"shard": 2, "tensor": 2}, **still))
     for name in ("whole", "cut"):
         assert read_metrics(tmp_path / name)[-1]["heldout_loss"] == pytest.approx(last, rel=1e-6)
     wrong = tiny(tmp_path / "a", resume=second, parallel={"shard": 2}, **still)
-    for kind, message in pair.errors(run, wrong):
+    for kind, message in four.errors(run, wrong, ranks=2):
         assert kind == CheckpointError.__name__
         assert "is of a run without parallel.*" in message
-    for kind, message in pair.errors(run, tiny(tmp_path / "b", model=EXACT, optim=UNCLIPPED, resume=first)):
+    for kind, message in four.errors(run, tiny(tmp_path / "b", model=EXACT, optim=UNCLIPPED, resume=first), ranks=2):
         assert kind == CheckpointError.__name__
         assert "take it up with one, such as --parallel.replicate=2" in message
 
@@ -186,29 +184,29 @@ def reseal(folder: Path, name: str) -> None:
     (folder / manifest.MANIFEST).write_text(text)
 
 
-def test_damage(pair: Pair, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage(four: Pool, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest has a changed byte, the one before a metadata that would run code, and the first is good."""
     config = {"optim": WARM, "parallel": {"shard": 2}}
-    pair.run(run, tiny(tmp_path, **config))
+    four.run(run, tiny(tmp_path, **config), ranks=2)
     first, second, third = sorted((tmp_path / "checkpoints").iterdir())
     piece = third / "sharded/__1_0.distcp"
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 1
     piece.write_bytes(data)
-    for kind, message in pair.errors(run, tiny(tmp_path, **config, resume=str(third))):
+    for kind, message in four.errors(run, tiny(tmp_path, **config, resume=str(third)), ranks=2):
         assert kind == DamagedError.__name__
         assert "the content of sharded/__1_0.distcp has changed" in message or "__1_0.distcp" in message
     (second / "sharded/.metadata").write_bytes(pickle.dumps(Evil()))
     reseal(second, "sharded/.metadata")
-    for kind, message in pair.errors(run, tiny(tmp_path, **config, resume=str(second))):
+    for kind, message in four.errors(run, tiny(tmp_path, **config, resume=str(second)), ranks=2):
         assert kind == DamagedError.__name__
         assert "which metadata never has" in message
     assert not Path("evil").exists()
-    for summary in pair.run(run, tiny(tmp_path, **config, resume="auto")):
+    for summary in four.run(run, tiny(tmp_path, **config, resume="auto"), ranks=2):
         assert summary["finished"]
     assert first.exists()
     (first / "sharded/.metadata").unlink()
-    for _, message in pair.errors(run, tiny(tmp_path, **config, resume=str(first))):
+    for _, message in four.errors(run, tiny(tmp_path, **config, resume=str(first)), ranks=2):
         assert ".metadata is missing" in message
 
 
@@ -218,7 +216,7 @@ def spoil(trainer: Trainer) -> None:
         local(next(trainer.model.parameters())).view(-1)[0] = math.inf
 
 
-def test_what_is_not_finite_is_not_saved(four: Four, tiny: Make, tmp_path: Path) -> None:
+def test_what_is_not_finite_is_not_saved(four: Pool, tiny: Make, tmp_path: Path) -> None:
     from test_train_finite import run_and_poison
 
     config = tiny(tmp_path, optim=WARM, parallel={"shard": 2}, train={"checkpoint_every": 3})
@@ -229,7 +227,7 @@ def test_what_is_not_finite_is_not_saved(four: Four, tiny: Make, tmp_path: Path)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_a_step_of_the_baseline_is_skipped_by_all(four: Four, tiny: Make, tmp_path: Path) -> None:
+def test_a_step_of_the_baseline_is_skipped_by_all(four: Pool, tiny: Make, tmp_path: Path) -> None:
     from test_train_finite import run_and_poison
 
     optim = {**BASELINE, "max_skipped": 2}
@@ -313,10 +311,10 @@ def test_an_optimizer_that_needs_whole_tensors(tiny: Make, tmp_path: Path) -> No
         check_plan(tiny(tmp_path, optim={"name": "Lamb", "args": {}}, parallel={"shard": 2}))
 
 
-def test_every_rank_is_told(pair: Pair, tiny: Make, tmp_path: Path) -> None:
-    for kind, message in pair.errors(run, tiny(tmp_path, parallel={"shard": 4})):
+def test_every_rank_is_told(four: Pool, tiny: Make, tmp_path: Path) -> None:
+    for kind, message in four.errors(run, tiny(tmp_path, parallel={"shard": 4}), ranks=2):
         assert kind == ConfigError.__name__
         assert "parallel.shard=4, parallel.tensor=1 is not allowed with 2 ranks" in message
     batch = tiny(tmp_path, parallel={"tensor": 2}, train={"batch_size": 7, "accumulate": 2})
-    for _, message in pair.errors(run, batch):
+    for _, message in four.errors(run, batch, ranks=2):
         assert "it must be a multiple of ranks / parallel.tensor * train.accumulate = 1 * 2" in message

@@ -74,8 +74,10 @@ class ThreadWorld:
 
     def post(self, call: Call, rank: int, collective: str, x: Tensor) -> None:
         with self.changed:
-            self.posted.setdefault(call, {})[rank] = (collective, x)
-            self.changed.notify_all()
+            posts = self.posted.setdefault(call, {})
+            posts[rank] = (collective, x)
+            if len(posts) == len(call[0]):  # nobody waits for less
+                self.changed.notify_all()
 
     def complete(self, call: Call) -> bool:
         """True if every rank has posted its ``call``, or will not."""

@@ -26,8 +26,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of times that this process has opened connections for each process group."""
-_asked = 0
-"""Number of times that this process has called :func:`same_on_all`."""
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each process group that is not Gloo, the one that we use in its place."""
 
@@ -230,12 +228,11 @@ def same_on_all(ranks: Sequence[int], what: str) -> None:
     Raises:
         ValueError: on every rank that sees a difference.
     """
-    global _asked
-    _asked += 1
     store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    store.set(f"commopt/same/{_asked}/{mine}", what)
+    number = store.add(f"commopt/same/{mine}", 1)  # of this world: a process may have been in others before
+    store.set(f"commopt/same/{number}/{mine}", what)
     for rank in ranks:
-        theirs = store.get(f"commopt/same/{_asked}/{rank}").decode()
+        theirs = store.get(f"commopt/same/{number}/{rank}").decode()
         if theirs != what:
             raise ValueError(f"ranks differ in what they were given: rank {mine} has a {what}, rank {rank} a {theirs}")
 

@@ -254,22 +254,12 @@ class GradientMean:
     def _take(self, received: Received, sound: bool, spoil: bool) -> None:
         """Commits the residuals, if all ranks can, and writes the means; NaN, if those of another part of the model are
         not finite, so that no rank takes a step that others do not."""
-        bucket, feedback, mean = received.bucket, received.bucket.feedback, received.exact
-        if mean is not None:
-            for p in bucket.params if sound else ():
-                if id(p) not in self._nowhere:
-                    self.owed.pop(id(p), None)
-        else:
-            mean = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
-            assert received.active is not None
-            mask = received.active.view(bucket.world_size, -1)
-            for chunk in received.chunks:
-                rows = mean.view(chunk.payload.shape[0], -1)
-                self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
-            if feedback is not None:
-                if sound:
-                    feedback.commit(received.spared)
-                feedback.let_go()
+        bucket = received.bucket
+        mean = self._decompressed(received) if received.exact is None else received.exact
+        if sound:
+            self._commit(received)
+        if bucket.feedback is not None:
+            bucket.feedback.let_go()
         if spoil:
             mean.fill_(float("nan"))
         if bucket.adds_up:
@@ -280,6 +270,24 @@ class GradientMean:
                 gradient.copy_(value)
             elif id(p) not in self._nowhere:
                 p.grad = like(value.to(p.dtype, copy=True), p)
+
+    def _decompressed(self, received: Received) -> Tensor:
+        bucket = received.bucket
+        assert received.active is not None
+        mean = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
+        mask = received.active.view(bucket.world_size, -1)
+        for chunk in received.chunks:
+            rows = mean.view(chunk.payload.shape[0], -1)
+            self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
+        return mean
+
+    def _commit(self, received: Received) -> None:
+        if received.exact is not None:
+            for p in received.bucket.params:
+                if id(p) not in self._nowhere:
+                    self.owed.pop(id(p), None)
+        elif received.bucket.feedback is not None:
+            received.bucket.feedback.commit(received.spared)
 
     # state ------------------------------------------------------------------------------------------------------------
 

@@ -102,6 +102,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
+@functools.cache
 def make_parser() -> Any:
     """The jsonargparse parser of a run: one option per field, its docstring as help."""
     from jsonargparse import ArgumentParser, set_parsing_settings
