@@ -1,0 +1,213 @@
+"""What processes do with compressed means of gradients: under DistributedDataParallel, and sharded by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mesh_scenes import Plain, grid, images
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import commopt
+from commopt.compress import Identity, Sign
+from commopt.sharding import local
+
+
+class Fork(nn.Module):
+    """Half of it is used on odd steps only, by odd ranks only; a quarter never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.never, self.sometimes = nn.Linear(9, 40), nn.Linear(3, 5), nn.Linear(40, 7)
+        self.end = nn.Linear(40, 7)
+
+    def forward(self, x: Tensor, too: bool) -> Tensor:
+        hidden = torch.tanh(self.always(x))
+        return self.end(hidden) + (self.sometimes(hidden) if too else 0)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(5))
+
+    def forward(self, x: Tensor, too: bool) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(net: nn.Module, rank: int, steps: range, optimizer: Any, micro: int = 1) -> None:
+    """Steps of ``micro`` backward passes each."""
+    for step in steps:
+        optimizer.zero_grad()
+        for i in range(micro):
+            sync = net.no_sync() if i < micro - 1 and isinstance(net, DDP) else torch.enable_grad()
+            with sync:
+                net(batch(micro * step + i, rank), step % 2 == 1 and rank % 2 == 1).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+
+
+def bits(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+DDP_KINDS = {
+    "default": (Deep, {}),
+    "views": (Deep, {"gradient_as_bucket_view": True}),
+    "static": (Deep, {"static_graph": True}),
+    "unused": (Fork, {"find_unused_parameters": True}),
+    "small buckets": (Deep, {"bucket_cap_mb": 0.0004}),
+}
+
+
+def under_ddp(rank: int, world_size: int) -> dict[str, Any]:
+    """Each way of DDP, and the same model bare: the parameters after 6 steps of AdamW."""
+    out: dict[str, Any] = {}
+    for name, (kind, options) in DDP_KINDS.items():
+        net, bare = DDP(kind(), **options), kind()
+        handle = commopt.compress_gradients(net, Sign(16), bucket_mb=4e-4)
+        other = commopt.compress_gradients(bare, Sign(16), bucket_mb=4e-4)
+        micro = 1 if name == "static" else 2  # torch has no no_sync() before the graph is known
+        trained(net, rank, range(6), torch.optim.AdamW(net.parameters(), lr=1e-2), micro)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+        for step in range(6):
+            optimizer.zero_grad()
+            for i in range(micro):
+                with other.no_sync() if i < micro - 1 else torch.enable_grad():
+                    bare(batch(micro * step + i, rank), step % 2 == 1 and rank % 2 == 1).square().mean().backward()
+            nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
+            optimizer.step()
+        out[name] = (bits(net), bits(bare), handle.comm_stats()["steps"], other.comm_stats()["steps"])
+    return out
+
+
+def exact_under_ddp(rank: int, world_size: int) -> dict[str, float]:
+    """How far the identity comes from DDP's own average, by way of DDP; and after it was removed."""
+    out = {}
+    for name, (kind, options) in DDP_KINDS.items():
+        theirs, ours = DDP(kind().double(), **options), DDP(kind().double(), **options)
+        handle = commopt.compress_gradients(ours, Identity(), bucket_mb=4e-4)
+        for step in range(6):
+            if step == 5:
+                handle.remove()
+            for net in (theirs, ours):
+                net.zero_grad()
+                net(batch(step, rank).double(), step % 2 == 1 and rank % 2 == 1).square().mean().backward()
+            assert [p.grad is None for p in theirs.parameters()] == [p.grad is None for p in ours.parameters()]
+            pairs = [(p.grad, q.grad) for p, q in zip(theirs.parameters(), ours.parameters()) if p.grad is not None]
+            out[name] = max([out.get(name, 0.0), *(float((g - h).abs().max()) for g, h in pairs)])
+    return out
+
+
+def scaled(rank: int, world_size: int) -> dict[str, Any]:
+    """A GradScaler, and inf on one rank in the third step: who skips, the scales, and whether it left a trace."""
+    net = DDP(Deep())
+    handle = commopt.compress_gradients(net, Sign(16), bucket_mb=4e-4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    moved, trace = [], []
+    for step in range(5):
+        before, owed = bits(net), handle.state_dict()["residuals"]["state"]
+        optimizer.zero_grad()
+        loss = net(batch(step, rank), False).square().mean()
+        scaler.scale(loss * (torch.inf if step == 2 and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not all(torch.equal(p, q) for p, q in zip(before, bits(net))))
+        after = handle.state_dict()["residuals"]["state"]
+        trace.append(any(not torch.equal(after[i][n], owed[i][n]) for i in owed for n in owed[i]))
+    return {"moved": moved, "trace": trace, "scale": scaler.get_scale(), "bits": bits(net)}
+
+
+def resumed(rank: int, world_size: int) -> bool:
+    """Under DDP, in a model that has taken no step yet: the same bits as without a stop."""
+    net = DDP(Deep())
+    handle = commopt.compress_gradients(net, Sign(16), bucket_mb=4e-4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    trained(net, rank, range(4), optimizer)
+    saved = {"net": {k: v.clone() for k, v in net.state_dict().items()}, "gradients": handle.state_dict()}
+    rest = optimizer.state_dict()
+    rest = {**rest, "state": {i: {k: v.clone() for k, v in e.items()} for i, e in rest["state"].items()}}
+    trained(net, rank, range(4, 8), optimizer)
+    other = DDP(Deep())
+    second = commopt.compress_gradients(other, Sign(16), bucket_mb=4e-4)
+    again = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    other.load_state_dict(saved["net"])
+    second.load_state_dict(saved["gradients"])
+    again.load_state_dict(rest)
+    trained(other, rank, range(4, 8), again)
+    return all(torch.equal(p, q) for p, q in zip(bits(net), bits(other)))
+
+
+def sharded(rank: int, world_size: int) -> dict[str, Any]:
+    """FSDP2 inside, compressed between: exact with the identity, the same replicas with signs, NaN in one piece, and
+    hosts as nodes of whole models."""
+    mesh, out = grid(2, 2), {}
+
+    def made(compressor: Any) -> tuple[nn.Module, Any]:
+        net = fully_shard(Plain(), mesh=mesh["shard"])
+        return net, commopt.compress_gradients(net, compressor, process_group=mesh, bucket_mb=2e-4)
+
+    net, _ = made(Identity())
+    native = fully_shard(Plain(), mesh=mesh)
+    for step in range(3):
+        for model in (net, native):
+            model.zero_grad()
+            model(images(step, rank)).square().mean().backward()
+    pairs = [(p.grad.full_tensor(), q.grad.full_tensor()) for p, q in zip(net.parameters(), native.parameters())]
+    out["exact"] = max(float((g - h).abs().max()) for g, h in pairs)
+
+    net, handle = made(Sign(16))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(5):
+        optimizer.zero_grad()
+        net(images(step, rank)).square().mean().backward()
+        optimizer.step()
+    out["pieces"] = [local(p).detach().clone() for p in net.parameters()]
+    out["stats"] = handle.comm_stats()
+
+    owed = handle.state_dict()["residuals"]["state"]
+    optimizer.zero_grad()
+    loss = net(images(5, rank)).square().mean()
+    handle.mean.arrive, real = _spoiling(handle.mean.arrive, rank), handle.mean.arrive
+    loss.backward()
+    handle.mean.arrive = real
+    out["finite"] = [bool(local(p.grad).isfinite().all()) for p in net.parameters() if local(p.grad).numel()]
+    after = handle.state_dict()["residuals"]["state"]
+    out["trace"] = any(not torch.equal(after[i][n], owed[i][n]) for i in owed for n in owed[i])
+
+    try:
+        commopt.compress_gradients(fully_shard(Plain(), mesh=mesh), Sign(16), process_group=mesh)
+    except ValueError as error:
+        out["native"] = str(error)
+
+    nodes = init_device_mesh("cpu", (2, 2))
+    whole = Plain()
+    handle = commopt.compress_gradients(whole, Sign(16), process_group=nodes, bucket_mb=2e-4)
+    for step in range(3):
+        whole.zero_grad()
+        whole(images(step, rank)).square().mean().backward()
+    out["nodes"] = ([p.grad.clone() for p in whole.parameters()], handle.comm_stats())
+    return out
+
+
+def _spoiling(arrive: Any, rank: int) -> Any:
+    """NaN in what rank 3 holds."""
+
+    def spoilt(p: Tensor, gradient: Tensor) -> None:
+        if rank == 3:
+            gradient.fill_(torch.nan)
+        arrive(p, gradient)
+
+    return spoilt

@@ -1,0 +1,63 @@
+"""Compressed means of gradients under DistributedDataParallel and FSDP2, in processes over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gradient_scenes
+import pytest
+from pool import Pool
+from worlds import same_bits
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    processes = Pool(4)
+    yield processes
+    processes.close()
+
+
+def test_under_ddp_it_is_what_it_is_without(pool):
+    """To the bit, however DDP makes its buckets, with clipping and accumulation; and no rank differs."""
+    ranks = pool.over_gloo(2, gradient_scenes.under_ddp)
+    for name in gradient_scenes.DDP_KINDS:
+        for found in ranks:
+            ours, bare, *steps = found[name]
+            assert same_bits(ours, bare), name
+            assert same_bits(ours, ranks[0][name][0]), name
+            assert steps == [6, 6]
+
+
+def test_with_the_identity_it_is_the_average_of_ddp(pool):
+    """Unused parameters, on some ranks and on all; and it is DDP's own again when removed."""
+    for found in pool.over_gloo(3, gradient_scenes.exact_under_ddp):
+        assert found.keys() == gradient_scenes.DDP_KINDS.keys()
+        for name, apart in found.items():
+            assert apart < 1e-14, name
+
+
+def test_all_ranks_skip_a_step_and_nothing_is_left_of_it(pool):
+    ranks = pool.over_gloo(2, gradient_scenes.scaled)
+    for found in ranks:
+        assert found["moved"] == [True, True, False, True, True]
+        assert found["trace"] == found["moved"]
+        assert found["scale"] == 512
+        assert same_bits(found["bits"], ranks[0]["bits"])
+
+
+def test_a_run_that_was_stopped_continues_to_the_bit(pool):
+    assert pool.over_gloo(2, gradient_scenes.resumed) == [True, True]
+
+
+def test_sharded_models_and_nodes(pool):
+    ranks = pool.over_gloo(4, gradient_scenes.sharded)
+    for rank, found in enumerate(ranks):
+        assert found["exact"] < 1e-14
+        assert same_bits(found["pieces"], ranks[rank % 2]["pieces"])
+        assert found["stats"]["step"]["bytes"] < found["stats"]["fp32_bytes"]
+        assert not any(found["finite"])  # NaN was in one piece on one rank
+        assert not found["trace"]
+        assert "nothing is left to compress. Shard over the inner dimension only" in found["native"]
+        gradients, stats = found["nodes"]
+        assert same_bits(gradients, ranks[0]["nodes"][0])
+        assert stats["step"]["intra_node"]["bytes"] > 0
