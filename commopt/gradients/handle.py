@@ -14,9 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend, sends_from
 from commopt.compress import Compressor
+from commopt.compress.low_rank import LowRank
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
+from commopt.gradients.low_rank import Thin
 from commopt.gradients.mean import GradientMean
+from commopt.gradients.method import Method
+from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.optim import checks
 from commopt.optim.setup import agree_on_setup, equalize, versions
@@ -91,7 +95,7 @@ class CompressedGradients:
 
 def compress_gradients(
     model: nn.Module,
-    compressor: Compressor,
+    compressor: Compressor | LowRank,
     *,
     process_group: Any = None,
     backend: Backend | None = None,
@@ -124,7 +128,8 @@ def compress_gradients(
 
     Args:
         model: before the first backward; its parameters where they will stay.
-        compressor: the same on every rank, such as :class:`commopt.compress.Sign`.
+        compressor: the same on every rank: a :class:`commopt.compress.Compressor` such as ``Sign()``, or
+            :class:`commopt.compress.PowerSGD` or :class:`commopt.compress.ACP`.
         process_group: a ProcessGroup or a DeviceMesh; of a DistributedDataParallel model its own, by default. In a mesh
             of (nodes, ranks of a node) only what goes between nodes is compressed.
         backend: in its place, a :class:`commopt.comm.Backend`.
@@ -147,7 +152,7 @@ def compress_gradients(
     except ValueError as caught:
         error = caught
     _agree(topology, params, error, f"{compressor!r}, {feedback=}, {bucket_mb=}, {reduction=}")
-    mean = GradientMean(params, topology, compressor, feedback, bucket_mb, reduction)
+    mean = GradientMean(params, topology, _method(compressor, feedback), bucket_mb, reduction)
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
     else:
@@ -160,6 +165,10 @@ def compress_gradients(
     topology.traffic.leave_out()
     setattr(model, _MARK, handle)
     return handle
+
+
+def _method(compressor: Compressor | LowRank, feedback: bool) -> Method:
+    return Thin(compressor, feedback) if isinstance(compressor, LowRank) else Rows(compressor, feedback)
 
 
 def _ranks(model: Any, process_group: Any, backend: Backend | None, params: Sequence[Tensor]) -> Backend:
@@ -179,7 +188,7 @@ def _check(
     """Raises ValueError for what this rank alone can see."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, (Compressor, LowRank)):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")

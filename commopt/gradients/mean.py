@@ -11,7 +11,6 @@ any of them stands for inf or NaN, no residual changes on any rank, and the grad
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,41 +19,19 @@ from commopt import ops
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     Channel,
-    InFlightChunk,
     Pipeline,
     Task,
     Topology,
     Work,
     all_reduce_bytes,
     gather_rows,
+    mean_over_all,
     message_device,
-    reduce_scatter,
 )
-from commopt.compress import NOTHING, Compressor, Feedback, Momentum, Spared
+from commopt.gradients.method import Brought, Method, Received, packed
 from commopt.optim.base import CHANNELS
-from commopt.optim.exchange import start_mean
-from commopt.optim.masks import absent_runs, padding_mask, within, without
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like
-
-
-@dataclass
-class Received:
-    """The mean of a bucket that has come, still as bytes; or in full precision, on one node.
-
-    Attributes:
-        bucket: what it is of.
-        chunks: the bytes, in parts.
-        active: bit mask of what takes part.
-        spared: residuals that stay as they are.
-        exact: the mean, where nothing was compressed.
-    """
-
-    bucket: StateBucket
-    chunks: Sequence[InFlightChunk] = ()
-    active: Tensor | None = None
-    spared: Spared = NOTHING
-    exact: Tensor | None = None
 
 
 class GradientMean:
@@ -63,8 +40,7 @@ class GradientMean:
     Args:
         params: trainable parameters, in the order of the model, the same on all ranks.
         topology: the ranks.
-        compressor: the same on all ranks.
-        feedback: whether what is lost is kept, and sent later.
+        method: how those of a bucket are.
         bucket_mb: see :func:`commopt.bucket.bucket_bytes`.
         reduction: "mean", or "sum" where a step goes by the sum of the gradients of all ranks.
 
@@ -82,13 +58,11 @@ class GradientMean:
         self,
         params: Sequence[Tensor],
         topology: Topology,
-        compressor: Compressor,
-        feedback: bool = True,
+        method: Method,
         bucket_mb: float | None = None,
         reduction: str = "mean",
     ) -> None:
-        self.params, self.compressor, self.feedback = list(params), compressor, feedback
-        self.topology = topology
+        self.params, self.topology, self.method = list(params), topology, method
         self.zeros_are_absent = False
         self.steps = self.not_finite = 0
         self.owed: dict[int, Tensor] = {}
@@ -99,9 +73,7 @@ class GradientMean:
             replicas, holding = held[id(run[0])]
             adds_up = reduction == "sum"
             bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=adds_up)
-            bucket.chunks = bucket.split(capacity, compressor.chunk_multiple)
-            if feedback:
-                bucket.add_residuals(double_buffered=True)
+            method.prepare(bucket, capacity)
             self.buckets.append(bucket)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
         for replicas in self.topology.replicas:
@@ -115,7 +87,6 @@ class GradientMean:
         self._gradients: dict[int, Tensor] = {}
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[Received] = []
-        self._sound: list[Tensor] = []
         self._nowhere: set[int] = set()
 
     # in backward ------------------------------------------------------------------------------------------------------
@@ -162,12 +133,15 @@ class GradientMean:
                 params = self.buckets[self._started].params
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
             self._pipeline.finish()
-            here = sound = all(bool(each) for each in self._sound)
+            here = sound = all(bool(received.sound) for received in self._received)
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
                 sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
             for received in self._received:
-                self._take(received, sound, spoil=here and not sound)
+                self._write(received, spoil=here and not sound)
+                if sound:
+                    received.commit()
+                received.let_go()
             self.steps += 1
             self.not_finite += not sound
             self.topology.traffic.end_step()
@@ -194,72 +168,40 @@ class GradientMean:
         self._pipeline.start(self._mean(bucket, absent, send, reply), where, early=bool(channels))
 
     def _mean(self, bucket: StateBucket, absent: Sequence[int], send: Channel, reply: Channel) -> Task:
-        brought = [
-            (self._gradients[id(p)], o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in self._gradients
-        ]
+        here = self._gradients
+        brought: Brought = [(here[id(p)], o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in here]
         if bucket.inside is not None:  # ranks of one replica, each with gradients of its own
-            flat = _packed(bucket, brought)
+            flat = packed(bucket, brought)
             yield bucket.inside.all_reduce(flat)
             brought = [(flat.mul_(bucket.inside.world_size if bucket.adds_up else 1), 0)]
-        if bucket.local_world_size > 1:
-            part = yield from reduce_scatter(_packed(bucket, brought), send.intra_node)
-            brought = [(part, 0)]
         if bucket.replicas.nodes == 1:
-            yield from self._in_full(bucket, brought, reply)
-            return
-        runs = absent_runs(bucket, absent)
-        active = without(padding_mask(bucket), runs)
-        feedback = bucket.feedback or self._forgotten(bucket)
-        server = feedback.server.numel()
-        spared = feedback.spare(
-            within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),
-            within(runs, bucket.shard_index * server, server),
-        )
-        # 0 e + g: the residual is added by the compressor
-        what = Momentum(feedback.worker, [g for g, _ in brought], [o for _, o in brought], 0.0, 1.0)
-        in_flight = yield from start_mean(what, feedback, bucket, self.compressor, send, reply, active)
-        for chunk in in_flight:
-            yield chunk.work
-            self._sound.append(self._is_sound(chunk, bucket))
-        self._received.append(Received(bucket, in_flight, active, spared))
+            received = yield from self._in_full(bucket, brought, send, reply)
+        else:
+            received = yield from self.method.mean(bucket, brought, absent, send, reply)
+        self._received.append(received)
 
     def _in_full(
-        self, bucket: StateBucket, brought: Sequence[tuple[Tensor, int]], reply: Channel
-    ) -> Generator[Work, None, None]:
+        self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
+    ) -> Generator[Work, None, Received]:
         """On one node nothing is compressed; what other numbers of nodes have owed comes out at once."""
-        if bucket.local_world_size == 1:
-            mean = _packed(bucket, brought)
-        else:
-            mean = bucket.zeros()
-            yield reply.intra_node.all_gather(mean.view(bucket.local_world_size, -1), brought[0][0])
+        mean = packed(bucket, brought)
+        yield from mean_over_all(mean, send, reply)
+        owed = [p for p in bucket.params if id(p) in self.owed and id(p) not in self._nowhere]
         for p, there in zip(bucket.params, bucket.views(mean)):
-            if id(p) in self.owed and id(p) not in self._nowhere:
+            if any(p is q for q in owed):
                 there.add_(self.owed[id(p)])
-        self._sound.append(torch.isfinite(ops.square_sum([mean])))
-        self._received.append(Received(bucket, exact=mean))
 
-    def _forgotten(self, bucket: StateBucket) -> Feedback:
-        """Residuals of a mean that keeps none."""
-        numel = bucket.padded // bucket.local_world_size
-        return Feedback.zeros(numel, bucket.replicas.nodes, bucket.dtype, bucket.device, double_buffered=True)
+        def commit() -> None:
+            for p in owed:
+                del self.owed[id(p)]
 
-    def _is_sound(self, chunk: InFlightChunk, bucket: StateBucket) -> Tensor:
-        start, stop = chunk.chunk
-        if type(self.compressor).is_sound is not Compressor.is_sound:
-            return self.compressor.is_sound(chunk.payload, stop - start, bucket.dtype)
-        values = torch.empty(chunk.payload.shape[0], stop - start, dtype=bucket.dtype, device=bucket.device)
-        self.compressor.decompress(chunk.payload, values)
-        return values.isfinite().all()
+        return Received(bucket, torch.isfinite(ops.square_sum([mean])), lambda: mean, commit)
 
-    def _take(self, received: Received, sound: bool, spoil: bool) -> None:
-        """Commits the residuals, if all ranks can, and writes the means; NaN, if those of another part of the model are
-        not finite, so that no rank takes a step that others do not."""
+    def _write(self, received: Received, spoil: bool) -> None:
+        """Writes a mean where the gradients were; NaN, if those of another part of the model are not finite, so that
+        no rank takes a step that others do not."""
         bucket = received.bucket
-        mean = self._decompressed(received) if received.exact is None else received.exact
-        if sound:
-            self._commit(received)
-        if bucket.feedback is not None:
-            bucket.feedback.let_go()
+        mean = received.values()
         if spoil:
             mean.fill_(float("nan"))
         if bucket.adds_up:
@@ -271,35 +213,9 @@ class GradientMean:
             elif id(p) not in self._nowhere:
                 p.grad = like(value.to(p.dtype, copy=True), p)
 
-    def _decompressed(self, received: Received) -> Tensor:
-        bucket = received.bucket
-        assert received.active is not None
-        mean = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
-        mask = received.active.view(bucket.world_size, -1)
-        for chunk in received.chunks:
-            rows = mean.view(chunk.payload.shape[0], -1)
-            self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
-        return mean
-
-    def _commit(self, received: Received) -> None:
-        if received.exact is not None:
-            for p in received.bucket.params:
-                if id(p) not in self._nowhere:
-                    self.owed.pop(id(p), None)
-        elif received.bucket.feedback is not None:
-            received.bucket.feedback.commit(received.spared)
-
     # state ------------------------------------------------------------------------------------------------------------
 
     def fp32_bytes(self) -> int:
         """Bytes that float32 all-reduces of all gradients would send on this rank; between nodes, where there are."""
         per = ((b.replicas, -(-4 * b.numel // b.local_world_size)) for b in self.buckets)
         return sum(all_reduce_bytes(nbytes, replicas.nodes) for replicas, nbytes in per)
-
-
-def _packed(bucket: StateBucket, brought: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """A new flat buffer, (padded,), with gradients at their offsets; zeros elsewhere."""
-    flat = bucket.zeros()
-    for g, offset in brought:
-        flat[offset : offset + g.numel()].view(g.shape).copy_(g)
-    return flat

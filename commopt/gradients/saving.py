@@ -20,15 +20,15 @@ logger = logging.getLogger("commopt")
 def saved_residuals(mean: GradientMean) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
     rank, world_size, layout = _origin(mean)
-    own = saving.own_states([(bucket, ()) for bucket in mean.buckets], mean.params, lambda p: p)
     topology = mean.topology
     shard_index = next((ranks.shard_index for ranks in topology.replicas), 0)
     part = {
         "rank": rank, "world_size": world_size, "layout": layout, "nodes": topology.nodes, "shard_index": shard_index,
-        "state": own,
+        "state": mean.method.own(mean.buckets, mean.params),
     }  # fmt: skip
     part["digest"] = digest_of(part)
-    return {"param_groups": [{"params": list(range(len(mean.params)))}], "state": {}, "residuals": part}
+    groups = [{"params": list(range(len(mean.params)))}]
+    return {"param_groups": groups, "state": mean.method.common(mean.buckets, mean.params), "residuals": part}
 
 
 @torch.no_grad()
@@ -41,30 +41,18 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any]) -> None:
             f"the loaded residuals are of {len(ids)} parameters, the model has {len(mean.params)} to train"
         )
     entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
-    _check_sizes(mean, entries, origin)
     here = _origin(mean)
     mean.owed.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
         mean.owed[id(p)] = mean.owed.get(id(p), torch.zeros_like(residual)) + residual
 
-    if saving.fill_residuals(mean.buckets, entries, origin, here, lambda _: False, fold):
+    if mean.method.load(mean.buckets, entries, origin, here, fold):
         logger.warning(
             "compress_gradients: the residuals in the loaded state are of (rank, world size, layout) %s, this is %s; "
             "they start again from 0. Save those of every rank (commopt.optim.join_state_dict) to keep them.",
             origin, here,
         )  # fmt: skip
-
-
-def _check_sizes(mean: GradientMean, entries: Mapping[Tensor, Mapping[str, Any]], origin: Origin | None) -> None:
-    for bucket in mean.buckets:
-        for i, (p, mine) in enumerate(zip(bucket.params, bucket.residuals())):
-            theirs = entries.get(p, {}).get("worker_error")
-            if origin == _origin(mean) and theirs is not None and theirs.numel() != mine["worker_error"].numel():
-                raise ValueError(
-                    f"the loaded residual of a parameter of shape {tuple(bucket.shapes[i])} has {theirs.numel()} "
-                    f"elements, and {mine['worker_error'].numel()} are here: it is of another model"
-                )
 
 
 def _origin(mean: GradientMean) -> Origin:

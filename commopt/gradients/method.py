@@ -1,0 +1,78 @@
+"""How the mean of a bucket is taken: what all ways have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from commopt.comm import Channel, Work
+from commopt.optim.own import Origin
+from commopt.optim.saving import Entries
+from commopt.optim.state_bucket import StateBucket
+
+Brought = Sequence[tuple[Tensor, int]]
+"""Gradients of this rank, each with where it starts in a flat buffer, ascending."""
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+@dataclass
+class Received:
+    """The mean of a bucket that has come; nothing that outlives the step has changed yet.
+
+    Attributes:
+        bucket: what it is of.
+        sound: whether it is finite, 0-d bool; the same on all ranks that have it.
+        values: makes it, (padded,), a new tensor.
+        commit: makes the residuals those after this mean; called if all means are finite.
+        let_go: gives memory back; called in any case, last.
+    """
+
+    bucket: StateBucket
+    sound: Tensor
+    values: Callable[[], Tensor]
+    commit: Callable[[], None] = nothing
+    let_go: Callable[[], None] = nothing
+
+
+class Method(Protocol):
+    """A way to take means between several nodes."""
+
+    def prepare(self, bucket: StateBucket, capacity: int) -> None:
+        """Makes what a new bucket owes, all zeros; ``capacity`` is the most bytes of a bucket."""
+
+    def mean(
+        self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
+    ) -> Generator[Work, None, Received]:
+        """Takes the mean of what the ranks have ``brought``. ``absent``: indices of the parameters that no rank has a
+        gradient of, ascending; what is owed to them stays."""
+
+    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
+        """What this rank owes, by the number of the parameter, as copies."""
+
+    def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+        """State that is the same on all ranks, by the number of the parameter, as copies."""
+
+    def load(
+        self,
+        buckets: Sequence[StateBucket],
+        entries: Entries,
+        origin: Origin | None,
+        here: Origin,
+        fold: Callable[[Tensor, Tensor], None],
+    ) -> bool:
+        """Takes what was saved, by parameter, of ``origin``; ``fold`` takes what one node alone owes. Returns whether
+        something of another rank was left out."""
+
+
+def packed(bucket: StateBucket, brought: Brought) -> Tensor:
+    """A new flat buffer, (padded,), with gradients at their offsets; zeros elsewhere."""
+    flat = bucket.zeros()
+    for g, offset in brought:
+        flat[offset : offset + g.numel()].view(g.shape).copy_(g)
+    return flat

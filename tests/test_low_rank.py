@@ -1,0 +1,322 @@
+"""PowerSGD and ACP: against the papers' loops on plain lists, and the laws of every compressed mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_gradients import Given, split_all
+from torch import Tensor
+from worlds import on_threads, same_bits
+
+import commopt
+from commopt.bucket import ROW_MULTIPLE
+from commopt.comm import LocalBackend, ThreadBackend, all_reduce_bytes
+from commopt.compress import ACP, PowerSGD
+from commopt.optim import join_state_dict
+
+SIZES = [(12, 9), (5,), (9, 2, 8), (3, 3), ()]
+METHODS = [PowerSGD(2, min_compression=1.0), ACP(2, min_compression=1.0)]
+both = pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+
+Matrix = list[list[float]]
+
+
+def grads(step: int, rank: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(size, generator=g, dtype=torch.float64) for size in SIZES]
+
+
+# the papers' loops on lists -------------------------------------------------------------------------------------------
+
+
+def times(a: Matrix, b: Matrix) -> Matrix:
+    return [[math.fsum(x * y for x, y in zip(row, column)) for column in zip(*b)] for row in a]
+
+
+def transposed(a: Matrix) -> Matrix:
+    return [list(column) for column in zip(*a)]
+
+
+def mean_of(several: list[Matrix]) -> Matrix:
+    return [[sum(v) / len(several) for v in zip(*rows)] for rows in zip(*several)]
+
+
+def minus(a: Matrix, b: Matrix) -> Matrix:
+    return [[x - y for x, y in zip(p, q)] for p, q in zip(a, b)]
+
+
+def plus(a: Matrix, b: Matrix) -> Matrix:
+    return [[x + y for x, y in zip(p, q)] for p, q in zip(a, b)]
+
+
+def orthonormal(a: Matrix) -> Matrix:
+    """Gram and Schmidt: another basis of the same space than a QR by reflections, which the product P Q' cannot
+    tell."""
+    out: list[list[float]] = []
+    for column in transposed(a):
+        for other in out:
+            dot = math.fsum(x * y for x, y in zip(column, other))
+            column = [x - dot * y for x, y in zip(column, other)]
+        norm = math.sqrt(math.fsum(x * x for x in column))
+        out.append([x / norm for x in column])
+    return transposed(out)
+
+
+class Oracle:
+    """All ranks at once, of one matrix."""
+
+    def __init__(self, world: int, p: Matrix, q: Matrix) -> None:
+        self.p, self.q, self.turn = p, q, 0
+        self.errors = [[[0.0] * len(q) for _ in p] for _ in range(world)]
+
+    def mean(self, method: Any, gs: list[Matrix]) -> Matrix:
+        a = [plus(g, e) for g, e in zip(gs, self.errors)]
+        if isinstance(method, PowerSGD):
+            self.p = orthonormal(mean_of([times(x, self.q) for x in a]))
+            mine = [times(transposed(x), self.p) for x in a]
+            self.errors = [minus(x, times(self.p, transposed(q))) for x, q in zip(a, mine)]
+            self.q = mean_of(mine)
+        elif self.turn % 2 == 0:
+            self.q = orthonormal(self.q)
+            mine = [times(x, self.q) for x in a]
+            self.errors = [minus(x, times(p, transposed(self.q))) for x, p in zip(a, mine)]
+            self.p = mean_of(mine)
+        else:
+            self.p = orthonormal(self.p)
+            mine = [times(transposed(x), self.p) for x in a]
+            self.errors = [minus(x, times(self.p, transposed(q))) for x, q in zip(a, mine)]
+            self.q = mean_of(mine)
+        self.turn += 1
+        return times(self.p, transposed(self.q))
+
+
+@both
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_is_the_algorithm_on_plain_lists(method, world_size):
+    def run(backend: ThreadBackend) -> None:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        start = handle.state_dict()["state"]
+        oracles = {i: Oracle(world_size, start[i]["p"].tolist(), start[i]["q"].tolist()) for i in start}
+        assert sorted(oracles) == [0, 2]
+        for step in range(7):
+            everyone = [grads(step, rank) for rank in range(world_size)]
+            model.backward(everyone[backend.rank])
+            for i, found in enumerate(model.take()):
+                if i in oracles:
+                    expected = oracles[i].mean(method, [g[i].flatten(1).tolist() for g in everyone])
+                    found, wanted = found.flatten(1), torch.tensor(expected, dtype=torch.float64)
+                else:
+                    wanted = torch.stack([g[i] for g in everyone]).mean(0)
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+    on_threads(world_size, run)
+
+
+@both
+def test_what_came_out_plus_what_is_owed_is_what_went_in(method):
+    """Also where a matrix has no gradient on one rank, or on none: then nothing of it is sent."""
+
+    def brought(step: int, rank: int) -> list[Tensor | None]:
+        out: list[Tensor | None] = list(grads(step, rank))
+        if step % 3 == 1 or (step % 3 == 2 and rank == 0):
+            out[2] = None
+        return out
+
+    def run(backend: ThreadBackend) -> tuple[list[Tensor], dict[str, Any]]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+        for step in range(9):
+            model.backward(brought(step, backend.rank))
+            out = model.take()
+            assert (out[2] is None) == (step % 3 == 1)
+            for sum_, g in zip(total, out):
+                sum_.add_(0 if g is None else g)
+        return total, handle.state_dict()["residuals"]["state"]
+
+    results = on_threads(3, run)
+    for i in range(len(SIZES)):
+        went_in = sum(g for step in range(9) for rank in range(3) if (g := brought(step, rank)[i]) is not None) / 3
+        left = sum(own[i]["worker_error"] for _, own in results) / 3 if i in results[0][1] else torch.zeros(())
+        came_out = results[0][0][i]
+        torch.testing.assert_close(came_out + left.expand(came_out.numel()).view(SIZES[i]), went_in, rtol=0, atol=1e-12)
+
+
+@both
+def test_a_fixed_matrix_of_low_rank_is_exact_from_the_second_step_on(method):
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(30, 20)])
+        commopt.compress_gradients(model, method, backend=backend, feedback=False)
+        draw = torch.Generator().manual_seed(0)
+        a = torch.randn(30, 2, generator=draw, dtype=torch.float64) @ torch.randn(
+            2, 20, generator=draw, dtype=torch.float64
+        )
+        for step in range(4):
+            model.backward([a])
+            (found,) = model.take()
+            if step:
+                torch.testing.assert_close(found, a, rtol=0, atol=1e-10)
+
+    on_threads(2, run)
+
+
+@both
+def test_bytes_and_messages(method):
+    """One all-reduce of one factor and of what is sent whole; of PowerSGD, another of the other factor."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend)
+
+        def padded(numbers: int) -> int:
+            return 8 * -(-numbers // (3 * ROW_MULTIPLE)) * 3 * ROW_MULTIPLE
+
+        whole, ps, qs = 5 + 9 + 1, 2 * (12 + 9), 2 * (9 + 16)
+        for step in range(3):
+            model.backward(grads(step, backend.rank))
+            factors = [ps + whole, qs] if isinstance(method, PowerSGD) else [(ps, qs)[step % 2] + whole]
+            counted = handle.comm_stats()["step"]["by_collective"]["all_reduce"]
+            assert counted == {"bytes": sum(all_reduce_bytes(padded(n), 3) for n in factors), "calls": len(factors)}
+
+    on_threads(3, run)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_has_the_same_bits(method, dtype):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Given(SIZES).to(dtype)
+        commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        out = []
+        for step in range(4):
+            model.backward([g.to(dtype) for g in grads(step, backend.rank)])
+            out += model.take()
+        return out
+
+    results = on_threads(3, run)
+    assert all(same_bits(results[0], r) for r in results)
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        for step in range(2):
+            model.backward(grads(step, backend.rank))
+        model.take()
+        before = handle.state_dict()
+        spoilt = grads(2, backend.rank)
+        if backend.rank == 1:
+            spoilt[0][3, 3] = bad
+        model.backward(spoilt)
+        assert not model.take()[0].isfinite().all()
+        after = handle.state_dict()
+        for i in before["state"]:
+            assert before["state"][i]["turn"] == after["state"][i]["turn"]
+            assert same_bits([before["state"][i][n] for n in "pq"], [after["state"][i][n] for n in "pq"])
+            old, new = (s["residuals"]["state"][i]["worker_error"] for s in (before, after))
+            assert torch.equal(old, new)
+        model.backward(grads(3, backend.rank))
+        out = model.take()
+        assert all(g.isfinite().all() for g in out)
+        return out
+
+    results = on_threads(2, run)
+    assert same_bits(*results)
+
+
+@both
+def test_after_gradients_of_zeros_it_learns_again(method):
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(30, 20)])
+        commopt.compress_gradients(model, method, backend=backend)
+        zero = torch.zeros(30, 20, dtype=torch.float64)
+        for _ in range(3):
+            model.backward([zero])
+            assert torch.equal(model.take()[0], zero)
+        g = torch.randn(30, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        total = torch.zeros_like(g)
+        for _ in range(200):
+            model.backward([g])
+            total += model.take()[0]
+        assert float((total / 200 - g).norm()) < 0.1 * float(g.norm())
+
+    on_threads(2, run)
+
+
+@both
+@pytest.mark.parametrize("half", [1, 2, 3])
+def test_a_resumed_run_is_the_one_never_stopped(method, half):
+    def run(backend: ThreadBackend) -> None:
+        def made(which: Any) -> tuple[Given, Any]:
+            model = Given(SIZES)
+            return model, commopt.compress_gradients(model, which, backend=backend, bucket_mb=2e-4)
+
+        def steps(model: Given, which: range) -> list[Tensor]:
+            out = []
+            for step in which:
+                model.backward(grads(step, backend.rank))
+                out += model.take()
+            return out
+
+        model, handle = made(method)
+        steps(model, range(half))
+        saved = handle.state_dict()
+        straight = steps(model, range(half, 6))
+        other, second = made(type(method)(2, 1.0, seed=5))
+        second.load_state_dict(saved)
+        assert same_bits(steps(other, range(half, 6)), straight)
+
+    on_threads(2, run)
+
+
+@both
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_another_number_of_ranks_owes_the_same(method, after):
+    def before(backend: ThreadBackend) -> dict[str, Any]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        for step in range(5):
+            model.backward(grads(step, backend.rank))
+        return handle.state_dict()
+
+    states = on_threads(3, before)
+
+    def again(backend: ThreadBackend) -> tuple[list[Tensor], dict[str, Any]]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, after))
+        kept = handle.state_dict()["residuals"]["state"]
+        model.backward([torch.zeros(size, dtype=torch.float64) for size in SIZES])
+        return model.take(), kept
+
+    results = on_threads(after, again)
+    for i in (0, 2):
+        owed = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 3
+        if after == 1:
+            now = results[0][0][i].flatten()  # one rank alone compresses nothing
+        else:
+            now = sum(kept[i]["worker_error"] for _, kept in results) / after
+        torch.testing.assert_close(now, owed, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_allowed():
+    for arguments, message in (
+        ({"rank": 0}, "rank must be an int >= 1, got 0"),
+        ({"rank": 2.0}, "rank must be an int >= 1, got 2.0"),
+        ({"seed": -1}, "seed must be an int >= 0, got -1"),
+        ({"min_compression": 0}, "min_compression must be > 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ACP(**arguments)
+    with pytest.raises(ValueError, match="compressor must be"):
+        commopt.OneBitAdam([torch.nn.Parameter(torch.ones(3))], compressor=ACP(), backend=LocalBackend())
+    first, second = (commopt.compress_gradients(Given(SIZES), ACP(r, 1.0), backend=LocalBackend()) for r in (2, 3))
+    with pytest.raises(ValueError, match=r"the loaded factors are \(9, 2\) and \(16, 2\), here they are \(9, 3\)"):
+        second.load_state_dict({**first.state_dict(), "residuals": {**first.state_dict()["residuals"]}})
