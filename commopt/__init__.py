@@ -4,7 +4,7 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 """
 
 from commopt.attach import attach
-from commopt.optim import CSER, Guard, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
 __version__ = "0.1.0"
@@ -14,6 +14,7 @@ __all__ = [
     "DiLoCo",
     "Guard",
     "Lamb",
+    "Lans",
     "LocalSGD",
     "OneBitAdam",
     "OneBitLamb",
