@@ -74,6 +74,19 @@ def test_the_first_step_is_lr_times_the_norm_of_the_weights_and_none_is_longer(n
 
 
 @pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_without_a_bound_an_old_momentum_moves_a_tensor_as_far_as_a_new_one(normalize, bound):
+    p = nn.Parameter(torch.randn(10, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    optimizer = Lans([p], lr=0.01, weight_decay=0.0, normalize_grad=normalize, max_coeff=bound)
+    for step in range(60):
+        before = p.detach().clone()
+        p.grad = torch.full_like(p, float(step == 0))
+        optimizer.step()
+    share = float((p.detach() - before).norm() / before.norm())
+    assert share == pytest.approx(0.01 * 0.9, rel=1e-9) if bound is None else share < 1e-4
+
+
+@pytest.mark.parametrize("normalize", [True, False])
 def test_only_with_normalised_gradients_how_long_each_is_does_not_matter(normalize):
     def run(scales):
         g = torch.Generator().manual_seed(0)
