@@ -5,7 +5,7 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 
 from commopt.attach import attach
 from commopt.gradients import compress_gradients
-from commopt.optim import CSER, Guard, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
 __version__ = "0.1.0"
@@ -15,6 +15,7 @@ __all__ = [
     "DiLoCo",
     "Guard",
     "Lamb",
+    "Lans",
     "LocalSGD",
     "OneBitAdam",
     "OneBitLamb",

@@ -18,8 +18,8 @@ def _zero_one(params: Any, **settings: Any) -> torch.optim.Optimizer:
     return commopt.ZeroOneAdam(params, **given)
 
 
-def _lamb(params: Any, backend: Any = None, **settings: Any) -> torch.optim.Optimizer:
-    return commopt.Lamb(params, **settings)
+def _plain(cls: Any) -> Callable[..., torch.optim.Optimizer]:
+    return lambda params, backend=None, **settings: cls(params, **settings)
 
 
 def _cser(params: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -38,11 +38,13 @@ def _outer(cls: Any) -> Callable[..., torch.optim.Optimizer]:
     return lambda params, **settings: cls(params, **{"period": 3, **settings})
 
 
+PLAIN = {cls.__name__: _plain(cls) for cls in (commopt.Lamb, commopt.Lans)}
+"""Those that send nothing."""
 OUTER = {cls.__name__: _outer(cls) for cls in (commopt.LocalSGD, commopt.SlowMo, commopt.DiLoCo, commopt.SignMomentum)}
 EVERY: dict[str, Callable[..., Any]] = {
     "OneBitAdam": lambda params, **settings: commopt.OneBitAdam(params, **{"freeze_step": 2, **settings}),
     "OneBitLamb": lambda params, **settings: commopt.OneBitLamb(params, **{"freeze_step": 2, **settings}),
-    "Lamb": _lamb,
+    **PLAIN,
     "ZeroOneAdam": _zero_one,
     "CSER": _cser,
     "CSER, signs": _signs,
@@ -74,8 +76,8 @@ def make(name: str, params: Any, **settings: Any) -> Any:
 
 every = pytest.mark.parametrize("name", EVERY)
 every_outer = pytest.mark.parametrize("name", OUTER)
-COMMUNICATING = [name for name in EVERY if name != "Lamb"]
+COMMUNICATING = [name for name in EVERY if name not in PLAIN]
 every_communicating = pytest.mark.parametrize("name", COMMUNICATING)
 OVERLAPPING = [name for name in COMMUNICATING if name not in OUTER]
 every_overlapping = pytest.mark.parametrize("name", OVERLAPPING)
-every_variant = pytest.mark.parametrize("name", [name for name in WITH_VARIANTS if name != "Lamb"])
+every_variant = pytest.mark.parametrize("name", [name for name in WITH_VARIANTS if name not in PLAIN])

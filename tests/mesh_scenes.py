@@ -404,6 +404,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     both = [*net.parameters(), *moved.parameters()]
     refused("the shard group", lambda: lamb(net.parameters(), process_group=mesh.get_group("shard")))
     refused("Lamb", lambda: commopt.Lamb(net.parameters()))
+    refused("Lans", lambda: commopt.Lans(net.parameters()))
     refused("no such dimension", lambda: lamb(net.parameters(), process_group=line))
     refused("two meshes in a group", lambda: lamb(both, process_group=mesh))
     refused("two meshes and none given", lambda: lamb(both))

@@ -22,7 +22,7 @@ from worlds import (
     tokens,
 )
 
-from commopt import CSER, Lamb, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt import CSER, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
@@ -272,10 +272,10 @@ def test_between_rounds_a_gradient_that_is_missing_everywhere_is_zeros():
         assert {(True, False), (False, True)} == set(seen)
 
 
-@pytest.mark.parametrize("cls", [Lamb, CSER, QSparseLocalSGD])
+@pytest.mark.parametrize("cls", [Lamb, Lans, CSER, QSparseLocalSGD])
 def test_one_rank_leaves_it_alone(cls):
     params = some_params(SIZES)
-    optimizer = cls(params, 1e-2, **({} if cls is Lamb else {"momentum": 0.9}))
+    optimizer = cls(params, 1e-2, **({} if cls in (Lamb, Lans) else {"momentum": 0.9}))
     for step in range(6):
         before = everything_of(optimizer, params[0])
         grads: list[Any] = list(some_grads(SIZES, step, 0))

@@ -101,6 +101,7 @@ def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
     expected = {
         "the shard group": "whom its ranks average with must be told",
         "Lamb": "Lamb takes the norms of whole tensors; commopt.OneBitLamb(params, process_group=mesh) takes those of",
+        "Lans": "Lans takes the norms of whole tensors; commopt.OneBitLamb(params, process_group=mesh) takes those of",
         "no such dimension": "which are not those along dimensions of the mesh given",
         "two meshes in a group": "which are not those along dimensions of the mesh given",
         "two meshes and none given": "the parameters are on slices of several meshes",

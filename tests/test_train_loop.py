@@ -137,6 +137,10 @@ def test_optimizers_by_name() -> None:
     assert mine.param_groups[0]["param_names"] == ["weight"]
     assert isinstance(make_optimizer(OptimConfig(name="AdamW"), model()), torch.optim.AdamW)
     assert isinstance(make_optimizer(OptimConfig(name="torch.optim.SGD"), model()), torch.optim.SGD)
+    lans = make_optimizer(OptimConfig(name="Lans", weight_decay=0.1, args={"normalize_grad": False}), model())
+    assert isinstance(lans, commopt.Lans)
+    assert [group["weight_decay"] for group in lans.param_groups] == [0.1, 0.0]
+    assert not lans.param_groups[0]["normalize_grad"]
 
 
 NAMES = [
@@ -324,9 +328,11 @@ def test_the_progress_bar_tells_what_is_sent(tiny: Make, tmp_path: Path) -> None
         assert words in shown
 
 
-def test_bytes_of_the_baseline(pair: Pair, tiny: Make, tmp_path: Path) -> None:
-    config = tiny(tmp_path, optim={"name": "AdamW", "args": {}}, train={"steps": 2})
-    summary = pair.run(run, config)[0]
+@pytest.mark.parametrize("optim", [{"name": "AdamW", "args": {}}, {"name": "Lans", "args": {"normalize_grad": False}}])
+def test_bytes_of_the_baseline(pair: Pair, tiny: Make, tmp_path: Path, optim: dict[str, Any]) -> None:
+    config = tiny(tmp_path, optim=optim, train={"steps": 2})
+    summary, other = pair.run(run, config)
+    assert summary["heldout_loss"] == other["heldout_loss"]
     each = all_reduce_bytes(4 * count_parameters(make_model(config, 300)), 2)
     assert summary["bytes"] == summary["fp32_bytes"] == 2 * each
     assert summary["compressed_ratio"] is None

@@ -4,6 +4,7 @@ from commopt.optim.base import CommOptimizer
 from commopt.optim.cser import CSER
 from commopt.optim.guard import Guard, NotFinite, ReplicasDiffer
 from commopt.optim.lamb import Lamb
+from commopt.optim.lans import Lans
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
 from commopt.optim.own_tensor import OwnTensor
@@ -17,6 +18,7 @@ __all__ = [
     "CommOptimizer",
     "Guard",
     "Lamb",
+    "Lans",
     "NotFinite",
     "OneBitAdam",
     "OneBitLamb",

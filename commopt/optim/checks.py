@@ -51,17 +51,26 @@ def check_within(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
 
 
-def check_lamb(group: dict[str, Any]) -> None:
-    """Checks a parameter group of LAMB."""
+def check_lamb(group: dict[str, Any], bounded: bool = True) -> None:
+    """Checks a parameter group of LAMB. bounded: whether max_coeff must be a number; it may be None otherwise."""
     check_lr(group["lr"])
     check_betas(group["betas"])
     check_positive("eps", group["eps"])  # 0 / 0 in one element would spoil the norm of its tensor
     check_at_least("weight_decay", group["weight_decay"], 0)
     check_at_least("min_coeff", group["min_coeff"], 0)
-    check_positive("max_coeff", group["max_coeff"])
-    if group["max_coeff"] < group["min_coeff"]:
-        raise ValueError(f"max_coeff must be at least min_coeff={group['min_coeff']!r}, got {group['max_coeff']!r}")
+    low, high = group["min_coeff"], group["max_coeff"]
+    if bounded or high is not None:
+        if not is_number(high) or high <= 0:
+            raise ValueError(f"max_coeff must be a number > 0{'' if bounded else ', or None'}, got {high!r}")
+        if high < low:
+            raise ValueError(f"max_coeff must be at least min_coeff={low!r}, got {high!r}")
     check_bool("maximize", group["maximize"])
+
+
+def check_lans(group: dict[str, Any]) -> None:
+    """Checks a parameter group of LANS."""
+    check_lamb(group, bounded=False)
+    check_bool("normalize_grad", group["normalize_grad"])
 
 
 def check_onebit_lamb(group: dict[str, Any]) -> None:

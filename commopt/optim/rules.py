@@ -125,8 +125,51 @@ def lamb_(
     if group["weight_decay"] != 0:
         torch._foreach_add_(updates, work, alpha=group["weight_decay"])
     ratios = trust_ratios(work, updates, group, total)
-    _move(params, work, updates, [1.0 if c is None else c for c in ratios], group)
+    _move(params, work, [(updates, [1.0 if c is None else c for c in ratios])], group)
     return ratios
+
+
+def lans_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[float],
+    group: dict[str, Any],
+) -> None:
+    """One step of LANS.
+
+        g = g / (||g|| + eps) if normalize_grad;    m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
+        s = sqrt(v / (1-b2^t)) + eps;               r = m / (1-b1^t) / s + wd x;   c = g / s + wd x
+        x = x - lr (b1 p r + (1-b1) q c),           p, q = :func:`trust_ratio` of r and of c, or 1 where there is none
+
+    Args:
+        params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
+        grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state; g stays as it is.
+        steps: t of each parameter, this step included.
+        group: lr, betas, eps, weight_decay, normalize_grad, min_coeff, max_coeff.
+    """
+    if not params:
+        return
+    beta1, beta2 = group["betas"]
+    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    if group["normalize_grad"]:
+        grads = list(torch._foreach_div(grads, [g**0.5 + group["eps"] for g in square_sums(grads)]))
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    roots = _roots(exp_avg_sqs, group["eps"], [(1 - beta2**t) ** 0.5 for t in steps])
+    fresh = list(torch._foreach_div(grads, roots))
+    del grads
+    updates = list(torch._foreach_div(exp_avgs, roots))
+    torch._foreach_div_(updates, [1 - beta1**t for t in steps])
+    weights, terms = square_sums(work), []
+    for share, directions in ((beta1, updates), (1 - beta1, fresh)):
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(directions, work, alpha=group["weight_decay"])
+        ratios = [trust_ratio(x, u, group) for x, u in zip(weights, square_sums(directions))]
+        terms.append((directions, [share * (1.0 if c is None else c) for c in ratios]))
+    _move(params, work, terms, group)
 
 
 def frozen_lamb_(
@@ -186,7 +229,7 @@ def frozen_lamb_(
     fresh = trust_ratios([work[i] for i in lacking], [updates[i] for i in lacking], group, total)
     for i, c in zip(lacking, fresh):
         ratios[i] = c
-    _move(params, work, updates, [(1.0 if c is None else c) * r for c, r in zip(ratios, factors)], group)
+    _move(params, work, [(updates, [(1.0 if c is None else c) * r for c, r in zip(ratios, factors)])], group)
     return ratios, factors
 
 
@@ -212,12 +255,19 @@ def bounded_factors(
 def trust_ratios(
     params: list[Tensor], updates: list[Tensor], group: dict[str, Any], total: Reduce = itself
 ) -> list[float | None]:
-    """||x|| / ||u|| of each parameter, kept in [min_coeff, max_coeff]; None where one of the norms is 0."""
+    """:func:`trust_ratio` of each parameter."""
     if not params:
         return []
-    pairs = halves(total([*square_sums(params), *square_sums(updates)]))
-    low, high = group["min_coeff"], group["max_coeff"]
-    return [min(max((x / u) ** 0.5, low), high) if x > 0 and u > 0 else None for x, u in pairs]
+    return [trust_ratio(x, u, group) for x, u in halves(total([*square_sums(params), *square_sums(updates)]))]
+
+
+def trust_ratio(x: float, u: float, group: dict[str, Any]) -> float | None:
+    """||x|| / ||u|| of their squares, kept in [min_coeff, max_coeff]; None if one of them is 0. A max_coeff of None is
+    no bound."""
+    if not (x > 0 and u > 0):
+        return None
+    ratio = max((x / u) ** 0.5, group["min_coeff"])
+    return ratio if group["max_coeff"] is None else min(ratio, group["max_coeff"])
 
 
 def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], total: Reduce = itself) -> list[float]:
@@ -255,9 +305,11 @@ def halves(numbers: Sequence[float]) -> list[tuple[float, float]]:
     return list(zip(numbers[:half], numbers[half:]))
 
 
-def _roots(squares: list[Tensor], eps: float) -> list[Tensor]:
-    """sqrt(v) + eps."""
+def _roots(squares: list[Tensor], eps: float, corrections: list[float] | None = None) -> list[Tensor]:
+    """sqrt(v) + eps; sqrt(v) over its bias correction, if there is one."""
     out = list(torch._foreach_sqrt(squares))
+    if corrections is not None:
+        torch._foreach_div_(out, corrections)
     torch._foreach_add_(out, eps)
     return out
 
@@ -274,12 +326,19 @@ def _largest(roots: list[Tensor], fresh_roots: list[Tensor], squares: list[Tenso
 
 
 def _move(
-    params: list[Tensor], work: list[Tensor], updates: list[Tensor], factors: Sequence[float], group: dict[str, Any]
+    params: list[Tensor],
+    work: list[Tensor],
+    terms: Sequence[tuple[list[Tensor], Sequence[float]]],
+    group: dict[str, Any],
 ) -> None:
-    """x <- x - lr factor u. ``work`` is x in the dtype of u; overwrites ``updates``."""
+    """x <- x - lr factor u for each (u, factor) of ``terms``. ``work`` is x in the dtype of u; overwrites u.
+
+    A factor that u's dtype cannot hold is its largest number: an infinite one would make NaN of elements that are 0.
+    """
     lr = float(group["lr"])
-    torch._foreach_mul_(updates, [-lr * f for f in factors])
-    torch._foreach_add_(work, updates)
+    for updates, factors in terms:
+        torch._foreach_mul_(updates, [-min(lr * f, torch.finfo(u.dtype).max) for u, f in zip(updates, factors)])
+        torch._foreach_add_(work, updates)
     for x, result in zip(params, work):
         if result is not x:
             x.copy_(result)

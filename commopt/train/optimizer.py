@@ -17,6 +17,7 @@ import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
 from commopt.compress import Compressor, RandomBlocks
+from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
 from commopt.train.errors import ConfigError
@@ -104,7 +105,7 @@ def check_plan(config: Config) -> None:
     """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
     cls, _ = plan_optimizer(config.optim)
     own = backend_class(config.comm)
-    if config.parallel.on_mesh and issubclass(cls, commopt.optim.Lamb):
+    if config.parallel.on_mesh and issubclass(cls, PlainOptimizer):
         raise ConfigError(
             f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
             "OneBitLamb is LAMB up to its freeze_step"

@@ -1,0 +1,135 @@
+"""What Lamb and Lans share: the state of Adam, in float32 whatever the parameters are, and the conventions of torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.bucket import buffer_dtype
+from commopt.optim import checks
+from commopt.optim.rules import scaled_gradient
+from commopt.sharding import is_sharded
+
+
+def moments(states: list[dict[str, Any]]) -> tuple[list[Tensor], list[Tensor]]:
+    """exp_avg and exp_avg_sq of each."""
+    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """An optimizer that sends nothing and takes the norms of whole tensors.
+
+    State per parameter: exp_avg and exp_avg_sq, of its shape, in float32 whatever its dtype (float64 for float64), and
+    how many steps it took.
+    """
+
+    @abstractmethod
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError if a hyper-parameter of ``group`` is out of range."""
+
+    @abstractmethod
+    def update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> None:
+        """One step of the parameters of ``group`` that have a gradient.
+
+        Args:
+            params: x, of any floating dtype.
+            grads: g, of the dtype of the state. They may be the gradients themselves, and must not be changed.
+            states: exp_avg, exp_avg_sq and step (this one included) of each.
+            group: its hyper-parameters.
+        """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._refuse_sharded(self.param_groups[-1]["params"])
+            checks.check_params(self.param_groups[-1]["params"])
+            self.check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        self._make_state()
+
+    def _refuse_sharded(self, params: Sequence[Tensor]) -> None:
+        for i, p in enumerate(params):
+            if is_sharded(p):
+                name, placements = type(self).__name__, getattr(p, "placements", ())
+                raise ValueError(
+                    f"parameter {i} is a DTensor, placed as {placements}: {name} takes the norms of whole tensors; "
+                    "commopt.OneBitLamb(params, process_group=mesh) takes those of sharded ones too, and is LAMB up to "
+                    "its freeze_step"
+                )
+
+    def _make_state(self) -> None:
+        """Makes the state of parameters that have none, and moves it after those that were moved or cast."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in (p for p in params if p.requires_grad or p.grad is not None):
+            like = {"dtype": buffer_dtype(p.dtype), "device": p.device}
+            state = self.state[p]
+            state.setdefault("step", torch.zeros(()))
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name] = state[name].to(**like)
+                else:
+                    state[name] = torch.zeros_like(p, **like, memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on the gradients there are; a parameter without one does not move.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            what the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        checks.check_gradients([p for group in self.param_groups for p in group["params"]])
+        self._make_state()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            for state in states:
+                state["step"] += 1
+            sign = -1.0 if group["maximize"] else 1.0
+            grads = [scaled_gradient(p, p.grad, s["exp_avg"].dtype, sign) for p, s in zip(params, states)]
+            self.update(params, grads, states, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave, or the state of a ``torch.optim.Adam``; copies it, and keeps its dtype."""
+
+        def keep(_: Any, given: dict[str, Any]) -> None:  # torch would cast state to the dtype of the parameters
+            self._incoming = given
+
+        hook = self.register_load_state_dict_pre_hook(keep)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self.__dict__.pop("_incoming", None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and it would get into the groups
+        for group in self.param_groups:
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
+        incoming: Mapping[str, Any] | None = self.__dict__.get("_incoming")
+        if incoming is None:
+            return
+        ids = [i for group in incoming["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(ids, params):
+            for name, value in incoming["state"].get(i, {}).items():
+                device = "cpu" if name == "step" else p.device
+                self.state[p][name] = value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+        self._make_state()
