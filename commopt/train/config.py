@@ -204,6 +204,9 @@ class CommConfig:
     mpi and classes of your own are for commopt optimizers."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class behind mpi (cuda_aware) or of your own, checked against its signature."""
+    compress: CompressorConfig | None = None
+    """Compressor of the mean gradients of a torch optimizer, with error feedback; null for full precision. A commopt
+    optimizer has optim.compressor."""
     timeout: float = 600.0
     """Seconds for which a rank waits for the others, in (0, 604800]: to start, in a step, and in the messages between
     the ranks, over MPI too; then it ends with an error. A class of your own has its own way in steps."""

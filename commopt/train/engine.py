@@ -17,15 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import MessageDamaged, all_reduce_bytes
+from commopt.comm import LocalBackend, MessageDamaged, all_reduce_bytes
+from commopt.compress import Compressor
+from commopt.compress.low_rank import LowRank
+from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
-from commopt.train.config import OptimConfig
+from commopt.train.config import Config
 from commopt.train.errors import DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
-from commopt.train.optimizer import OURS, make_optimizer, plan_optimizer
+from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
 from commopt.train.parallel import shard
 from commopt.train.world import World
 
@@ -132,14 +135,21 @@ class SelfCommunicating:
 
 
 class DataParallel:
-    """A torch optimizer under DDP, the uncompressed baseline. A step with a gradient that is not finite is skipped."""
+    """A torch optimizer under DDP: the uncompressed baseline, or on compressed means of the gradients. A step with a
+    gradient that is not finite is skipped."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
         self.optimizer, self.alone = optimizer, world.size == 1
-        self.limit = float("inf") if config.max_grad_norm is None else config.max_grad_norm
-        self.max_skipped, self.row = config.max_skipped, 0  # steps in a row that were skipped
+        self.limit = float("inf") if config.optim.max_grad_norm is None else config.optim.max_grad_norm
+        self.max_skipped, self.row = config.optim.max_skipped, 0  # steps in a row that were skipped
         self.skipped, self.bytes = False, self.bytes_of(model, world)
         self.module = self.wrap(model)
+        compressor = plan_compression(config)
+        self.gradients = None if compressor is None else self.compress(compressor, world)
+
+    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
+        """Has means of the gradients compressed."""
+        return compress_gradients(self.module, compressor, backend=LocalBackend() if self.alone else None)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """Bytes of a step, on this rank."""
@@ -152,13 +162,17 @@ class DataParallel:
     @property
     def phase(self) -> str:
         """Always the same."""
+        if self.gradients is not None and not self.alone:
+            return "compressed"
         return "plain" if self.alone else "ddp"
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """DDP all-reduces in the last backward pass only."""
-        if last or not isinstance(self.module, nn.parallel.DistributedDataParallel):
+        if last or (self.alone and self.gradients is None):
             return contextlib.nullcontext()
-        return self.module.no_sync()
+        module: Any = self.module if self.gradients is None else self.gradients
+        no_sync: AbstractContextManager[None] = module.no_sync()
+        return no_sync
 
     def step(self) -> None:
         """Clip to the norm of the averaged gradient and update; every rank has the same gradient, so all skip
@@ -198,16 +212,21 @@ class DataParallel:
 
     def traffic(self) -> Traffic:
         """DDP sends the same in every step, whether it is then skipped or not."""
-        return Traffic(self.bytes, self.bytes, self.skipped)
+        sent = self.bytes if self.gradients is None else self.gradients.comm_stats()["step"]["bytes"]
+        return Traffic(sent, self.bytes, self.skipped)
 
     def residual_ratio(self) -> float | None:
-        """Nothing is compressed."""
+        """Nobody adds it up."""
         return None
 
 
 class Hybrid(DataParallel):
-    """A torch optimizer on pieces of a model that FSDP2 averages over all ranks (HSDP), the uncompressed baseline on a
-    mesh. Bytes are those between the replicas."""
+    """A torch optimizer on pieces of a model that FSDP2 averages over all ranks (HSDP): the uncompressed baseline on a
+    mesh; or over the ranks of a replica, and compressed means are taken between these. Bytes are those between the
+    replicas."""
+
+    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
+        return compress_gradients(self.module, compressor, process_group=world.mesh)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """An all-reduce of this rank's pieces in every step."""
@@ -222,10 +241,12 @@ class Hybrid(DataParallel):
     @property
     def phase(self) -> str:
         """Always the same."""
-        return "hsdp"
+        return "hsdp" if self.gradients is None else "compressed"
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas in the last."""
+        if self.gradients is not None:
+            return contextlib.nullcontext() if last else self.gradients.no_sync()
         self.module.set_requires_all_reduce(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
@@ -242,11 +263,12 @@ class Hybrid(DataParallel):
         return norm
 
 
-def make_engine(config: OptimConfig, model: nn.Module, world: World) -> Engine:
+def make_engine(config: Config, model: nn.Module, world: World) -> Engine:
     """The optimizer and whoever communicates for it; cuts the model, if there is a mesh."""
     if world.mesh is not None:
-        shard(model, world.mesh, hybrid=not issubclass(plan_optimizer(config)[0], OURS))
-    optimizer = make_optimizer(config, model, world.backend, world.mesh)
+        ours = issubclass(plan_optimizer(config.optim)[0], OURS)
+        shard(model, world.mesh, hybrid=not ours and config.comm.compress is None)
+    optimizer = make_optimizer(config.optim, model, world.backend, world.mesh)
     if isinstance(optimizer, OURS):
         return SelfCommunicating(model, optimizer)
     if world.mesh is not None:

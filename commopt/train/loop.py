@@ -148,7 +148,7 @@ class Trainer:
         self.samples = make_samples(config, self.corpus)
         torch.manual_seed(config.train.seed)  # the same weights on every rank
         self.model = make_model(config, self.corpus.vocab_size).to(world.device)
-        self.engine = make_engine(config.optim, self.model, world)
+        self.engine = make_engine(config, self.model, world)
         self.step, self.consumed, self.meter = 0, 0, Meter()
         self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record

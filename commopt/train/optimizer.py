@@ -17,6 +17,7 @@ import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
 from commopt.compress import Compressor, RandomBlocks
+from commopt.compress.low_rank import LowRank
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
@@ -26,6 +27,7 @@ from commopt.train.named import NotImported, build, check_arguments, find_class,
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
+OfGradients = Compressor | LowRank
 OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
@@ -79,6 +81,15 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     return cls, extra | args
 
 
+def plan_compression(config: Config) -> Compressor | LowRank | None:
+    """The compressor of the mean gradients that a config names, or None. Raises ConfigError for what does not fit."""
+    given = config.comm.compress
+    if given is None:
+        return None
+    named: Compressor | LowRank = make_named(given.name, given.args, "comm.compress", commopt.compress, OfGradients)
+    return named
+
+
 def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type]:
     """The arguments of an outer optimizer, and the class of its base: what the config names becomes what it is, and
     ``base_args`` go to the base. Raises ConfigError for what does not fit."""
@@ -110,6 +121,13 @@ def check_plan(config: Config) -> None:
             f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
             "OneBitLamb is LAMB up to its freeze_step"
         )
+    if config.comm.compress is not None:
+        plan_compression(config)
+        if issubclass(cls, OURS):
+            raise ConfigError(
+                f"comm.compress.name={config.comm.compress.name} is not allowed with optim.name={config.optim.name}, "
+                "which sends what it compresses itself, by optim.compressor: it must be null"
+            )
     if issubclass(cls, OURS):
         if config.parallel.on_mesh:
             check_arguments(cls, {"process_group": None}, "parallel")

@@ -39,6 +39,7 @@ FIXED = (
     "optim.weight_decay",
     "optim.args",
     "optim.compressor",
+    "comm.compress",
 )
 """Settings that live in the checkpoint: another value would have no effect, so it is refused."""
 FREE = (
@@ -75,6 +76,8 @@ def save(trainer: Trainer) -> Path:
     }
     own: dict[str, Any] = {"rng": _get_rng(world.device)}
     pieces = None
+    if (gradients := getattr(trainer.engine, "gradients", None)) is not None:
+        own["gradients"] = gradients.state_dict()
     if world.mesh is None:
         shared |= {"weights": trainer.model.state_dict(), "optimizer_state": replicated}
         own["optimizer_state"] = own_state
@@ -203,6 +206,7 @@ def _apply(
             nodes = topology.nodes if topology is not None else None
             joined = join_state_dict(shared["optimizer_state"], states, world.rank, world.size, nodes)
             optimizer.load_state_dict(joined)
+        _take_residuals(trainer, shared, parts)
         trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
         if _same_ranks(world, shared, parts):
             _set_rng(parts[world.rank]["rng"], world.device)
@@ -210,6 +214,21 @@ def _apply(
         raise
     except WRONG_CONTENT as error:
         raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+
+
+def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """What compressed means of gradients owe: this rank's own; on another number of ranks, its share of all."""
+    gradients, world = getattr(trainer.engine, "gradients", None), trainer.world
+    states = [part["gradients"] for part in parts if "gradients" in part]
+    if gradients is None or not states:
+        return
+    if _same_ranks(world, shared, parts):
+        gradients.load_state_dict(states[world.rank])
+    elif world.mesh is None:
+        owed = [split_state_dict(state)[1] for state in states]
+        gradients.load_state_dict(join_state_dict(split_state_dict(states[0])[0], owed, world.rank, world.size))
+    elif world.is_main:
+        log.warning("what compressed means of gradients owe is of another mesh: it starts again from 0")
 
 
 def take_weights(trainer: Trainer, path: Path) -> None:
