@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
-from commopt.compress import Identity, Sign
+from commopt.compress import Identity, PowerSGD, Sign
 from commopt.sharding import local
 
 
@@ -211,3 +211,31 @@ def _spoiling(arrive: Any, rank: int) -> Any:
         arrive(p, gradient)
 
     return spoilt
+
+
+def beside_torchs_powersgd(rank: int, world_size: int) -> list[float]:
+    """How far ours comes from torch's hook, from the factor that it starts with; both without feedback."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    theirs, ours = DDP(nn.Linear(30, 20, bias=False).double()), nn.Linear(30, 20, bias=False).double()
+    ours.load_state_dict(theirs.module.state_dict())
+    state = PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1, use_error_feedback=False
+    )
+    theirs.register_comm_hook(state, powerSGD_hook)
+    handle = commopt.compress_gradients(ours, PowerSGD(2, 1.0), feedback=False)
+    apart = []
+    for step in range(7):
+        x = torch.randn(5, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        for net in (theirs, ours):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        (p,), (q,) = theirs.parameters(), ours.parameters()
+        if step > 2:
+            apart.append(float((p.grad - q.grad).abs().max() / p.grad.abs().max()))
+        if step == 2:  # both go on from here with the same second factor
+            saved = handle.state_dict()
+            saved["state"][0]["q"] = next(iter(state.q_memory_dict.values())).view(30, 2).clone()
+            handle.load_state_dict(saved)
+    return apart

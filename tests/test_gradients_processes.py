@@ -61,3 +61,9 @@ def test_sharded_models_and_nodes(pool):
         gradients, stats = found["nodes"]
         assert same_bits(gradients, ranks[0]["nodes"][0])
         assert stats["step"]["intra_node"]["bytes"] > 0
+
+
+def test_powersgd_is_torchs(pool):
+    for apart in pool.over_gloo(2, gradient_scenes.beside_torchs_powersgd):
+        assert len(apart) == 4
+        assert max(apart) < 1e-10
