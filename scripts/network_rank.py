@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
     return wrapped, adamw(model)
 
 
+def compressed(
+    model: nn.Module, name: str, arguments: dict[str, Any], bare: bool = False, **options: Any
+) -> tuple[nn.Module, Any]:
+    """AdamW on compressed means of gradients."""
+    wrapped = model if bare else DistributedDataParallel(model)
+    handle = commopt.compress_gradients(wrapped, getattr(commopt.compress, name)(**arguments))
+    optimizer = adamw(model, **options)
+    HANDLES[optimizer] = handle
+    return wrapped, optimizer
+
+
+HANDLES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 def onebit_adam(model: nn.Module, attached: bool = False, nodes: bool = False, **options: Any) -> tuple[nn.Module, Any]:
     if nodes:  # the hosts
         options["process_group"] = hosts_mesh()
@@ -112,6 +127,9 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "ddp_fused": ("DDP, AdamW(fused)", ddp, {"fused": True}),
     "ddp_bf16": ("DDP, bf16 hook", ddp, {"hook": bf16}),
     "ddp_powersgd4": ("DDP, PowerSGD rank 4", ddp_powersgd, {"rank": 4}),
+    "gradients_powersgd4": ("DDP, AdamW on PowerSGD(4)", compressed, {"name": "PowerSGD", "arguments": {"rank": 4}}),
+    "gradients_acp4": ("DDP, AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}}),
+    "gradients_sign": ("DDP, AdamW on Sign()", compressed, {"name": "Sign", "arguments": {}}),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),
     "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
     "onebit_adam_ddp": ("OneBitAdam attached to DDP", onebit_adam, {"attached": True}),
@@ -176,11 +194,12 @@ class Trainee:
 
     def collectives(self) -> int:
         """Collectives that one step starts, without those of ranks of one host; of several steps, rounded."""
-        if isinstance(self.optimizer, CommOptimizer):  # it has groups of its own, and counts
-            before = self.optimizer.comm_stats()["total"]["calls"]
+        counts = self.optimizer if isinstance(self.optimizer, CommOptimizer) else HANDLES.get(self.optimizer)
+        if counts is not None:  # it has groups of its own, and counts
+            before = counts.comm_stats()["total"]["calls"]
             for _ in range(self.cycle):
                 self.step()
-            return round((self.optimizer.comm_stats()["total"]["calls"] - before) / self.cycle)
+            return round((counts.comm_stats()["total"]["calls"] - before) / self.cycle)
         before = between_hosts()
         self.step()
         return between_hosts() - before

@@ -87,6 +87,7 @@ class Feedback:
             self._next, (self.worker, self.server) = (self.worker, self.server), self._next
 
     def let_go(self) -> None:
-        """Gives the memory of the next residuals back, until the next compression: for means that are taken one after
-        another, with other large things between."""
-        self._next = None
+        """Gives the memory of the next residuals back, until the next compression; but not on a CPU, where new memory
+        costs more time than what is written to it."""
+        if self.worker.device.type != "cpu":
+            self._next = None

@@ -195,23 +195,23 @@ class GradientMean:
             for p in owed:
                 del self.owed[id(p)]
 
-        return Received(bucket, torch.isfinite(ops.square_sum([mean])), lambda: mean, commit)
+        def write(outs: Sequence[Tensor]) -> None:
+            torch._foreach_copy_(list(outs), bucket.views(mean))
+
+        return Received(bucket, torch.isfinite(ops.square_sum([mean])), write, commit)
 
     def _write(self, received: Received, spoil: bool) -> None:
         """Writes a mean where the gradients were; NaN, if those of another part of the model are not finite, so that
         no rank takes a step that others do not."""
-        bucket = received.bucket
-        mean = received.values()
-        if spoil:
-            mean.fill_(float("nan"))
-        if bucket.adds_up:
-            mean.mul_(bucket.replicas.world_size)
-        for p, value in zip(bucket.params, bucket.views(mean)):
-            gradient = self._gradients.get(id(p))
-            if gradient is not None:
-                gradient.copy_(value)
-            elif id(p) not in self._nowhere:
-                p.grad = like(value.to(p.dtype, copy=True), p)
+        bucket, here = received.bucket, self._gradients
+        outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
+        received.write(outs)
+        factor = float("nan") if spoil else bucket.factor
+        if factor != 1:
+            torch._foreach_mul_(outs, factor)
+        for p, out in zip(bucket.params, outs):
+            if id(p) not in here and id(p) not in self._nowhere:
+                p.grad = like(out, p)
 
     # state ------------------------------------------------------------------------------------------------------------
 

@@ -28,14 +28,14 @@ class Received:
     Attributes:
         bucket: what it is of.
         sound: whether it is finite, 0-d bool; the same on all ranks that have it.
-        values: makes it, (padded,), a new tensor.
+        write: writes it to the tensors given, one for each parameter, of the shape of what this rank holds of it.
         commit: makes the residuals those after this mean; called if all means are finite.
         let_go: gives memory back; called in any case, last.
     """
 
     bucket: StateBucket
     sound: Tensor
-    values: Callable[[], Tensor]
+    write: Callable[[Sequence[Tensor]], None]
     commit: Callable[[], None] = nothing
     let_go: Callable[[], None] = nothing
 

@@ -30,6 +30,7 @@ class Rows:
 
     def __init__(self, compressor: Compressor, feedback: bool) -> None:
         self.compressor, self.feedback = compressor, feedback
+        self._scratches: dict[Any, Tensor] = {}
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
         bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
@@ -58,15 +59,23 @@ class Rows:
             yield chunk.work
             sound = sound & self._is_sound(chunk, bucket)
 
-        def values() -> Tensor:
-            mean = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
+        def write(outs: Sequence[Tensor]) -> None:
+            mean = self._scratch(bucket)
             mask = active.view(bucket.world_size, -1)
             for chunk in in_flight:
                 rows = mean.view(chunk.payload.shape[0], -1)
                 self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
-            return mean
+            torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, sound, values, lambda: feedback.commit(spared), feedback.let_go)
+        return Received(bucket, sound, write, lambda: feedback.commit(spared), feedback.let_go)
+
+    def _scratch(self, bucket: StateBucket) -> Tensor:
+        """A flat buffer that all buckets have in turn: new memory costs a CPU more than what is written to it."""
+        key = (bucket.dtype, bucket.device)
+        known = self._scratches.get(key)
+        if known is None or known.numel() < bucket.padded:
+            known = self._scratches[key] = bucket.zeros()
+        return known[: bucket.padded]
 
     def _is_sound(self, chunk: InFlightChunk, bucket: StateBucket) -> Tensor:
         start, stop = chunk.chunk
