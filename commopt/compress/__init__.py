@@ -1,12 +1,15 @@
 """Compressors: rows of floats <-> rows of bytes, and the residuals of what they lose."""
 
+from commopt.compress.bfloat16 import BFloat16
 from commopt.compress.compressor import Chunk, Compressor, FrozenAdam, Momentum
 from commopt.compress.feedback import Feedback, Spared
+from commopt.compress.float8 import Float8
 from commopt.compress.identity import Identity
+from commopt.compress.integers import Int2, Int4, Int8
 from commopt.compress.random_block import Blocks, RandomBlocks
 from commopt.compress.sign import Sign
 
 __all__ = [
-    "Blocks", "Chunk", "Compressor", "Feedback", "FrozenAdam", "Identity", "Momentum", "RandomBlocks", "Sign",
-    "Spared",
+    "BFloat16", "Blocks", "Chunk", "Compressor", "Feedback", "Float8", "FrozenAdam", "Identity", "Int2", "Int4", "Int8",
+    "Momentum", "RandomBlocks", "Sign", "Spared",
 ]  # fmt: skip
