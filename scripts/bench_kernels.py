@@ -208,39 +208,42 @@ def usual_integers(z: Tensor, error: Tensor, bits: int) -> tuple[Tensor, Tensor]
 
 
 def int_cases(n: int) -> list[Case]:
-    """Integers on ``n`` elements, a multiple of their block; in the other route none is packed or rotated."""
+    """Integers on ``n`` elements, whole blocks of them; in the other route nothing is packed, and nothing rotated."""
     n = max(n, INT_BLOCK)
-    x, error, usual_error, out = torch.randn(1, n), torch.zeros(1, n), torch.zeros(n), torch.empty(n)
-    cases = []
-    for bits in (8, 4, 2):
-        wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
-        ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
-        codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK, dtype=torch.int8), torch.ones(n // INT_BLOCK, 1)
-        size, usual_x = 4 / INT_BLOCK + bits / 8, x.view(n)
+    return [case for bits in (8, 4, 2) for case in cases_of_bits(n, bits)]
 
-        def compress(
-            stochastic: bool, rotated: bool, bits: int = bits, own: Tensor = wire[:1].clone()
-        ) -> Callable[[], None]:
-            return lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, stochastic, rotated)
 
-        def usual(bits: int = bits, usual_x: Tensor = usual_x) -> object:
-            return usual_integers(usual_x, usual_error, bits)
+def cases_of_bits(n: int, bits: int) -> list[Case]:
+    """Integers of so many bits."""
+    x, error, usual_x, usual_error, out = (torch.randn(1, n) for _ in range(5))
+    wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
+    ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
+    own, size = wire[:1].clone(), 4 / INT_BLOCK + bits / 8
+    codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK, dtype=torch.int8), torch.ones(n // INT_BLOCK, 1)
 
-        def mean(bits: int = bits, wire: Tensor = wire) -> None:
-            ops.int_decompress_mean(wire, out, bits, INT_BLOCK)
+    def compress(stochastic: bool, rotated: bool) -> Route:
+        return lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, stochastic, rotated)
 
-        def usual_mean(codes: Tensor = codes, scales: Tensor = scales) -> None:
-            out.zero_()
-            for rows in codes:
-                out.view(-1, INT_BLOCK).add_(rows * scales)
+    def usual() -> object:
+        return usual_integers(usual_x, usual_error, bits)
 
-        cases += [
-            Case(f"{bits} bits, with feedback", compress(False, False), usual, 12 + size),
-            Case("  stochastic", compress(True, False), usual, 12 + size),
-            Case("  rotated", compress(False, True), usual, 12 + size),
-            Case(f"  decompress_mean ({RANKS} ranks)", mean, usual_mean, 4 + RANKS * size),
-        ]
-    return cases
+    def usual_mean() -> None:
+        out.zero_()
+        for rows in codes:
+            out.view(-1, INT_BLOCK).add_(rows * scales)
+        out.div_(RANKS)
+
+    return [
+        Case(f"{bits} bits, with feedback", compress(False, False), usual, 12 + size),
+        Case("  stochastic", compress(True, False), usual, 12 + size),
+        Case("  rotated", compress(False, True), usual, 12 + size),
+        Case(
+            f"  decompress_mean ({RANKS} ranks)",
+            lambda: ops.int_decompress_mean(wire, out[0], bits, INT_BLOCK),
+            usual_mean,
+            4 + RANKS * size,
+        ),
+    ]
 
 
 def other_cases(n: int) -> list[Case]:
