@@ -1,6 +1,11 @@
 // Integers with AVX2.
+#include <cmath>
+#include <cstring>
+
+#include "integers.hpp"
+
 #if defined(__x86_64__)
-#if defined(__clang__)
+#if defined(__clang__)  // after what others may share
 #pragma clang attribute push(__attribute__((target("avx2,fma,popcnt"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,popcnt")

@@ -1,6 +1,11 @@
 // Integers with AVX512.
+#include <cmath>
+#include <cstring>
+
+#include "integers.hpp"
+
 #if defined(__x86_64__)
-#if defined(__clang__)
+#if defined(__clang__)  // after what others may share
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,popcnt"))), apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,popcnt")
