@@ -24,7 +24,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.ops import native
 
-BLOCK, RANKS, TENSORS = 2048, 4, 16
+BLOCK, INT_BLOCK, RANKS, TENSORS = 2048, 128, 4, 16
 Route = Callable[[], object]
 
 
@@ -197,6 +197,55 @@ def joined_cases(n: int) -> list[Case]:
     ]
 
 
+def usual_integers(z: Tensor, error: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Integers with a scale a block and feedback, as one writes it without kernels; of 4 and 2 bits, a byte each."""
+    error.add_(z)
+    blocks = error.view(-1, INT_BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    codes = torch.round(blocks / scales).to(torch.int8)
+    blocks.sub_(codes * scales)
+    return codes, scales
+
+
+def int_cases(n: int) -> list[Case]:
+    """Integers on ``n`` elements, whole blocks of them; in the other route nothing is packed, and nothing rotated."""
+    n = max(n, INT_BLOCK)
+    return [case for bits in (8, 4, 2) for case in cases_of_bits(n, bits)]
+
+
+def cases_of_bits(n: int, bits: int) -> list[Case]:
+    """Integers of so many bits."""
+    x, error, usual_x, usual_error, out = (torch.randn(1, n) for _ in range(5))
+    wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
+    ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
+    own, size = wire[:1].clone(), 4 / INT_BLOCK + bits / 8
+    codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK, dtype=torch.int8), torch.ones(n // INT_BLOCK, 1)
+
+    def compress(stochastic: bool, rotated: bool) -> Route:
+        return lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, stochastic, rotated)
+
+    def usual() -> object:
+        return usual_integers(usual_x, usual_error, bits)
+
+    def usual_mean() -> None:
+        out.zero_()
+        for rows in codes:
+            out.view(-1, INT_BLOCK).add_(rows * scales)
+        out.div_(RANKS)
+
+    return [
+        Case(f"{bits} bits, with feedback", compress(False, False), usual, 12 + size),
+        Case("  stochastic", compress(True, False), usual, 12 + size),
+        Case("  rotated", compress(False, True), usual, 12 + size),
+        Case(
+            f"  decompress_mean ({RANKS} ranks)",
+            lambda: ops.int_decompress_mean(wire, out[0], bits, INT_BLOCK),
+            usual_mean,
+            4 + RANKS * size,
+        ),
+    ]
+
+
 def other_cases(n: int) -> list[Case]:
     """Norms and updates on ``n`` elements."""
     x, y, v = torch.randn(n), torch.randn(n), torch.rand(n) + 0.1
@@ -289,7 +338,7 @@ def main() -> None:
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for cases in (sign_cases, joined_cases, other_cases):
+        for cases in (sign_cases, joined_cases, int_cases, other_cases):
             for case in cases(n):
                 repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
                 rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.compress import Compressor, Identity, Sign
+from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign
 from commopt.compress.compressor import align, unpack_bits
 
 
@@ -37,6 +37,14 @@ CASES = [
     Sign(block=None, norm="l1"),
     Identity(),
     Rounded(),
+    Int8(),
+    Int4(block=8, rotate=True),
+    Int4(block=32, rounding="stochastic"),
+    Int2(block=64),
+    Int2(rounding="stochastic", rotate=True, seed=1),
+    Float8(),
+    Float8(format="e5m2", block=24),
+    BFloat16(),
 ]
 every_case = pytest.mark.parametrize("compressor", CASES, ids=repr)
 shapes = st.tuples(st.integers(1, 4), st.integers(0, 300), st.integers(0, 2**31))

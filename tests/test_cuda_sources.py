@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import cuda_checks as checks
 import fake_cupy
+import integer_checks
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wires import BLOCKS, FLAVOURS, new_wire
 
-from commopt.ops import catalogue, cuda, cuda_module, reference, tiles
+from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
@@ -113,6 +114,13 @@ few = settings(max_examples=60, deadline=None, derandomize=True)
 def test_sign_equals_the_reference_bitwise(fake, backwards, **case):
     fake.backwards = backwards
     checks.check_sign(RUN, "cpu", **case)
+
+
+@few
+@given(backwards=st.booleans(), **integer_checks.ANY)
+def test_integers_equal_the_reference_bitwise(fake, backwards, **case):
+    fake.backwards = backwards
+    integer_checks.check(RUN, "cpu", **case)
 
 
 @few
@@ -245,6 +253,10 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "square_sum": tiles.Entries,
         "total": tiles.Total,
         "frozen_adam": tiles.Entries,
+        "int_compress": cuda_integers.CompressRows,
+        "int_reduce": cuda_integers.Reduce,
+        "int_decompress": cuda_integers.Decompression,
+        "int_decompress_mean": cuda_integers.Mean,
     }
     assert len(sizes) == cuda_module.source().count("__global__")
     for name, struct in sizes.items():
@@ -256,7 +268,7 @@ def test_providers_are_registered_and_take_what_the_reference_takes():
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"commopt::{name}", "CUDA") for name in cuda.KERNELS)
     for name, function in cuda.KERNELS.items():
         assert list(inspect.signature(function).parameters) == list(
-            inspect.signature(getattr(reference, name)).parameters
+            inspect.signature(catalogue.reference_of(name)).parameters
         )
 
 

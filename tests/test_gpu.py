@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import cuda_checks as checks
 import gpu_step
+import integer_checks
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +56,12 @@ def test_momentum_and_compression_in_one(**case):
 @given(rows=rows, n=LENGTHS, block=ALL_BLOCKS, mask=masks, seed=seeds, sizes=SIZES, layouts=st.booleans())
 def test_decompression_and_frozen_adam(**case):
     checks.check_adam(RUN, GPU, **case)
+
+
+@many
+@given(**integer_checks.ANY)
+def test_integers(**case):
+    integer_checks.check(RUN, GPU, **case)
 
 
 @pytest.mark.parametrize("n", [1, 40, 2049, 9001])

@@ -482,7 +482,14 @@ def op_arguments() -> dict[str, tuple]:
     flat, other = torch.randn(37), torch.rand(37)
     live = torch.full((2, 5), 0x5A, dtype=torch.uint8)
     ops.sign_compress(x, wire := row.clone(), 16, 2)
+    codes = torch.zeros(2, ops.int_nbytes(37, 4, 16), dtype=torch.uint8)
+    ways = 4, 16, True, True, 7
     return {
+        "int_compress": (x, codes.clone(), *ways, live),
+        "int_compress_with_feedback": (x, x.clone(), codes.clone(), *ways, live, x.clone()),
+        "int_reduce": (codes, flat, torch.empty(37), codes[0].clone(), *ways, bits),
+        "int_decompress": (codes, x, 4, 16, True, live),
+        "int_decompress_mean": (codes, flat, 4, 16, True),
         "sign_compress": (x, row, 16, 2, live),
         "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None, x.clone()),
         "sign_compress_momentum": (
@@ -507,9 +514,12 @@ def op_arguments() -> dict[str, tuple]:
 @pytest.mark.parametrize("name", sorted(ops.report()))
 def test_opcheck(name):
     arguments = op_arguments()[name]
-    if name == "sign_compress_with_feedback":  # the one whose function and operator order their arguments differently
+    if name == "sign_compress_with_feedback":  # its function and its operator order their arguments differently
         x, error, wire, block, norm, live, new_error = arguments
         arguments = (x, error, new_error, wire, block, norm, live)
+    if name == "int_compress_with_feedback":
+        x, error, wire, *ways, live, new_error = arguments
+        arguments = (x, error, new_error, wire, *ways, live)
     torch.library.opcheck(getattr(torch.ops.commopt, name).default, arguments)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
+from commopt.ops.reference import adam_in_columns_
 
 PAYLOAD_ALIGN = 16
 """Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -48,6 +49,21 @@ class Momentum:
     beta: float
     alpha: float
 
+    def columns(self, rows: int, start: int, stop: int) -> Tensor:
+        """It, formed: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor (rows, stop - start)."""
+        n = self.m.numel() // rows
+        out = self.m.new_empty((rows, stop - start))
+        if stop - start == n:
+            ops.momentum(self.m, self.grads, self.offsets, self.beta, self.alpha, out.view(-1))
+            return out
+        for r in range(rows):
+            first, end = r * n + start, r * n + stop
+            there = [(g, o) for g, o in zip(self.grads, self.offsets) if o < end and first < o + g.numel()]
+            pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
+            places = [max(o - first, 0) for _, o in there]
+            ops.momentum(self.m[first:end], pieces, places, self.beta, self.alpha, out[r])
+        return out
+
 
 @dataclass(frozen=True)
 class FrozenAdam:
@@ -73,6 +89,11 @@ class FrozenAdam:
 
 Chunk = tuple[int, int]
 """The chunk [start, stop) of every row."""
+
+
+def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:
+    """The bits of a chunk: (r, ceil(n / 8)) uint8 -> (r, ceil((stop - start) / 8))."""
+    return None if active is None else active[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
 
 
 class Compressor(ABC):
@@ -125,10 +146,19 @@ class Compressor(ABC):
             active: of whole rows.
             chunk: as for :meth:`compress_momentum`.
         """
-        assert chunk in (None, (0, out.shape[1])), "a compressor with a chunk_multiple decompresses chunk itself"
+        rows, n = out.shape
+        if chunk is not None and chunk != (0, n):
+            assert self.chunk_multiple is not None, "a row is cut only where a compressor says so"
+            part = out.new_empty((rows, chunk[1] - chunk[0]))
+            self.decompress_active(payload, part, columns_of(active, chunk))
+            out[:, slice(*chunk)] = part
+            return
         self.decompress(payload, out)
-        if active is not None:
+        if active is not None and n % 8 == 0:
             ops.zero_dead_(out.view(-1), active.view(-1))
+        elif active is not None:  # the bits of a row begin at a whole byte
+            for row, bits in zip(out, active):
+                ops.zero_dead_(row, bits)
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
@@ -173,13 +203,16 @@ class Compressor(ABC):
             chunk: what to work on, or None for all; only if there is a ``chunk_multiple``, of which they are multiples
                 (or end with the row).
         """
-        assert chunk in (None, (0, error.shape[1])), "a compressor with a chunk_multiple compresses chunk itself"
-        if momentum is None:
-            x = torch.zeros_like(error)
-        else:
-            x = torch.empty_like(error)
-            ops.momentum(momentum.m, momentum.grads, momentum.offsets, momentum.beta, momentum.alpha, x.view(-1))
-        self.compress_with_feedback(x.view_as(error), error, payload, active, new_error)
+        rows, n = error.shape
+        start, stop = chunk or (0, n)
+        x = error.new_zeros((rows, stop - start)) if momentum is None else momentum.columns(rows, start, stop)
+        if stop - start == n:
+            self.compress_with_feedback(x, error, payload, active, new_error)
+            return
+        assert self.chunk_multiple is not None, "a row is cut only where a compressor says so"
+        rest = error[:, start:stop].clone(memory_format=torch.contiguous_format)
+        self.compress_with_feedback(x, rest, payload, columns_of(active, (start, stop)))
+        new_error[:, start:stop] = rest
 
     def decompress_adam(
         self, payload: Tensor, m: Tensor, update: FrozenAdam, active: Tensor | None, chunk: Chunk | None = None
@@ -194,12 +227,12 @@ class Compressor(ABC):
             chunk: as for :meth:`compress_momentum`.
         """
         rows = m.view(payload.shape[0], -1)
-        assert chunk in (None, (0, rows.shape[1])), "a compressor with a chunk_multiple decompresses chunk itself"
-        self.decompress_active(payload, rows, active)
-        places = [slice(o, o + p.numel()) for o, p in zip(update.offsets, update.params)]
-        ms, vs = ([flat[at].view(p.shape) for at, p in zip(places, update.params)] for flat in (m, update.v))
-        corrections = update.sqrt_bias_corrections2
-        ops.frozen_adam_apply_(update.params, ms, vs, update.step_sizes, corrections, update.eps, update.decay)
+        self.decompress_active(payload, rows, active, chunk)
+        start, stop = chunk or (0, rows.shape[1])
+        adam_in_columns_(
+            ops.frozen_adam_apply_, len(rows), m, update.v, list(update.params), list(update.offsets),
+            list(update.step_sizes), list(update.sqrt_bias_corrections2), update.eps, update.decay, start, stop,
+        )  # fmt: skip
 
     def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
         """Writes to ``out`` (n,) the mean over the rows of ``payload`` (r, nbytes(n)), summed in row order."""

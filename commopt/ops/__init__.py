@@ -30,9 +30,27 @@ from torch import Tensor
 from commopt.ops import catalogue
 from commopt.ops import cuda as cuda  # for their registrations
 from commopt.ops import native as native
+from commopt.ops.checks import REAL
+from commopt.ops.checks import check_like as _check_like
+from commopt.ops.checks import check_real as _check_real
+from commopt.ops.checks import describe as _describe
+from commopt.ops.integers import (
+    int_compress,
+    int_compress_with_feedback,
+    int_decompress,
+    int_decompress_mean,
+    int_nbytes,
+    int_reduce,
+)
 
 __all__ = [
     "frozen_adam_apply_",
+    "int_compress",
+    "int_compress_with_feedback",
+    "int_decompress",
+    "int_decompress_mean",
+    "int_nbytes",
+    "int_reduce",
     "momentum",
     "pack_nonzero",
     "report",
@@ -49,7 +67,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.commopt
-_REAL = (torch.float32, torch.float64)
 
 
 def report() -> dict[str, dict[str, str]]:
@@ -408,28 +425,13 @@ def frozen_adam_apply_(
         raise ValueError(f"all lists must have the same length, got lengths {sorted(lengths)}")
     for p, m, v in zip(params, exp_avgs, exp_avg_sqs):
         same_place = p.shape == m.shape == v.shape and p.device == m.device == v.device
-        if not (same_place and m.dtype == v.dtype and m.dtype in _REAL and p.is_floating_point()):
+        if not (same_place and m.dtype == v.dtype and m.dtype in REAL and p.is_floating_point()):
             raise ValueError(
                 "p must be floating, m and v both float32 or both float64, of one shape and device, got "
                 f"{_describe(p)}, {_describe(m)} and {_describe(v)}"
             )
     if params:
         _ops.frozen_adam_apply_.default(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2, eps, decay)
-
-
-def _describe(x: Tensor) -> str:
-    layout = "" if x.is_contiguous() else "strided "
-    return f"{layout}{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
-
-
-def _check_real(name: str, x: Tensor, dim: int) -> None:
-    if x.dtype not in _REAL or x.dim() != dim or not x.is_contiguous():
-        raise ValueError(f"{name} must be float32 or float64, contiguous, of {dim} dimensions, got {_describe(x)}")
-
-
-def _check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if x.shape != shape or x.dtype != dtype or x.device != device or not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {tuple(shape)} {dtype} on {device}, got {_describe(x)}")
 
 
 def _check_norm(norm: int) -> None:

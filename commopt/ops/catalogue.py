@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference
+from commopt.ops import reference, reference_integers
 
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
@@ -41,10 +41,30 @@ SCHEMAS = {
         "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "
         "float[] sqrt_bias_corrections2, float eps, float decay) -> ()"
     ),
+    "int_compress": (
+        "(Tensor x, Tensor(a!) wire, int bits, int block, bool stochastic, bool rotated, int seed, Tensor? live=None) "
+        "-> ()"
+    ),
+    "int_compress_with_feedback": (
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int bits, int block, bool stochastic, "
+        "bool rotated, int seed, Tensor? live=None) -> ()"
+    ),
+    "int_reduce": (
+        "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int bits, int block, bool stochastic, "
+        "bool rotated, int seed, Tensor? live=None) -> ()"
+    ),
+    "int_decompress": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated, Tensor? live=None) -> ()",
+    "int_decompress_mean": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
 }
 
 PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
 """Providers of each operator on each device: {operator: {device: provider}}."""
+
+
+def reference_of(name: str) -> Callable[..., Any]:
+    """Operator ``name`` in plain PyTorch."""
+    function: Callable[..., Any] = getattr(reference_integers if name.startswith("int_") else reference, name)
+    return function
 
 
 def register(name: str, device: str, provider: str, function: Callable[..., Any]) -> None:
@@ -65,4 +85,4 @@ def _fake_square_sum(xs: list[Tensor]) -> Tensor:
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"commopt::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(f"commopt::{_name}", _fake_square_sum if _name == "square_sum" else _fake_in_place)
-    register(_name, "default", "reference", getattr(reference, _name))
+    register(_name, "default", "reference", reference_of(_name))

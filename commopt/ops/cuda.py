@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import catalogue, reference
+from commopt.ops import catalogue, cuda_integers, reference
 from commopt.ops import tiles as t
 from commopt.ops.cuda_module import launch, provider, with_warning
 
@@ -360,6 +360,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "square_sum": _square_sum,
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
+    **cuda_integers.KERNELS,
 }
 
 
@@ -369,7 +370,7 @@ def _start() -> None:
         if served == "cupy":
             catalogue.register(name, "cuda", served, function)
         elif served == "reference":
-            catalogue.register(name, "cuda", served, with_warning(getattr(reference, name)))
+            catalogue.register(name, "cuda", served, with_warning(catalogue.reference_of(name)))
 
 
 _start()

@@ -46,6 +46,8 @@ inline u16 float_to_half(float a) {
 #include "decompress.cu"
 //
 #include "lists.cu"
+//
+#include "integers.cu"
 
 namespace {
 
@@ -67,7 +69,8 @@ const Kernel kernels[] = {
     KERNEL(sign_compress),   KERNEL(sign_compress_momentum), KERNEL(sign_reduce),          KERNEL(sign_scales),
     KERNEL(sign_residuals),  KERNEL(sign_decompress),        KERNEL(sign_decompress_mean), KERNEL(sign_decompress_adam),
     KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
-    KERNEL(total),           KERNEL(frozen_adam),
+    KERNEL(total),           KERNEL(frozen_adam),            KERNEL(int_compress),         KERNEL(int_reduce),
+    KERNEL(int_decompress),  KERNEL(int_decompress_mean),
 };
 
 const Kernel* find(const char* name) {

@@ -1,0 +1,35 @@
+"""Two bytes an element: the cast to bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.compress.compressor import Compressor, align
+
+
+@dataclass(frozen=True)
+class BFloat16(Compressor):
+    """C(x) = x as bfloat16, rounded to nearest, ties to even; float64 by way of float32. No scales: it has the range of
+    float32. What is beyond becomes inf, and NaN stays NaN."""
+
+    @property
+    def chunk_multiple(self) -> int | None:
+        return 8
+
+    def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
+        return align(2 * n)
+
+    def compress(self, x: Tensor, payload: Tensor) -> None:
+        used = 2 * x.shape[1]
+        payload[:, :used] = x.bfloat16().view(torch.uint8)
+        payload[:, used:] = 0
+
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        if out.numel():
+            out.copy_(payload.view(torch.bfloat16)[:, : out.shape[1]])
+
+    def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return payload.view(torch.bfloat16)[:, :n].isfinite().all()

@@ -1,0 +1,224 @@
+"""Integers of 8, 4 or 2 bits and a scale a block: the operators of :mod:`commopt.compress.integers`.
+
+**Wire row.** ``n`` elements in blocks of ``block`` (the last one may be shorter)::
+
+    [ceil(n / block) float32 scales][ceil(n bits / 8) bytes of codes][zeros up to a multiple of 16 bytes]
+
+The code of element i begins at bit b (i % (8 / b)) of byte i b // 8, least significant first; unused bits are 0.
+Everything below is computed in the dtype of the input, each operation rounded once, without fused multiply-adds: all
+providers agree bit for bit.
+
+* **8 and 4 bits**: two's complement q in [-Q, Q], Q = 127 or 7, stands for q s;  s = max |z| / Q.
+* **2 bits**: q in 0..3 stands for (q - 1.5) s.  To nearest: s = sqrt(sum z^2 / count), in float64, the sum in a fixed
+  order (:mod:`commopt.ops.reference_integers`). Stochastic: s = max |z| / 1.5.
+
+With t = z (1 / s), codes are rounded to nearest (ties to even; 2 bits: floor(t) + 2), or stochastically: floor(t + u),
+for 2 bits floor(t + 1.5 + u); then clamped. The noise u, a multiple of 2^-24 in [0, 1), is the finaliser of
+MurmurHash3 of the seed, the scale, the place in the block and the bits of z as float32. It has no state: equal inputs
+give equal codes, wherever in a row their block lies.
+
+The scale is rounded to float32. It is 0 where that would be below the smallest normal float32, and then the block
+decodes to zeros; it is NaN where it would not be finite, and then the block decodes to NaN. Either way all codes are 0
+(of 2 bits: 2). Beyond about 1e38 the products may overflow.
+
+**Rotated**, a block is replaced by its Walsh-Hadamard transform before, and back after: butterflies over neighbours at
+distance 1, 2, 4, ... (a, b -> a + b, a - b), then a factor of 1 / sqrt(block), rounded to the dtype. A shorter last
+block is transformed in pieces whose lengths are powers of two, the largest first: as many codes as elements, and
+nothing sent for padding.
+
+A ``live`` mask, (r, ceil(n / 8)) uint8, least significant bit first, makes the elements with bit 0 count as absent:
+they enter as 0, are not in the count of a mean (unless rotated: what is counted then are coefficients), and their
+residual is 0. They decode to what the code of 0 stands for, or to 0 with the same mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commopt.ops.checks import check_like, check_real
+
+_ops = torch.ops.commopt
+
+BITS = (2, 4, 8)
+LARGEST_BLOCK = 8192
+"""Elements of the largest block: what one team of threads of a GPU does in one pass."""
+
+
+def int_nbytes(n: int, bits: int, block: int) -> int:
+    """Bytes of the wire row of ``n`` elements: 4 ceil(n / block) + ceil(n bits / 8), rounded up to a multiple of 16.
+
+    Args:
+        n: elements in the row; 0 gives 0.
+        bits: 8, 4 or 2.
+        block: elements that share a scale, a power of two from 8 to 8192.
+
+    Raises:
+        ValueError: any of them is not as above.
+    """
+    if n < 0:
+        raise ValueError(f"n must be at least 0, got {n}")
+    if bits not in BITS:
+        raise ValueError(f"bits must be 8, 4 or 2, got {bits}")
+    if not 8 <= block <= LARGEST_BLOCK or block & (block - 1):
+        raise ValueError(f"block must be a power of two from 8 to {LARGEST_BLOCK}, got {block}")
+    return (4 * -(-n // block) + -(-n * bits // 8) + 15) & ~15
+
+
+def int_compress(
+    x: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool = False,
+    rotated: bool = False,
+    seed: int = 0,
+    live: Tensor | None = None,
+) -> None:
+    """Writes C[x] to ``wire``.
+
+    Args:
+        x: (r, n) float32 or float64, contiguous; unchanged.
+        wire: (r, int_nbytes(n, bits, block)) uint8, contiguous; written, in the format that the module states.
+        bits: of an element: 8, 4 or 2.
+        block: elements that share a scale, a power of two from 8 to 8192.
+        stochastic: rounding; otherwise to nearest.
+        rotated: whether blocks are transformed first.
+        seed: of the noise, 0 <= seed < 2**32.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or number is not as above.
+    """
+    check_real("x", x, 2)
+    _check_rows(wire, x, bits, block, live)
+    _check_seed(seed)
+    _ops.int_compress.default(x, wire, bits, block, stochastic, rotated, seed, live)
+
+
+def int_compress_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool = False,
+    rotated: bool = False,
+    seed: int = 0,
+    live: Tensor | None = None,
+    new_error: Tensor | None = None,
+) -> None:
+    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+
+    Args:
+        x: (r, n) float32 or float64, contiguous; unchanged unless it is ``new_error``.
+        error: like x: the residual; unchanged unless it is ``new_error``.
+        wire, bits, block, stochastic, rotated, seed, live: as for :func:`int_compress`.
+        new_error: like x; written; None for ``error``. It may be ``error`` or ``x`` itself; no two arguments may
+            overlap otherwise.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or number is not as above.
+    """
+    check_real("x", x, 2)
+    _check_rows(wire, x, bits, block, live)
+    _check_seed(seed)
+    check_like("error", error, x.shape, x.dtype, x.device)
+    after = error if new_error is None else new_error
+    check_like("new_error", after, x.shape, x.dtype, x.device)
+    _ops.int_compress_with_feedback.default(x, error, after, wire, bits, block, stochastic, rotated, seed, live)
+
+
+def int_reduce(
+    wires: Tensor,
+    error: Tensor,
+    new_error: Tensor,
+    own: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool = False,
+    rotated: bool = False,
+    seed: int = 0,
+    live: Tensor | None = None,
+) -> None:
+    """:func:`int_decompress_mean`, then :func:`int_compress_with_feedback` of it, in one pass and to the same bits:
+
+        z = mean of the rows of wires + error;  own = C[z];  new_error <- z - C[z]
+
+    Args:
+        wires: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
+        error: (n,) float32 or float64, contiguous: the residual; unchanged unless it is ``new_error``.
+        new_error: like error; written. It may be ``error`` itself; no two arguments may overlap otherwise.
+        own: (int_nbytes(n, bits, block),) uint8, contiguous; written.
+        bits, block, stochastic, rotated, seed: of ``own``; bits, block and rotated of ``wires`` are the same.
+        live: (ceil(n / 8),) uint8 bit mask of the elements that take part, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or number is not as above.
+    """
+    check_real("error", error, 1)
+    _check_ranks("wires", wires, error, bits, block)
+    _check_seed(seed)
+    check_like("new_error", new_error, error.shape, error.dtype, error.device)
+    check_like("own", own, (wires.shape[1],), torch.uint8, error.device)
+    if live is not None:
+        check_like("live", live, ((error.shape[0] + 7) // 8,), torch.uint8, error.device)
+    _ops.int_reduce.default(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
+
+
+def int_decompress(
+    wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False, live: Tensor | None = None
+) -> None:
+    """Writes to ``out`` what the rows of ``wire`` stand for, and 0 to the dead elements.
+
+    Args:
+        wire: (r, int_nbytes(n, bits, block)) uint8, contiguous.
+        out: (r, n) float32 or float64, contiguous; written.
+        bits, block, rotated: as they were for compression.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or number is not as above.
+    """
+    check_real("out", out, 2)
+    _check_rows(wire, out, bits, block, live)
+    _ops.int_decompress.default(wire, out, bits, block, rotated, live)
+
+
+def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False) -> None:
+    """Writes the mean of the W rows of ``wire`` to ``out``.
+
+        a_k = s_k / W;   y = ((q_0 a_0 + q_1 a_1) + ...) + q_{W-1} a_{W-1}     (2 bits: q - 1.5 for q)
+
+    in rank order and rounded in the dtype of ``out`` after each operation, so that it is the same on every rank; if
+    rotated, ``out`` is y rotated back, once for all ranks.
+
+    Args:
+        wire: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
+        out: (n,) float32 or float64, contiguous; written.
+        bits, block, rotated: as they were for compression.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or number is not as above.
+    """
+    check_real("out", out, 1)
+    _check_ranks("wire", wire, out, bits, block)
+    _ops.int_decompress_mean.default(wire, out, bits, block, rotated)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an int with 0 <= seed < 2**32, got {seed}")
+
+
+def _check_rows(wire: Tensor, x: Tensor, bits: int, block: int, live: Tensor | None) -> None:
+    rows, n = x.shape
+    check_like("wire", wire, (rows, int_nbytes(n, bits, block)), torch.uint8, x.device)
+    if live is not None:
+        check_like("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+
+
+def _check_ranks(name: str, wire: Tensor, row: Tensor, bits: int, block: int) -> None:
+    if wire.dim() != 2 or wire.shape[0] == 0:
+        raise ValueError(f"{name} must have a row for each of at least one rank, got shape {tuple(wire.shape)}")
+    check_like(name, wire, (wire.shape[0], int_nbytes(row.shape[0], bits, block)), torch.uint8, row.device)

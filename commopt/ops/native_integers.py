@@ -1,0 +1,104 @@
+"""Native CPU providers of :mod:`commopt.ops.integers`, for :mod:`commopt.ops.native`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_integers as reference
+
+_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_CODING = [_I64, _I32, _I32, _I32, _I64]  # block, bits, stochastic, rotated, seed
+SIGNATURES: dict[str, list[Any]] = {
+    "int_compress": [_P, _P, _P, _P, _P, _I64, _I64, *_CODING, _I32],
+    "int_reduce": [_P, _P, _P, _P, _P, _I64, _I64, *_CODING, _I32],
+    "int_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
+    "int_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
+}
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """The providers by operator. call: runs a function of the library, by name, with its arguments but for threads."""
+    return _encoders(call) | _decoders(call)
+
+
+def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    def int_compress(
+        x: Tensor,
+        wire: Tensor,
+        bits: int,
+        block: int,
+        stochastic: bool,
+        rotated: bool,
+        seed: int,
+        live: Tensor | None = None,
+    ) -> None:
+        if x.dtype != torch.float32:
+            return reference.int_compress(x, wire, bits, block, stochastic, rotated, seed, live)
+        coding = block, bits, stochastic, rotated, seed
+        call("int_compress", x.data_ptr(), None, None, wire.data_ptr(), _pointer(live), *x.shape, *coding)
+
+    def int_compress_with_feedback(
+        x: Tensor,
+        error: Tensor,
+        new_error: Tensor,
+        wire: Tensor,
+        bits: int,
+        block: int,
+        stochastic: bool,
+        rotated: bool,
+        seed: int,
+        live: Tensor | None = None,
+    ) -> None:
+        if x.dtype != torch.float32:
+            return reference.int_compress_with_feedback(
+                x, error, new_error, wire, bits, block, stochastic, rotated, seed, live
+            )
+        pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+        call("int_compress", *pointers, *x.shape, block, bits, stochastic, rotated, seed)
+
+    def int_reduce(
+        wires: Tensor,
+        error: Tensor,
+        new_error: Tensor,
+        own: Tensor,
+        bits: int,
+        block: int,
+        stochastic: bool,
+        rotated: bool,
+        seed: int,
+        live: Tensor | None = None,
+    ) -> None:
+        if error.dtype != torch.float32:
+            return reference.int_reduce(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
+        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), _pointer(live)
+        shape = wires.shape[0], error.shape[0]
+        call("int_reduce", *pointers, *shape, block, bits, stochastic, rotated, seed)
+
+    functions = int_compress, int_compress_with_feedback, int_reduce
+    return {function.__name__: function for function in functions}
+
+
+def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    def int_decompress(
+        wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None
+    ) -> None:
+        if out.dtype != torch.float32:
+            return reference.int_decompress(wire, out, bits, block, rotated, live)
+        call("int_decompress", wire.data_ptr(), out.data_ptr(), _pointer(live), *out.shape, block, bits, rotated)
+
+    def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+        if out.dtype != torch.float32:
+            return reference.int_decompress_mean(wire, out, bits, block, rotated)
+        shape = wire.shape[0], out.shape[0]
+        call("int_decompress_mean", wire.data_ptr(), out.data_ptr(), *shape, block, bits, rotated)
+
+    return {"int_decompress": int_decompress, "int_decompress_mean": int_decompress_mean}

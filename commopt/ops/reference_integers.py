@@ -1,0 +1,227 @@
+"""Integers of 8, 4 and 2 bits in plain PyTorch: what :mod:`commopt.ops.integers` says, on any device.
+
+Written to be read, as :mod:`commopt.ops.reference`. Rows are padded with zeros to whole blocks where that is simpler.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commopt.ops.reference import unpack_bits
+
+LARGEST = {8: 127.0, 4: 7.0, 2: 1.5}
+"""Of each number of bits, the largest value in units of the scale."""
+
+_WORD = 0xFFFFFFFF
+_STEP = 0x9E3779B9
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """(r, n) -> (r, ceil(n / block), block), zeros after the end of a row."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+
+
+def usable(scales: Tensor) -> Tensor:
+    """As float32: those below the smallest normal number are 0, those that are not finite NaN."""
+    scales = scales.float()
+    scales = scales.where(scales >= torch.finfo(torch.float32).tiny, scales * 0)
+    return scales.where(scales.isfinite(), torch.nan)
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """The normalised Walsh-Hadamard transform of each block of the rows of ``x`` (r, n), which is its own inverse.
+
+    A shorter last block is transformed in pieces: as its length is a sum of powers of two, the largest first.
+    """
+    n = x.shape[1]
+    whole = n // block * block
+    parts = [_hadamard(x[:, :whole].unflatten(1, (-1, block))).flatten(1)] if whole else []
+    for bit in reversed(range(block.bit_length())):
+        if n % block >> bit & 1:
+            parts.append(_hadamard(x[:, whole : whole + (1 << bit)]))
+            whole += 1 << bit
+    return torch.cat(parts, dim=1)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """Of the last dimension, a power of two."""
+    size, half = x.shape[-1], 1
+    while half < size:
+        low, high = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+        half *= 2
+    doublings = size.bit_length() - 1
+    return x * (0.5 ** (doublings // 2) * (0.5**0.5 if doublings % 2 else 1.0))
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension, in the one order that all providers have: groups of 32 elements, each with its
+    neighbour, until one is left; of that, halves."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    while x.shape[-2] > 1:
+        x = x[..., 0::2, :] + x[..., 1::2, :]
+    x = x.squeeze(-2)
+    while x.shape[-1] > 1:
+        low, high = x.chunk(2, dim=-1)
+        x = low + high
+    return x.squeeze(-1)
+
+
+def _scales(y: Tensor, mask: Tensor | None, bits: int, block: int, stochastic: bool) -> Tensor:
+    """(r, nblocks) float32. mask: of what counts in a mean; None for all."""
+    parts = in_blocks(y, block)
+    if bits == 2 and not stochastic:
+        here = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
+        counts = in_blocks(here, block).sum(-1).clamp(min=1)
+        return usable((_tree_sum(parts.double().square()) / counts).sqrt())
+    return usable(parts.abs().amax(-1) / y.new_full((), LARGEST[bits]))  # a tensor: on CUDA, not its reciprocal
+
+
+def _times(h: Tensor, factor: int) -> Tensor:
+    """h * factor mod 2**32, of words in int64, without overflow."""
+    return (h * (factor & 0xFFFF) + ((h * (factor >> 16) & 0xFFFF) << 16)) & _WORD
+
+
+def _mix(h: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3, of words in int64."""
+    h = _times(h ^ (h >> 16), 0x85EBCA6B)
+    h = _times(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bits of x as float32, in int64."""
+    return x.float().view(torch.int32).long() & _WORD
+
+
+def _noise(parts: Tensor, scales: Tensor, seed: int) -> Tensor:
+    """In [0, 1), of the dtype of ``parts`` (r, nblocks, block)."""
+    key = _mix(_words(scales) ^ seed).unsqueeze(-1)
+    place = torch.arange(parts.shape[-1], device=parts.device)
+    hashed = _mix(((_words(parts) ^ key) + _times(place, _STEP)) & _WORD)
+    return (hashed >> 8).to(parts.dtype) * 2.0**-24
+
+
+def _codes(y: Tensor, scales: Tensor, bits: int, block: int, stochastic: bool, seed: int) -> Tensor:
+    """(r, n) int64: what is sent of y, as whole numbers; of 2 bits 0 to 3."""
+    parts, top = in_blocks(y, block), LARGEST[bits]
+    good = (scales > 0).unsqueeze(-1)
+    wide = scales.to(y.dtype).unsqueeze(-1)
+    t = parts * wide.reciprocal().where(good, 0)
+    if stochastic:
+        t = (t + 1.5 if bits == 2 else t) + _noise(parts, scales, seed)
+    t = t.floor() + 2 if bits == 2 and not stochastic else t.floor() if stochastic else t.round()
+    t = t.clamp(0, 3) if bits == 2 else t.clamp(-top, top)
+    return t.where(good, 2 if bits == 2 else 0).long().flatten(1)[:, : y.shape[1]]
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """(r, n) -> (r, ceil(n bits / 8)) uint8, the first in the lowest bits."""
+    per = 8 // bits
+    octets = torch.nn.functional.pad(codes & (2**bits - 1), (0, -codes.shape[1] % per)).unflatten(1, (-1, per))
+    shifts = bits * torch.arange(per, device=codes.device)
+    return (octets << shifts).sum(-1).to(torch.uint8)
+
+
+def _encode(
+    z: Tensor, mask: Tensor | None, wire: Tensor, bits: int, block: int, stochastic: bool, rotated: bool, seed: int
+) -> None:
+    """Writes C[z] to ``wire``."""
+    y = rotate(z, block) if rotated else z
+    scales = _scales(y, None if rotated else mask, bits, block, stochastic)
+    codes = _pack(_codes(y, scales, bits, block, stochastic, seed), bits)
+    head = 4 * scales.shape[1]
+    tail = head + codes.shape[1]
+    wire[:, :head] = scales.view(torch.uint8)
+    wire[:, head:tail] = codes
+    wire[:, tail:] = 0
+
+
+def int_compress(
+    x: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    seed: int,
+    live: Tensor | None = None,
+) -> None:
+    if x.numel():
+        mask = None if live is None else unpack_bits(live, x.shape[1])
+        z = x if mask is None else x.where(mask, 0)
+        _encode(z, mask, wire, bits, block, stochastic, rotated, seed)
+
+
+def int_compress_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    seed: int,
+    live: Tensor | None = None,
+) -> None:
+    if x.numel() == 0:
+        return
+    mask = None if live is None else unpack_bits(live, x.shape[1])
+    z = x + error if mask is None else (x + error).where(mask, 0)
+    _encode(z, mask, wire, bits, block, stochastic, rotated, seed)
+    sent = _decode(wire, z.shape[1], bits, block, z.dtype)
+    rest = z - (rotate(sent, block) if rotated else sent)
+    new_error.copy_(rest if mask is None else rest.where(mask, 0))
+
+
+def int_reduce(
+    wires: Tensor,
+    error: Tensor,
+    new_error: Tensor,
+    own: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    seed: int,
+    live: Tensor | None = None,
+) -> None:
+    mean = torch.empty_like(error)
+    int_decompress_mean(wires, mean, bits, block, rotated)
+    mask = None if live is None else live[None]
+    rows = mean[None], error[None], new_error[None], own[None]
+    int_compress_with_feedback(*rows, bits, block, stochastic, rotated, seed, mask)
+
+
+def _decode(wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
+    """(r, nbytes) -> (r, n) of ``dtype``, still rotated: code * (scale / world), the quotient rounded in ``dtype``."""
+    head, per = 4 * -(-n // block), 8 // bits
+    scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
+    shares = scales if world == 1 else scales / scales.new_full((), world)
+    octets = wire[:, head : head + -(-n // per)].long().unsqueeze(-1)
+    codes = (octets >> bits * torch.arange(per, device=wire.device) & (2**bits - 1)).flatten(1)[:, :n]
+    if bits > 2:
+        codes = (codes ^ (1 << bits - 1)) - (1 << bits - 1)
+    values = codes.to(dtype) - (1.5 if bits == 2 else 0)
+    return values * shares.repeat_interleave(block, dim=1)[:, :n]
+
+
+def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None) -> None:
+    if out.numel():
+        y = _decode(wire, out.shape[1], bits, block, out.dtype)
+        out.copy_(rotate(y, block) if rotated else y)
+        if live is not None:
+            out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
+
+
+def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+    n, world = out.shape[0], wire.shape[0]
+    if n == 0:
+        return
+    total = torch.empty_like(out)
+    for rank in range(world):  # in rank order, so that the rounding is the same on every rank
+        share = _decode(wire[rank : rank + 1], n, bits, block, out.dtype, world)[0]
+        total = share if rank == 0 else total.add_(share)
+    out.copy_(rotate(total[None], block)[0] if rotated else total)

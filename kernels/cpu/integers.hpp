@@ -1,0 +1,38 @@
+// Integers of 8, 4 and 2 bits: what an instruction set provides. commopt/ops/integers.py states the format.
+//
+// integers_avx512.cpp, integers_avx2.cpp and integers_plain.cpp each compile integers.inc; vectors are the compiler's
+// business there, so that all tables give the same bits.
+#pragma once
+
+#include <cstdint>
+
+namespace commopt {
+
+constexpr int64_t kLargestIntegerBlock = 8192;
+
+// How blocks are made into codes.
+struct Coding {
+    int64_t block;
+    int bits;
+    bool stochastic, rotated;
+    uint32_t seed;
+};
+
+// Each function works on n elements from the beginning of a block on: whole blocks, but that the last may be shorter.
+struct IntegerKernels {
+    // z = x + e (e null: x); C[z] -> scales and codes; rest = z - C[z] (null with e). live may be null, here and below.
+    // rest may be x or e itself.
+    void (*encode)(const float* x, const float* e, const uint8_t* live, float* rest, int64_t n, const Coding& coding,
+                   uint8_t* scales, uint8_t* codes);
+    void (*decode)(const uint8_t* scales, const uint8_t* codes, const uint8_t* live, float* out, int64_t n,
+                   const Coding& coding);
+    // The mean of ranks rows, which lie stride bytes apart.
+    void (*decode_mean)(const uint8_t* scales, const uint8_t* codes, int64_t stride, int64_t ranks, float* out,
+                        int64_t n, const Coding& coding);
+};
+
+extern const IntegerKernels integers_avx512;
+extern const IntegerKernels integers_avx2;
+extern const IntegerKernels integers_plain;
+
+}  // namespace commopt

@@ -1,0 +1,313 @@
+// Integers of 8, 4 and 2 bits. commopt/ops/integers.py states the format and the arithmetic.
+//
+// A block is one tile: its elements stay in the registers of a team. Places in a block are items in the order of
+// wire.cuh, so that bits 0 to 4 of a place are the lane, 5 to 7 the item and the others the warp. blockDim.x is a power
+// of two. Comparisons of floats are those of their bits: the compiler would flush denormals.
+
+constexpr int kLargestIntegerBlock = kMaxThreads * kItems;
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: added and taken away again, it rounds to an integer
+constexpr u32 kRoundBits = 0x4B400000u;
+constexpr u32 kInfinity = 0x7F800000u, kNotANumber = 0x7FC00000u, kSmallestNormal = 0x00800000u;
+
+struct Coding {
+    i64 bits, stochastic, rotated, seed;
+};
+
+struct Larger {
+    __device__ u32 operator()(u32 a, u32 b) const { return a > b ? a : b; }
+};
+
+struct Sum {
+    template <class T>
+    __device__ T operator()(T a, T b) const {
+        return a + b;
+    }
+};
+
+// What op makes of the values of a team, to all of its threads: of warps that are neighbours, of pairs of them and so on;
+// then of the halves of a warp. Every thread of the grid's block must come here.
+template <class T, class Op>
+__device__ inline T over_team(T mine, Op op) {
+    __shared__ T given[kMaxThreads];
+    const u32 own = threadIdx.y * blockDim.x + threadIdx.x;
+    for (u32 step = 32; step < blockDim.x; step *= 2) {
+        given[own] = mine;
+        __syncthreads();
+        mine = op(mine, given[own ^ step]);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) mine = op(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, step));
+    return mine;
+}
+
+// rotation -------------------------------------------------------------------------------------------------------------
+
+// Whether place i of count has a butterfly of distance h: in its piece, whose size is the highest bit of i ^ count.
+__device__ inline bool joined(int i, int count, int h) { return i < count && (i ^ count) >= 2 * h; }
+
+__device__ inline float factor_of(int size_bits) {  // 1 / sqrt(size)
+    const int doublings = 31 - __clz(size_bits);
+    return __uint_as_float((doublings & 1 ? 0x3F3504F3u : 0x3F800000u) - (u32(doublings / 2) << 23));
+}
+
+// The normalised Walsh-Hadamard transform of a block of count elements, or of the pieces of a shorter one. Every thread
+// of the grid's block must come here.
+__device__ inline void rotate(float (&x)[kItems], int count, int block) {
+    __shared__ float given[kLargestIntegerBlock];
+    for (int h = 1; h < 32 && h < block; h *= 2) {
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, x[j], h);
+            if (joined(item(j), count, h)) x[j] = lane() & h ? sub(other, x[j]) : add(x[j], other);
+        }
+    }
+#pragma unroll
+    for (int b = 1; b < kItems; b *= 2) {
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            if ((j & b) || !joined(item(j), count, 32 * b)) continue;
+            const float low = x[j], high = x[j | b];
+            x[j] = add(low, high);
+            x[j | b] = sub(low, high);
+        }
+    }
+    float* mine = given + threadIdx.y * blockDim.x * kItems;
+    for (int h = kSegment; h < block; h *= 2) {
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) mine[item(j)] = x[j];
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            const float other = mine[item(j) ^ h];
+            if (joined(item(j), count, h)) x[j] = item(j) & h ? sub(other, x[j]) : add(x[j], other);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        if (item(j) < count) x[j] = mul(x[j], factor_of(item(j) ^ count));
+    }
+}
+
+// encoding -------------------------------------------------------------------------------------------------------------
+
+__device__ inline float usable(float scale) {
+    const u32 bits = __float_as_uint(scale);
+    return bits < kSmallestNormal ? 0.0f : __uint_as_float(bits < kInfinity ? bits : kNotANumber);
+}
+
+// members: of the items that count in a mean. Every thread of the grid's block must come here.
+__device__ inline float scale_of(const float (&y)[kItems], int count, u32 members, const Coding& how) {
+    if (how.bits == 2 && !how.stochastic) {
+        double t[kItems];
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            const double wide = item(j) < count ? widen(y[j]) : 0.0;
+            t[j] = wide * wide;
+        }
+        const double mine = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
+        const double sum = over_team(mine, Sum());
+        const int all = over_team(__popc(members), Sum());
+        return all == 0 ? 0.0f : usable(narrow(sqrt(sum / double(all))));
+    }
+    u32 top = 0;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        if (item(j) < count) top = Larger()(top, __float_as_uint(y[j]) & 0x7FFFFFFFu);
+    }
+    const float most = how.bits == 8 ? 127.0f : how.bits == 4 ? 7.0f : 1.5f;
+    return usable(div(__uint_as_float(over_team(top, Larger())), most));
+}
+
+// The finaliser of MurmurHash3.
+__device__ inline u32 mix(u32 h) {
+    h = (h ^ h >> 16) * 0x85EBCA6Bu;
+    h = (h ^ h >> 13) * 0xC2B2AE35u;
+    return h ^ h >> 16;
+}
+
+// s: positive. i: the place in the block.
+__device__ inline int code_of(float y, float inverse, u32 key, int i, const Coding& how) {
+    float t = mul(y, inverse);
+    if (how.stochastic) {
+        const u32 h = mix((__float_as_uint(y) ^ key) + 0x9E3779B9u * u32(i));
+        if (how.bits == 2) t = add(t, 1.5f);
+        t = add(t, mul(float(int(h >> 8)), 1.0f / 16777216.0f));
+    }
+    const float rounded = add(t, kRound);
+    int code = int(__float_as_uint(rounded) - kRoundBits);
+    if (how.stochastic || how.bits == 2) {  // to the floor
+        if (__float_as_uint(sub(t, sub(rounded, kRound))) > 0x80000000u) --code;
+    }
+    if (how.bits == 2 && !how.stochastic) code += 2;
+    const int high = how.bits == 2 ? 3 : how.bits == 4 ? 7 : 127, low = how.bits == 2 ? 0 : -high;
+    return code < low ? low : code > high ? high : code;
+}
+
+// code * s; for 2 bits (code - 1.5) * s.
+__device__ inline float value_of(int code, float s, i64 bits) {
+    return mul(bits == 2 ? mul(float(2 * code - 3), 0.5f) : float(code), s);
+}
+
+// Writes the codes of a tile. Every lane of a warp must come here.
+__device__ inline void store_codes(const int (&code)[kItems], int count, int bits, u8* to) {
+    const int per = 8 / bits;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        u32 byte = item(j) < count ? u32(code[j]) & ((1u << bits) - 1) : 0;
+        if (bits <= 4) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 1) << bits;
+        if (bits == 2) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 2) << 4;
+        if (item(j) < count && lane() % per == 0) to[item(j) / per] = u8(byte);
+    }
+}
+
+struct IntCompression {
+    Layout at;
+    Coding how;
+    const float* error;  // null without feedback
+    float* new_error;
+    u8* wire;
+    const u8* live;  // null: all
+};
+
+// Compresses z, the items of this thread.
+__device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[kItems]) {
+    const i64 place = tile.row * to.at.n + tile.start;
+    const int bits = int(to.how.bits), block = int(to.at.block), count = tile.count;
+    if (to.error != nullptr) {
+        float e[kItems];
+        load(to.error + place, count, e);
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) z[j] = add(z[j], e[j]);
+    }
+    const i64 mask_bytes = (to.at.n + 7) / 8;
+    const u32 alive = present(to.live ? to.live + tile.row * mask_bytes + tile.start / 8 : nullptr, count);
+    float y[kItems];
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        if (!(alive >> j & 1)) z[j] = 0.0f;
+        y[j] = z[j];
+    }
+    if (to.how.rotated) rotate(y, count, block);
+    const float s = scale_of(y, count, to.how.rotated ? present(nullptr, count) : alive, to.how);
+    const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
+    const float inverse = good ? div(1.0f, s) : 0.0f;
+    const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
+    int code[kItems];
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        code[j] = good ? code_of(y[j], inverse, key, item(j), to.how) : bits == 2 ? 2 : 0;
+    }
+    u8* row = to.wire + tile.row * to.at.nbytes;
+    const i64 codes = 4 * i64(to.at.nblocks);
+    store_codes(code, count, bits, row + codes + tile.start * bits / 8);
+    if (threadIdx.x == 0 && count > 0) reinterpret_cast<float*>(row)[tile.block] = s;
+    if (count > 0 && tile.start + count == to.at.n && threadIdx.x < 16) {  // the zeros at the end
+        const i64 byte = codes + (to.at.n * bits + 7) / 8 + threadIdx.x;
+        if (byte < to.at.nbytes) row[byte] = 0;
+    }
+    if (to.error == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) y[j] = value_of(code[j], s, bits);
+    if (to.how.rotated) rotate(y, count, block);
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
+    store(to.new_error + place, count, z);
+}
+
+struct IntCompressRows {
+    IntCompression to;
+    const float* x;
+};
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads) int_compress(const __grid_constant__ IntCompressRows of) {
+    const Tile tile(of.to.at);
+    float z[kItems];
+    load(of.x + tile.row * of.to.at.n + tile.start, tile.count, z);
+    int_encode(of.to, tile, z);
+}
+
+// decoding -------------------------------------------------------------------------------------------------------------
+
+// Item j of a tile, whose codes begin at codes.
+__device__ inline float int_decode(const u8* codes, int j, float s, i64 bits) {
+    const int at = item(j) * int(bits);
+    int code = codes[at >> 3] >> (at & 7) & ((1 << bits) - 1);
+    if (bits > 2) code = (code ^ 1 << (bits - 1)) - (1 << (bits - 1));
+    return value_of(code, s, bits);
+}
+
+// The mean of rows, in their order. Every thread of the grid's block must come here.
+__device__ inline void int_mean(const u8* wires, const Layout& at, const Coding& how, int ranks, const Tile& tile,
+                                float (&x)[kItems]) {
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) x[j] = 0.0f;
+    const i64 codes = 4 * i64(at.nblocks) + tile.start * how.bits / 8;
+    for (int rank = 0; rank < ranks && tile.count > 0; ++rank) {
+        const u8* row = wires + rank * at.nbytes;
+        const float share = div(get_scale(row, tile.block), float(ranks));
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            if (item(j) >= tile.count) continue;
+            const float own = int_decode(row + codes, j, share, how.bits);
+            x[j] = rank == 0 ? own : add(x[j], own);
+        }
+    }
+    if (how.rotated) rotate(x, tile.count, int(at.block));
+}
+
+struct IntReduce {
+    IntCompression to;
+    const u8* wires;
+    i64 ranks;
+};
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads) int_reduce(const __grid_constant__ IntReduce of) {
+    const Tile tile(of.to.at);
+    float x[kItems];
+    int_mean(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
+    int_encode(of.to, tile, x);
+}
+
+struct IntDecompression {
+    Layout at;
+    Coding how;
+    const u8* wire;
+    float* out;
+    const u8* live;  // null: all
+};
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    int_decompress(const __grid_constant__ IntDecompression of) {
+    const Tile tile(of.at);
+    const u8* row = of.wire + tile.row * of.at.nbytes;
+    const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * of.how.bits / 8;
+    const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
+    float x[kItems];
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) x[j] = item(j) < tile.count ? int_decode(codes, j, s, of.how.bits) : 0.0f;
+    if (of.how.rotated) rotate(x, tile.count, int(of.at.block));
+    const i64 mask_bytes = (of.at.n + 7) / 8;
+    const u32 alive = present(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+        if (!(alive >> j & 1)) x[j] = 0.0f;
+    }
+    store(of.out + tile.row * of.at.n + tile.start, tile.count, x);
+}
+
+struct IntMean {
+    Layout at;
+    Coding how;
+    const u8* wires;
+    float* out;
+    i64 ranks;
+};
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads) int_decompress_mean(const __grid_constant__ IntMean of) {
+    const Tile tile(of.at);
+    float x[kItems];
+    int_mean(of.wires, of.at, of.how, int(of.ranks), tile, x);
+    store(of.out + tile.start, tile.count, x);
+}

@@ -1,0 +1,91 @@
+"""What every provider of the integer operators has to do: the same as the reference, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from wires import FLAVOURS, bits_equal, mask_bits, values
+
+from commopt import ops
+from commopt.ops import reference_integers as reference
+
+ANY = {
+    "rows": st.integers(1, 3),
+    "n": st.one_of(st.integers(1, 40), st.integers(41, 700), st.sampled_from([2049, 4096, 8191, 9001, 17_000])),
+    "bits": st.sampled_from([8, 4, 2]),
+    "block": st.sampled_from([8, 16, 32, 64, 128, 128, 256, 512, 2048, 8192]),
+    "stochastic": st.booleans(),
+    "rotated": st.booleans(),
+    "flavour": st.sampled_from(FLAVOURS),
+    "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    "bad": st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
+    "seed": st.integers(0, 2**32 - 1),
+}
+
+
+def new_wire(rows: int, n: int, bits: int, block: int) -> Tensor:
+    """A wire full of rubbish, every byte of which has to be written."""
+    return torch.full((rows, ops.int_nbytes(n, bits, block)), 0xA5, dtype=torch.uint8)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, but for the bits of NaN."""
+    a, b = a.cpu(), b.cpu()
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and bits_equal(a.where(~nan, 0), b.where(~nan, 0))
+
+
+def check(
+    run: Any,
+    device: Any,
+    rows: int,
+    n: int,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    flavour: str,
+    mask: str,
+    bad: float | None,
+    seed: int,
+) -> None:
+    """``run`` has the operators as attributes, and works on ``device``."""
+    rng = np.random.default_rng(seed)
+    x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
+    if bad is not None:
+        x[rng.integers(rows), rng.integers(n)] = bad
+    live, coding, results = mask_bits(mask, rows, n, rng), (bits, block, stochastic, rotated, seed), []
+    there = [None if t is None else t.to(device) for t in (x, error, live)]
+    for provider, (x_, error_, live_) in ((run, there), (reference, (x, error, live))):
+        plain, wire, own = (new_wire(r, n, bits, block).to(x_.device) for r in (rows, rows, 1))
+        own = own[0]
+        shapes = (rows, n), (rows, n), (rows, n), n, n
+        new_error, out, masked, mean, rest = (torch.empty(s, device=x_.device) for s in shapes)
+        provider.int_compress(x_, plain, *coding, live_)
+        provider.int_compress_with_feedback(x_, error_, new_error, wire, *coding, live_)
+        provider.int_decompress(wire, out, bits, block, rotated)
+        provider.int_decompress(wire, masked, bits, block, rotated, live_)
+        provider.int_decompress_mean(wire, mean, bits, block, rotated)
+        provider.int_reduce(wire, error_[0], rest, own, *coding, None if live_ is None else live_[0])
+        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+    for mine, expected in zip(*results):
+        assert same(mine, expected)
+    _, wire, new_error, *_, own, rest = results[1]
+    for i in range(2):  # the new residual may take the place of either
+        again, inputs = new_wire(rows, n, bits, block).to(device), [there[0].clone(), there[1].clone()]
+        run.int_compress_with_feedback(*inputs, inputs[i], again, *coding, there[2])
+        assert same(again, wire)
+        assert same(inputs[i], new_error)
+    again, place = torch.empty_like(own, device=device), there[1][0].clone()
+    run.int_reduce(results[0][1], place, place, again, *coding, None if live is None else there[2][0])
+    assert same(again, own)
+    assert same(place, rest)
+    assert same(there[0], x)
+    assert same(there[1], error)
