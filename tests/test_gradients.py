@@ -15,7 +15,7 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, some_p
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.compress import Compressor, Identity, Sign
+from commopt.compress import Compressor, Float8, Identity, Int2, Int4, Int8, Sign
 from commopt.optim import join_state_dict, split_state_dict
 
 SIZES = [(7, 3), (5,), (4, 4), (), (0, 2), (130,)]
@@ -154,7 +154,7 @@ def test_every_rank_has_the_same_bits_and_any_optimizer_follows(dtype):
     assert same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("compressor", [Sign(16), Sign(None), Identity()], ids=repr)
+@pytest.mark.parametrize("compressor", [Sign(16), Sign(None), Int4(16), Identity()], ids=repr)
 @pytest.mark.parametrize("bucket_mb", [None, 2e-4])
 def test_bytes_are_the_closed_form(compressor: Compressor, bucket_mb):
     world_size = 3
@@ -179,7 +179,7 @@ def test_bytes_are_the_closed_form(compressor: Compressor, bucket_mb):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("compressor", [Sign(16), Sign(16, "l1")], ids=repr)
+@pytest.mark.parametrize("compressor", [Sign(16), Sign(16, "l1"), Int8(16), Int4(16, rotate=True), Int2(16)], ids=repr)
 def test_what_came_out_plus_what_is_owed_is_what_went_in(world_size, compressor):
     """Also with gradients that some, or all, ranks lack: nothing is lost."""
 
@@ -227,7 +227,11 @@ def test_the_mean_of_many_equal_steps_tends_to_the_gradient():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("compressor", [Sign(16), Sign(None), Identity()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor",
+    [Sign(16), Sign(None), Int8(16), Int4(16, rotate=True), Int2(16), Float8(block=16), Identity()],
+    ids=repr,
+)
 def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(compressor, bad):
     def run(backend: ThreadBackend) -> list[Tensor]:
         model = Given()
@@ -388,7 +392,7 @@ def test_what_is_not_allowed(model, kind, message):
 
 def test_one_rank_that_is_wrong_is_an_error_on_all():
     def run(backend: ThreadBackend) -> None:
-        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1 has Sign"):
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1 has .*Sign"):
             commopt.compress_gradients(Given(), Sign(16 << backend.rank), backend=backend)
         with pytest.raises(ValueError, match="parameter lists differ between ranks"):
             commopt.compress_gradients(nn.Linear(3 + backend.rank, 2), Sign(), backend=backend)

@@ -259,7 +259,8 @@ def _mean_of(
         return [], torch.ones((), dtype=torch.bool, device=bucket.device)
     sizes = [x.numel() for x in parts]
     padding = -sum(sizes) % (bucket.world_size * ROW_MULTIPLE)
-    message = torch.cat([*(x.reshape(-1) for x in parts), torch.zeros(padding, dtype=bucket.dtype, device=bucket.device)])
+    end = torch.zeros(padding, dtype=bucket.dtype, device=bucket.device)
+    message = torch.cat([*(x.reshape(-1) for x in parts), end])
     yield from mean_over_all(message, send, reply)
     means = [piece.view(x.shape) for piece, x in zip(message.split([*sizes, padding]), parts)]
     for x, mean in zip(exact, means[len(mine) :]):
