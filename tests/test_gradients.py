@@ -15,7 +15,8 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, some_p
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.compress import Compressor, Float8, Identity, Int2, Int4, Int8, Sign
+from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, Sign
+from commopt.gradients import LoCo
 from commopt.optim import join_state_dict, split_state_dict
 
 SIZES = [(7, 3), (5,), (4, 4), (), (0, 2), (130,)]
@@ -392,7 +393,7 @@ def test_what_is_not_allowed(model, kind, message):
 
 def test_one_rank_that_is_wrong_is_an_error_on_all():
     def run(backend: ThreadBackend) -> None:
-        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 1 has .*Sign"):
+        with pytest.raises(ValueError, match=r"settings or kernel providers differ between ranks: rank 1 has .*Sign"):
             commopt.compress_gradients(Given(), Sign(16 << backend.rank), backend=backend)
         with pytest.raises(ValueError, match="parameter lists differ between ranks"):
             commopt.compress_gradients(nn.Linear(3 + backend.rank, 2), Sign(), backend=backend)
@@ -412,3 +413,103 @@ def test_residuals_of_another_model_are_refused():
     other = commopt.compress_gradients(nn.Linear(2, 2), Sign(), backend=LocalBackend()).state_dict()
     with pytest.raises(ValueError, match="the loaded residuals are of 2 parameters, the model has 6 to train"):
         handle.load_state_dict(other)
+
+
+# LoCo's feedback ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_loco_is_the_moving_average_of_what_is_lost(world_size):
+    """Its residual is what the formula says, to what 8 bits can hold; every third mean it is forgotten; and it helps
+    less than error feedback and more than none."""
+
+    def run(backend: ThreadBackend) -> dict[str, float]:
+        apart = {}
+        for name, feedback in (("none", False), ("loco", LoCo(0.5, None)), ("all", True)):
+            model = Given([(200,)])
+            commopt.compress_gradients(model, Int2(8), backend=backend, feedback=feedback)
+            g = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            total = torch.zeros(200, dtype=torch.float64)
+            for _ in range(64):
+                model.backward([g])
+                total += model.take()[0]
+            apart[name] = float((total / 64 - g).norm() / g.norm())
+
+        model = Given([(200,)])
+        handle = commopt.compress_gradients(model, Int2(8), backend=backend, feedback=LoCo(0.75, 3))
+        e = torch.zeros(200, dtype=torch.float64)
+        for step in range(6):
+            g = torch.randn(200, generator=torch.Generator().manual_seed(10 * step + backend.rank), dtype=torch.float64)
+            padded = torch.zeros(1, handle.mean.buckets[0].padded, dtype=torch.float64)
+            padded[0, :200] = g + e
+            rows = padded.view(world_size, -1)
+            payload = torch.zeros(world_size, Int2(8).nbytes(rows.shape[1], torch.float64), dtype=torch.uint8)
+            sent = torch.empty_like(rows)
+            active = handle.mean.buckets[0].numel
+            mask = torch.zeros(padded.numel(), dtype=torch.bool)
+            mask[:active] = True
+            bits = torch.zeros(padded.numel() // 8, dtype=torch.uint8)
+            commopt.ops.pack_nonzero(mask.double(), bits)
+            lost = torch.zeros_like(rows)
+            Int2(8).compress_with_feedback(rows, torch.zeros_like(rows), payload, bits.view(world_size, -1), lost)
+            Int2(8).decompress(payload, sent)
+            e = 0.75 * e + 0.25 * lost.flatten()[:200]
+            model.backward([g])
+            model.take()
+            mine = handle.state_dict()["residuals"]["state"][0]["worker_error"].flatten()
+            if step % 3 == 2:
+                assert not mine.any()
+                e = torch.zeros_like(e)
+            else:
+                torch.testing.assert_close(mine, e, rtol=0, atol=float(e.abs().max()) / 127)
+                e = mine.clone()
+        return apart
+
+    for apart in on_threads(world_size, run):
+        assert apart["all"] < 0.5 * apart["loco"]
+        assert apart["loco"] < 0.9 * apart["none"]
+
+
+@pytest.mark.parametrize("half", [1, 4])
+def test_loco_is_resumed_to_the_bit_and_leaves_nothing_of_what_is_not_finite(half):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        def steps(model: Given, which: range) -> list[Tensor]:
+            out = []
+            for step in which:
+                model.backward(incomplete(step, backend.rank))
+                out += [g for g in model.take() if g is not None]
+            return out
+
+        def made() -> tuple[Given, commopt.gradients.CompressedGradients]:
+            model = Given()
+            feedback = LoCo(0.8, 3)
+            return model, commopt.compress_gradients(
+                model, Int4(16), backend=backend, bucket_mb=2e-4, feedback=feedback
+            )
+
+        model, handle = made()
+        steps(model, range(half))
+        saved = handle.state_dict()
+        spoilt = [torch.full_like(g, math.nan) for g in some_grads(SIZES, 0, backend.rank)]
+        model.backward(spoilt)
+        assert not any(g.isfinite().all() for g in model.take() if g.numel())
+        straight = steps(model, range(half, 8))
+        other, second = made()
+        second.load_state_dict(saved)
+        assert same_bits(steps(other, range(half, 8)), straight)
+        return straight
+
+    results = on_threads(3, run)
+    assert all(same_bits(results[0], r) for r in results)
+
+
+def test_what_loco_is_not_given():
+    for arguments, message in (
+        ({"beta": 1.0}, r"beta must be in \[0, 1\), got 1.0"),
+        ({"reset_every": 0}, "reset_every must be None or an int >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoCo(**arguments)
+    for compressor, feedback in ((ACP(), LoCo()), (Sign(), 3)):
+        with pytest.raises(ValueError, match="feedback must be True, False or, with a compressor of rows, LoCo"):
+            commopt.compress_gradients(Given(), compressor, backend=LocalBackend(), feedback=feedback)

@@ -17,6 +17,7 @@ from commopt.compress import Compressor
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
+from commopt.gradients.loco import LoCo, LoCoRows
 from commopt.gradients.low_rank import Thin
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.method import Method
@@ -99,7 +100,7 @@ def compress_gradients(
     *,
     process_group: Any = None,
     backend: Backend | None = None,
-    feedback: bool = True,
+    feedback: bool | LoCo = True,
     bucket_mb: float | None = None,
     reduction: str = "mean",
 ) -> CompressedGradients:
@@ -124,7 +125,8 @@ def compress_gradients(
     ================================  ==================================================================================
 
     Memory of a rank, for N elements of gradients that it holds: residuals of 4 N bytes and 4 N / W (8 for float64), and
-    while means are taken as much again. Without ``feedback`` only the latter.
+    while means are taken (on a CPU always) as much again. Without ``feedback`` only the latter. With LoCo: N bytes, N
+    more while means are taken, 4 N / W, and 8 bytes an element of the largest bucket.
 
     Args:
         model: before the first backward; its parameters where they will stay.
@@ -134,7 +136,8 @@ def compress_gradients(
             of (nodes, ranks of a node) only what goes between nodes is compressed.
         backend: in its place, a :class:`commopt.comm.Backend`.
         feedback: whether what compression loses is kept, and sent with the next gradients (error feedback). Without it
-            biased compressors, such as Sign, need not converge.
+            biased compressors, such as Sign, need not converge. Or :class:`commopt.gradients.LoCo`, which keeps it in
+            one byte an element; not with PowerSGD and ACP.
         bucket_mb: most MB (2**20 bytes) of a bucket; None chooses.
         reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel.
 
@@ -148,7 +151,7 @@ def compress_gradients(
     topology = Topology(backend)
     error: Exception | None = None
     try:
-        _check(model, compressor, params, topology, bucket_mb, reduction)
+        _check(model, compressor, feedback, params, topology, bucket_mb, reduction)
     except ValueError as caught:
         error = caught
     _agree(topology, params, error, f"{compressor!r}, {feedback=}, {bucket_mb=}, {reduction=}")
@@ -167,8 +170,10 @@ def compress_gradients(
     return handle
 
 
-def _method(compressor: Compressor | LowRank, feedback: bool) -> Method:
-    return Thin(compressor, feedback) if isinstance(compressor, LowRank) else Rows(compressor, feedback)
+def _method(compressor: Compressor | LowRank, feedback: bool | LoCo) -> Method:
+    if isinstance(compressor, LowRank):
+        return Thin(compressor, bool(feedback))
+    return LoCoRows(compressor, feedback) if isinstance(feedback, LoCo) else Rows(compressor, feedback)
 
 
 def _ranks(model: Any, process_group: Any, backend: Backend | None, params: Sequence[Tensor]) -> Backend:
@@ -180,6 +185,7 @@ def _ranks(model: Any, process_group: Any, backend: Backend | None, params: Sequ
 def _check(
     model: Any,
     compressor: Any,
+    feedback: Any,
     params: Sequence[Tensor],
     topology: Topology,
     bucket_mb: float | None,
@@ -190,6 +196,8 @@ def _check(
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(compressor, (Compressor, LowRank)):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and isinstance(compressor, LowRank)):
+        raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")
     if getattr(model, _MARK, None) is not None:

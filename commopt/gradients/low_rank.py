@@ -155,8 +155,8 @@ class Thin:
 
     # state ------------------------------------------------------------------------------------------------------------
 
-    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-        number, out = {id(p): i for i, p in enumerate(params)}, {}
+    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
+        number, out = {id(p): i for i, p in enumerate(params)}, dict[Any, dict[str, Any]]()
         for bucket in buckets:
             error = self._of[id(bucket)].error
             for factors in self._of[id(bucket)].matrices if error is not None else ():

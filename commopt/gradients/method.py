@@ -52,7 +52,7 @@ class Method(Protocol):
         """Takes the mean of what the ranks have ``brought``. ``absent``: indices of the parameters that no rank has a
         gradient of, ascending; what is owed to them stays."""
 
-    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
+    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         """What this rank owes, by the number of the parameter, as copies."""
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:

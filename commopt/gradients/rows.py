@@ -59,6 +59,12 @@ class Rows:
             yield chunk.work
             sound = sound & self._is_sound(chunk, bucket)
 
+        write = self._writer(bucket, in_flight, active)
+        return Received(bucket, sound, write, lambda: feedback.commit(spared), feedback.let_go)
+
+    def _writer(
+        self, bucket: StateBucket, in_flight: Sequence[InFlightChunk], active: Tensor
+    ) -> Callable[[Sequence[Tensor]], None]:
         def write(outs: Sequence[Tensor]) -> None:
             mean = self._scratch(bucket)
             mask = active.view(bucket.world_size, -1)
@@ -67,7 +73,7 @@ class Rows:
                 self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, sound, write, lambda: feedback.commit(spared), feedback.let_go)
+        return write
 
     def _scratch(self, bucket: StateBucket) -> Tensor:
         """A flat buffer that all buckets have in turn: new memory costs a CPU more than what is written to it."""
@@ -85,8 +91,8 @@ class Rows:
         self.compressor.decompress(chunk.payload, values)
         return values.isfinite().all()
 
-    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-        return saving.own_states([(bucket, ()) for bucket in buckets], params, lambda p: p)
+    def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
+        return dict(saving.own_states([(bucket, ()) for bucket in buckets], params, lambda p: p))
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         return {}
