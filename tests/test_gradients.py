@@ -466,7 +466,7 @@ def test_loco_is_the_moving_average_of_what_is_lost(world_size):
         return apart
 
     for apart in on_threads(world_size, run):
-        assert apart["all"] < 0.5 * apart["loco"]
+        assert apart["all"] < 0.8 * apart["loco"]
         assert apart["loco"] < 0.9 * apart["none"]
 
 
