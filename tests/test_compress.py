@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.compress import Compressor, Identity, Sign
+from commopt.compress import Compressor, Identity, Sign, TopK
 from commopt.compress.compressor import align, unpack_bits
 
 
@@ -36,6 +36,11 @@ CASES = [
     Sign(block=None),
     Sign(block=None, norm="l1"),
     Identity(),
+    TopK(),
+    TopK(k=3, chunk=16, bits=1),
+    TopK(k=5, chunk=32, bits=8),
+    TopK(k=2, chunk=64, bits=16),
+    TopK(k=1, chunk=16, bits=32),
     Rounded(),
 ]
 every_case = pytest.mark.parametrize("compressor", CASES, ids=repr)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference
+from commopt.ops import reference, reference_top_k
 
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
@@ -41,7 +41,19 @@ SCHEMAS = {
         "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "
         "float[] sqrt_bias_corrections2, float eps, float decay) -> ()"
     ),
+    "topk_compress": "(Tensor x, Tensor(a!) wire, int k, int chunk, int bits, Tensor? live=None) -> ()",
+    "topk_compress_with_feedback": (
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int chunk, int bits, "
+        "Tensor? live=None) -> ()"
+    ),
+    "topk_decompress": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits, Tensor? live=None) -> ()",
+    "topk_decompress_mean": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits) -> ()",
 }
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    name: getattr(reference_top_k if name.startswith("topk_") else reference, name) for name in SCHEMAS
+}
+"""The reference of each operator."""
 
 PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
 """Providers of each operator on each device: {operator: {device: provider}}."""
@@ -65,4 +77,4 @@ def _fake_square_sum(xs: list[Tensor]) -> Tensor:
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"commopt::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(f"commopt::{_name}", _fake_square_sum if _name == "square_sum" else _fake_in_place)
-    register(_name, "default", "reference", getattr(reference, _name))
+    register(_name, "default", "reference", REFERENCES[_name])

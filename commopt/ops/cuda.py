@@ -369,7 +369,7 @@ def _start() -> None:
         if served == "cupy":
             catalogue.register(name, "cuda", served, function)
         elif served == "reference":
-            catalogue.register(name, "cuda", served, with_warning(getattr(reference, name)))
+            catalogue.register(name, "cuda", served, with_warning(catalogue.REFERENCES[name]))
 
 
 _start()
