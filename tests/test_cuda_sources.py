@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wires import BLOCKS, FLAVOURS, new_wire
 
-from commopt.ops import catalogue, cuda, cuda_module, reference, tiles
+from commopt.ops import catalogue, cuda, cuda_module, cuda_top_k, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
@@ -148,6 +148,22 @@ def test_masks(n):
     checks.check_masks(RUN, "cpu", n)
 
 
+@few
+@given(
+    rows=st.integers(1, 3),
+    n=st.one_of(st.integers(1, 40), st.integers(41, 700), st.just(3000)),
+    shape=st.sampled_from([(4, 256), (1, 16), (3, 16), (16, 16), (5, 64), (40, 256), (256, 256), (2, 512), (40, 2048)]),
+    bits=st.sampled_from([1, 2, 8, 16, 32]),
+    flavour=st.sampled_from([*FLAVOURS, "ties"]),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    backwards=st.booleans(),
+)
+def test_top_k(fake, backwards, **case):
+    fake.backwards = backwards
+    checks.check_top_k(RUN, "cpu", **case)
+
+
 def test_more_ranks_than_lanes():
     checks.check_many_ranks(RUN, "cpu")
 
@@ -245,6 +261,10 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "square_sum": tiles.Entries,
         "total": tiles.Total,
         "frozen_adam": tiles.Entries,
+        "topk_select": cuda_top_k.Compression,
+        "topk_scales": cuda_top_k.Compression,
+        "topk_encode": cuda_top_k.Compression,
+        "topk_decompress": cuda_top_k.Decompression,
     }
     assert len(sizes) == cuda_module.source().count("__global__")
     for name, struct in sizes.items():
@@ -256,7 +276,7 @@ def test_providers_are_registered_and_take_what_the_reference_takes():
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"commopt::{name}", "CUDA") for name in cuda.KERNELS)
     for name, function in cuda.KERNELS.items():
         assert list(inspect.signature(function).parameters) == list(
-            inspect.signature(getattr(reference, name)).parameters
+            inspect.signature(catalogue.REFERENCES[name]).parameters
         )
 
 

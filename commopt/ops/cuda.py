@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import catalogue, reference
+from commopt.ops import catalogue, cuda_top_k, reference
 from commopt.ops import tiles as t
 from commopt.ops.cuda_module import launch, provider, with_warning
 
@@ -360,6 +360,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "square_sum": _square_sum,
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
+    **cuda_top_k.KERNELS,
 }
 
 

@@ -24,6 +24,8 @@ inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c);
 inline double widen(float a) { return a; }
 inline float narrow(double a) { return float(a); }
 
+inline int round_even(float a) { return int(std::nearbyint(std::fmin(std::fmax(a, -1e9f), 1e9f))); }
+
 inline float half_to_float(u16 a) {
     Half half;
     std::memcpy(&half, &a, 2);
@@ -46,6 +48,8 @@ inline u16 float_to_half(float a) {
 #include "decompress.cu"
 //
 #include "lists.cu"
+//
+#include "top_k.cu"
 
 namespace {
 
@@ -68,6 +72,7 @@ const Kernel kernels[] = {
     KERNEL(sign_residuals),  KERNEL(sign_decompress),        KERNEL(sign_decompress_mean), KERNEL(sign_decompress_adam),
     KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
     KERNEL(total),           KERNEL(frozen_adam),
+    KERNEL(topk_select),     KERNEL(topk_scales),            KERNEL(topk_encode),          KERNEL(topk_decompress),
 };
 
 const Kernel* find(const char* name) {
