@@ -48,6 +48,8 @@ struct Kernels {
     void (*largest)(const float* x, const float* e, const uint8_t* live, float* z, int64_t n, float* of_lanes);
     // The places of all elements whose magnitude is not at most `below`, NaN among them; returns how many these are.
     int64_t (*above)(const float* z, int64_t n, float below, uint16_t* places);
+    // Of 16 keys below 2^31: how many are larger, or equal and before it.
+    void (*ranks)(const int32_t* keys, int32_t* out);
 };
 
 #if defined(__x86_64__)

@@ -118,7 +118,7 @@ struct Space {
     void* memory;
 
     explicit Space(const TopKRow& at) {
-        const size_t entries = size_t(at.group * at.k), chunk = size_t(at.chunk);
+        const size_t entries = size_t(ceil_div(at.group * at.k, kLanes) * kLanes), chunk = size_t(at.chunk);
         memory = std::malloc(8 * entries + 14 * chunk);
         values = static_cast<float*>(memory);
         places = reinterpret_cast<uint32_t*>(values + entries);
@@ -132,15 +132,20 @@ struct Space {
     Space& operator=(const Space&) = delete;
 };
 
-// The mean of magnitudes, in the order that top_k.py states. use(v): whether v counts.
+// The mean of magnitudes, in the order that top_k.py states. use(|v|): whether v counts. There is room for whole lanes.
 template <class Use>
 double mean_of(const float* values, int64_t count, const Use& use) {
     double lanes[kLanes] = {};
     int64_t used = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        if (values[i] == 0.0f || !use(values[i])) continue;
-        lanes[i % kLanes] += std::fabs(double(values[i]));
-        ++used;
+    for (int64_t first = 0; first < count; first += kLanes) {
+        int32_t here = 0;
+        for (int i = 0; i < kLanes; ++i) {
+            const double size = std::fabs(double(values[first + i]));
+            const double taken = use(size) ? size : 0.0;
+            lanes[i] += taken;
+            here += !(taken == 0.0);
+        }
+        used += here;
     }
     for (int half = kLanes / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
@@ -165,6 +170,28 @@ struct TopKCompression {
         return at.chunk / runs;
     }
 
+    // The k-th largest of 16.
+    uint32_t kth_of_16(const uint32_t* keys) const {
+        int32_t ranks[16];
+        k.ranks(reinterpret_cast<const int32_t*>(keys), ranks);
+        uint32_t out = 0;
+        for (int i = 0; i < 16; ++i) out |= ranks[i] == at.k - 1 ? keys[i] : 0;
+        return out;
+    }
+
+    // Leaves the places of the k largest of up to 16, in order; returns k.
+    int64_t best_of_16(uint32_t* keys, int64_t count, uint16_t* found) const {
+        int32_t ranks[16];
+        for (int64_t i = count; i < 16; ++i) keys[i] = 0;
+        k.ranks(reinterpret_cast<const int32_t*>(keys), ranks);
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            found[kept] = found[i];
+            kept += ranks[i] < at.k;
+        }
+        return kept;
+    }
+
     // Writes z of a chunk, and the places in it of its entries to space.found; returns how many these are.
     int64_t select(int64_t r, int64_t c, Space& space, const float*& z) const {
         const int64_t start = c * at.chunk, n = at.length(c), run = run_length();
@@ -179,11 +206,12 @@ struct TopKCompression {
         }
         z = to ? to : from;
         for (int64_t i = 0; i < lanes; ++i) space.keys[i] = magnitude(space.largest[i]);
-        uint32_t bound = lanes >= at.k ? kth_largest(space.keys, lanes, at.k) : 1;
+        uint32_t bound = lanes < at.k ? 1 : lanes == 16 ? kth_of_16(space.keys) : kth_largest(space.keys, lanes, at.k);
         if (bound == 0) bound = 1;  // zeros are never sent
         const int64_t count = k.above(z, n, as_float(bound - 1), space.found);
         if (count <= at.k) return count;
         for (int64_t i = 0; i < count; ++i) space.keys[i] = magnitude(z[space.found[i]]);
+        if (count <= 16) return best_of_16(space.keys, count, space.found);
         const uint32_t least = kth_largest(space.keys, count, at.k);
         int64_t ties = at.k;
         for (int64_t i = 0; i < count; ++i) ties -= space.keys[i] > least;
@@ -204,17 +232,18 @@ struct TopKCompression {
     }
 
     // Writes scales and values; returns nothing: what they decode to is read from the row.
-    void write_values(uint8_t* row, int64_t g, int64_t entry, int64_t count, const float* values) const {
+    void write_values(uint8_t* row, int64_t g, int64_t entry, int64_t count, float* values) const {
+        for (int64_t i = count; i % kLanes != 0; ++i) values[i] = 0.0f;
         uint8_t* out = row + at.values_at;
         float scales[2] = {0.0f, 0.0f};
         double mean = 0.0;
         if (at.bits <= 2) {
-            mean = mean_of(values, count, [](float) { return true; });
+            mean = mean_of(values, count, [](double) { return true; });
             scales[0] = float(mean);
         }
         if (at.bits == 2) {
-            scales[0] = float(mean_of(values, count, [=](float v) { return !(std::fabs(double(v)) >= mean); }));
-            scales[1] = float(mean_of(values, count, [=](float v) { return std::fabs(double(v)) >= mean; }));
+            scales[0] = float(mean_of(values, count, [=](double size) { return !(size >= mean); }));
+            scales[1] = float(mean_of(values, count, [=](double size) { return size >= mean; }));
         }
         if (at.bits == 8) {
             uint32_t largest = 0;
