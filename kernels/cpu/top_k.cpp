@@ -18,6 +18,15 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t gcd(int64_t a, int64_t b) { return b == 0 ? a : gcd(b, a % b); }
 
+// s or -s, as the lowest bit says.
+float signed_by(int bit, float s) {
+    uint32_t bits;
+    std::memcpy(&bits, &s, 4);
+    bits ^= ~uint32_t(bit) << 31;
+    std::memcpy(&s, &bits, 4);
+    return s;
+}
+
 // As TopKRow in top_k_row.py.
 struct TopKRow {
     int64_t n, k, chunk, bits;
@@ -65,12 +74,10 @@ struct TopKRow {
         const uint8_t* values = row + values_at;
         if (bits == 2) {
             const int code = values[e >> 2] >> (2 * (e & 3)) & 3;
-            const float s = get_scale(row, 2 * g + (code >> 1));
-            return code & 1 ? s : -s;
+            return signed_by(code, get_scale(row, 2 * g + (code >> 1)));
         }
         if (bits == 1) {
-            const float s = get_scale(row, g);
-            return values[e >> 3] >> (e & 7) & 1 ? s : -s;
+            return signed_by(values[e >> 3] >> (e & 7), get_scale(row, g));
         }
         if (bits == 8) return float(int8_t(values[e])) * get_scale(row, g);
         uint32_t word = 0;
@@ -138,14 +145,15 @@ double mean_of(const float* values, int64_t count, const Use& use) {
     double lanes[kLanes] = {};
     int64_t used = 0;
     for (int64_t first = 0; first < count; first += kLanes) {
-        int32_t here = 0;
-        for (int i = 0; i < kLanes; ++i) {
-            const double size = std::fabs(double(values[first + i]));
-            const double taken = use(size) ? size : 0.0;
-            lanes[i] += taken;
-            here += !(taken == 0.0);
+        for (int i = 0; i < kLanes; ++i) {  // without a branch: whether an entry counts cannot be guessed
+            double size = std::fabs(double(values[first + i]));
+            uint64_t bits;
+            std::memcpy(&bits, &size, 8);
+            bits &= -uint64_t(use(size));
+            std::memcpy(&size, &bits, 8);
+            lanes[i] += size;
+            used += bits != 0;
         }
-        used += here;
     }
     for (int half = kLanes / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
@@ -262,7 +270,7 @@ struct TopKCompression {
             if (at.bits <= 2) {
                 if (v == 0.0f) continue;
                 int code = !std::signbit(v);
-                if (at.bits == 2 && std::fabs(double(v)) >= mean) code |= 2;
+                if (at.bits == 2) code |= int(std::fabs(double(v)) >= mean) << 1;
                 out[e * at.bits >> 3] |= uint8_t(code << (e * at.bits & 7));
             } else if (at.bits == 8) {
                 const float steps = usable ? std::nearbyintf(v / scales[0]) : 0.0f;
