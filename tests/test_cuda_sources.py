@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wires import BLOCKS, FLAVOURS, new_wire
 
+from commopt import ops
 from commopt.ops import catalogue, cuda, cuda_module, cuda_top_k, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
@@ -211,11 +212,16 @@ def test_nothing_is_launched_for_nothing(fake, n):
     RUN.sign_decompress_adam_(wire, flat, flat.clone(), [], [], [], [], 0.0, 1.0, 8, None, 0, n)
     RUN.sign_decompress_mean(wire, x[0], 8)
     RUN.sign_reduce(wire, x[0], x[1], wire[0].clone(), 8, 2)
+    top = torch.empty(2, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
+    RUN.topk_compress(x, top, 4, 256, 2)
+    RUN.topk_compress_with_feedback(x, x.clone(), x, top, 4, 256, 2)
+    RUN.topk_decompress(top, x, 4, 256, 2)
+    RUN.topk_decompress_mean(top, x[0], 4, 256, 2)
     RUN.pack_nonzero(flat, mask)
     RUN.zero_dead_(flat, mask)
     RUN.momentum(flat, [], [], 0.9, 0.1, flat)
     RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
-    assert len(fake.launches) == (0 if n == 0 else 10)
+    assert len(fake.launches) == (0 if n == 0 else 18)
     assert float(RUN.square_sum([torch.empty(0)])) == 0.0
 
 
@@ -226,6 +232,10 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
     shifted = torch.empty(wire.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
     RUN.sign_compress(x.float(), shifted, 8, 2)
     assert checks.same(wire, shifted)
+    top, out = torch.empty(1, ops.topk_nbytes(24, 24, 32, 32, x.dtype), dtype=torch.uint8), torch.empty_like(x)
+    RUN.topk_compress_with_feedback(x, x * 0, out.clone(), top, 24, 32, 32)
+    RUN.topk_decompress(top, out, 24, 32, 32)
+    assert checks.same(x, out)
     assert fake.launches == []
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from oracle_top_k import encode, nbytes_of
 from torch import Tensor
 from wires import FLAVOURS, bits_equal, mask_bits, unpacked, values
-from worlds import on_threads
+from worlds import Used, on_threads, params_of, same_bits, train
 
-from commopt import ops
+from commopt import DiLoCo, OneBitAdam, ops
 from commopt.comm import compressed_all_reduce
 from commopt.compress import Feedback, FrozenAdam, Momentum, TopK
 from commopt.ops import native, reference_top_k
@@ -218,7 +218,15 @@ def test_damage_is_noticed_and_writes_nowhere_else(isa, bits):
     compressor.compress(1000 - torch.arange(float(n)).unsqueeze(0), wire)  # the first three of each chunk
     assert compressor.is_sound(wire, n)
     at = compressor._row(n).indices_at
-    for change in ([0, 200], [1, 31], [1, 0], [2, 0], [9, 30]):  # beyond a chunk, not ascending, beyond the last
+    for change in (
+        [0, 200],
+        [2, 200],
+        [1, 31],
+        [1, 0],
+        [2, 0],
+        [9, 30],
+        [11, 30],
+    ):  # beyond a chunk, not ascending, beyond the last
         broken = wire.clone()
         broken[0, at + change[0]] = change[1]
         assert not compressor.is_sound(broken, n)
@@ -277,6 +285,25 @@ def test_every_rank_gets_the_same_bits(world, bits):
         assert all(map(bits_equal, xs, results[0][0]))
         assert not worker[4::8].any()
         assert all(x.any() and not x[4::8].any() for x in xs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_optimizers_keep_replicas_equal_with_it(overlap):
+    def rank(backend):
+        model, outer = Used(), Used()
+        optimizer = OneBitAdam(
+            model.parameters(), freeze_step=2, compressor=TopK(4, 16), backend=backend, overlap=overlap
+        )
+        train(model, optimizer, range(5), backend.rank, 2)
+        rounds = DiLoCo(torch.optim.SGD(outer.parameters(), 0.1), period=2, backend=backend, compressor=TopK(4, 16))
+        train(outer, rounds, range(4), backend.rank, 2)
+        return params_of(model), params_of(outer)
+
+    first, second = on_threads(2, rank)
+    assert same_bits(first[0], second[0])
+    assert same_bits(first[1], second[1])
+    assert not same_bits(first[0], params_of(Used()))
+    assert not same_bits(first[1], params_of(Used()))
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])

@@ -33,6 +33,8 @@ strided: columns of larger ones.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,7 @@ _ops = torch.ops.commopt
 _REAL = (torch.float32, torch.float64)
 
 
+@functools.lru_cache(maxsize=1024)
 def topk_nbytes(n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the wire row of ``n`` elements, a multiple of 16.
 
