@@ -246,6 +246,60 @@ def cases_of_bits(n: int, bits: int) -> list[Case]:
     ]
 
 
+def usual_top_k(x: Tensor, error: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """The k largest of every chunk by torch.topk, with feedback; indices and values are left as they are."""
+    error.add_(x)
+    chunks = error.view(-1, min(chunk, error.numel()))
+    indices = chunks.abs().topk(min(k, chunks.shape[1]), sorted=False).indices
+    values = chunks.gather(1, indices)
+    chunks.scatter_(1, indices, 0.0)
+    return indices, values
+
+
+def usual_sparse_mean(indices: Tensor, values: Tensor, out: Tensor) -> None:
+    """The mean of rows of indices, which count from the start of ``out``, and values."""
+    out.zero_()
+    for at, row in zip(indices, values):
+        out.index_add_(0, at, row, alpha=1 / len(indices))
+
+
+def top_k_cases(n: int) -> list[Case]:
+    """Top-k on ``n`` elements, at 2 bits a value."""
+    x, error, usual_error, out = torch.randn(1, n), torch.zeros(1, n), torch.zeros(n), torch.empty(n)
+    cases = []
+    for k, chunk in ((4, 256), (64, 4096)):
+        nbytes = ops.topk_nbytes(n, k, chunk, 2)
+        wire = torch.empty(1, nbytes, dtype=torch.uint8)
+        cases.append(
+            Case(
+                f"top-{k} of {chunk} with feedback",
+                lambda wire=wire, k=k, chunk=chunk: ops.topk_compress_with_feedback(x, error, wire, k, chunk, 2),
+                lambda k=k, chunk=chunk: usual_top_k(x.view(n), usual_error, k, chunk),
+                12 + nbytes / n,
+            )
+        )
+    wires = torch.empty(RANKS, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
+    ops.topk_compress(torch.randn(RANKS, n), wires, 4, 256, 2)
+    count = max(1, n // 64)
+    indices, values = torch.stack([torch.randperm(n)[:count] for _ in range(RANKS)]), torch.randn(RANKS, count)
+    per_rank = wires.shape[1] / n
+    return [
+        *cases,
+        Case(
+            "  decompress",
+            lambda: ops.topk_decompress(wires[:1], out.view(1, n), 4, 256, 2),
+            lambda: usual_sparse_mean(indices[:1], values[:1], out),
+            4 + per_rank,
+        ),
+        Case(
+            f"  decompress_mean ({RANKS} ranks)",
+            lambda: ops.topk_decompress_mean(wires, out, 4, 256, 2),
+            lambda: usual_sparse_mean(indices, values, out),
+            4 + RANKS * per_rank,
+        ),
+    ]
+
+
 def other_cases(n: int) -> list[Case]:
     """Norms and updates on ``n`` elements."""
     x, y, v = torch.randn(n), torch.randn(n), torch.rand(n) + 0.1
@@ -338,7 +392,7 @@ def main() -> None:
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for cases in (sign_cases, joined_cases, int_cases, other_cases):
+        for cases in (sign_cases, joined_cases, int_cases, top_k_cases, other_cases):
             for case in cases(n):
                 repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
                 rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from wires import bits_equal, mask_bits, new_wire, unpacked, values
 
-from commopt.ops import reference
+from commopt import ops
+from commopt.ops import reference, reference_top_k
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MARGIN = 64
@@ -98,6 +99,46 @@ def check_sign(
     assert same(again, own)
     assert same(place, rest)
     guard.check()
+
+
+def check_top_k(
+    run: Any, device: Any, rows: int, n: int, shape: tuple[int, int], bits: int, flavour: str, mask: str, seed: int
+) -> None:
+    """The operators of top-k, in columns of wider tensors, and with the residual in every place."""
+    rng, form = np.random.default_rng(seed), (*shape, bits)
+    x, error = (
+        torch.from_numpy(rng.integers(-2, 3, (rows, n)).astype(np.float32))
+        if flavour == "ties"
+        else values(flavour, (rows, n), rng)
+        for _ in range(2)
+    )
+    live, nbytes, results = mask_bits(mask, rows, n, rng), ops.topk_nbytes(n, *form), []
+    rubbish = torch.full((rows, nbytes), 0xA5, dtype=torch.uint8)
+    for provider, where in ((run, device), (reference_top_k, "cpu")):
+        guard = Guarded(where)
+        wide = [guard(torch.nn.functional.pad(t, (5, 3))) for t in (x, error, x * 0, x * 0, x * 0)]
+        x_, error_, rest, out, masked = (t[:, 5 : 5 + n] for t in wide)
+        plain, wire, mean, live_ = guard(rubbish), guard(rubbish), guard(x[0] * 0, 1), None
+        if live is not None:
+            live_ = guard(live, 1)
+        provider.topk_compress(x_, plain, *form, live_)
+        provider.topk_compress_with_feedback(x_, error_, rest, wire, *form, live_)
+        provider.topk_decompress(wire, out, *form)
+        provider.topk_decompress(wire, masked, *form, live_)
+        provider.topk_decompress_mean(wire, mean, *form)
+        for place in (x_, error_):
+            again, before = guard(rubbish), place.clone()
+            provider.topk_compress_with_feedback(x_, error_, place, again, *form, live_)
+            assert same(again, wire)
+            assert same(place, rest)
+            place.copy_(before)
+        for t in wide:
+            assert not t[:, :5].any()
+            assert not t[:, 5 + n :].any()
+        guard.check()
+        results.append((plain, wire, rest, out, masked, mean, x_, error_))
+    for a, b in zip(*results):
+        assert same(a, b)
 
 
 def momentum_oracle(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float) -> Tensor:

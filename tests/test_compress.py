@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign
+from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, TopK
 from commopt.compress.compressor import align, unpack_bits
 
 
@@ -36,6 +36,11 @@ CASES = [
     Sign(block=None),
     Sign(block=None, norm="l1"),
     Identity(),
+    TopK(),
+    TopK(k=3, chunk=16, bits=1),
+    TopK(k=5, chunk=32, bits=8),
+    TopK(k=2, chunk=64, bits=16),
+    TopK(k=1, chunk=16, bits=32),
     Rounded(),
     Int8(),
     Int4(block=8, rotate=True),

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wires import BLOCKS, FLAVOURS, new_wire
 
-from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, reference, tiles
+from commopt import ops
+from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_top_k, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
@@ -156,6 +157,22 @@ def test_masks(n):
     checks.check_masks(RUN, "cpu", n)
 
 
+@few
+@given(
+    rows=st.integers(1, 3),
+    n=st.one_of(st.integers(1, 40), st.integers(41, 700), st.just(3000)),
+    shape=st.sampled_from([(4, 256), (1, 16), (3, 16), (16, 16), (5, 64), (40, 256), (256, 256), (2, 512), (40, 2048)]),
+    bits=st.sampled_from([1, 2, 8, 16, 32]),
+    flavour=st.sampled_from([*FLAVOURS, "ties"]),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    backwards=st.booleans(),
+)
+def test_top_k(fake, backwards, **case):
+    fake.backwards = backwards
+    checks.check_top_k(RUN, "cpu", **case)
+
+
 def test_more_ranks_than_lanes():
     checks.check_many_ranks(RUN, "cpu")
 
@@ -203,11 +220,16 @@ def test_nothing_is_launched_for_nothing(fake, n):
     RUN.sign_decompress_adam_(wire, flat, flat.clone(), [], [], [], [], 0.0, 1.0, 8, None, 0, n)
     RUN.sign_decompress_mean(wire, x[0], 8)
     RUN.sign_reduce(wire, x[0], x[1], wire[0].clone(), 8, 2)
+    top = torch.empty(2, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
+    RUN.topk_compress(x, top, 4, 256, 2)
+    RUN.topk_compress_with_feedback(x, x.clone(), x, top, 4, 256, 2)
+    RUN.topk_decompress(top, x, 4, 256, 2)
+    RUN.topk_decompress_mean(top, x[0], 4, 256, 2)
     RUN.pack_nonzero(flat, mask)
     RUN.zero_dead_(flat, mask)
     RUN.momentum(flat, [], [], 0.9, 0.1, flat)
     RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
-    assert len(fake.launches) == (0 if n == 0 else 10)
+    assert len(fake.launches) == (0 if n == 0 else 18)
     assert float(RUN.square_sum([torch.empty(0)])) == 0.0
 
 
@@ -218,6 +240,10 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
     shifted = torch.empty(wire.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
     RUN.sign_compress(x.float(), shifted, 8, 2)
     assert checks.same(wire, shifted)
+    top, out = torch.empty(1, ops.topk_nbytes(24, 24, 32, 32, x.dtype), dtype=torch.uint8), torch.empty_like(x)
+    RUN.topk_compress_with_feedback(x, x * 0, out.clone(), top, 24, 32, 32)
+    RUN.topk_decompress(top, out, 24, 32, 32)
+    assert checks.same(x, out)
     assert fake.launches == []
 
 
@@ -257,6 +283,10 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "int_reduce": cuda_integers.Reduce,
         "int_decompress": cuda_integers.Decompression,
         "int_decompress_mean": cuda_integers.Mean,
+        "topk_select": cuda_top_k.Compression,
+        "topk_scales": cuda_top_k.Compression,
+        "topk_encode": cuda_top_k.Compression,
+        "topk_decompress": cuda_top_k.Decompression,
     }
     assert len(sizes) == cuda_module.source().count("__global__")
     for name, struct in sizes.items():
@@ -268,7 +298,7 @@ def test_providers_are_registered_and_take_what_the_reference_takes():
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"commopt::{name}", "CUDA") for name in cuda.KERNELS)
     for name, function in cuda.KERNELS.items():
         assert list(inspect.signature(function).parameters) == list(
-            inspect.signature(catalogue.reference_of(name)).parameters
+            inspect.signature(catalogue.REFERENCES[name]).parameters
         )
 
 

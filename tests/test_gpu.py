@@ -86,6 +86,15 @@ def test_small_square_sum(dtype):
     checks.check_square_sum(RUN, GPU, dtype)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("shape", [(4, 256), (3, 16), (40, 2048), (100, 65536)])
+def test_top_k(shape, bits):
+    for seed, (flavour, mask, n) in enumerate(
+        [("normal", "some", 70_001), ("ties", "none", 3000), ("sparse", "blocks", 999)]
+    ):
+        checks.check_top_k(RUN, GPU, 2, n, shape, bits, flavour, mask, seed)
+
+
 def test_more_ranks_than_lanes():
     checks.check_many_ranks(RUN, GPU)
 

@@ -503,6 +503,10 @@ def op_arguments() -> dict[str, tuple]:
             *(1e-8, 0.9, 16, live, 0, 37),
         ),
         "sign_decompress_mean": (wire, flat, 16),
+        "topk_compress": (x, top := torch.zeros(2, ops.topk_nbytes(37, 3, 16, 2), dtype=U8), 3, 16, 2, live),
+        "topk_compress_with_feedback": (x, x.clone(), top.clone(), 3, 16, 2, None, x.clone()),
+        "topk_decompress": (top, x.clone(), 3, 16, 2, live),
+        "topk_decompress_mean": (top, flat.clone(), 3, 16, 2),
         "pack_nonzero": (flat, bits),
         "zero_dead_": (flat, bits),
         "square_sum": ([flat, x],),
@@ -520,6 +524,9 @@ def test_opcheck(name):
     if name == "int_compress_with_feedback":
         x, error, wire, *ways, live, new_error = arguments
         arguments = (x, error, new_error, wire, *ways, live)
+    if name == "topk_compress_with_feedback":
+        x, error, wire, *form, live, new_error = arguments
+        arguments = (x, error, new_error, wire, *form, live)
     torch.library.opcheck(getattr(torch.ops.commopt, name).default, arguments)
 
 

@@ -17,6 +17,8 @@ bit otherwise.
 A ``live`` mask, (r, ceil(n / 8)) uint8 in the bit order of the signs, makes the elements with bit 0 count as absent:
 they are not in the scale, their sign bit is 0, their residual is 0. They decode to -s, or to 0 with the same mask.
 
+The wire row of top-k is stated in :mod:`commopt.ops.top_k`.
+
 Environment: ``COMMOPT_NATIVE=0`` keeps to the reference.
 """
 
@@ -42,6 +44,13 @@ from commopt.ops.integers import (
     int_nbytes,
     int_reduce,
 )
+from commopt.ops.top_k import (
+    topk_compress,
+    topk_compress_with_feedback,
+    topk_decompress,
+    topk_decompress_mean,
+    topk_nbytes,
+)
 
 __all__ = [
     "frozen_adam_apply_",
@@ -63,6 +72,11 @@ __all__ = [
     "sign_nbytes",
     "sign_reduce",
     "square_sum",
+    "topk_compress",
+    "topk_compress_with_feedback",
+    "topk_decompress",
+    "topk_decompress_mean",
+    "topk_nbytes",
     "zero_dead_",
 ]
 

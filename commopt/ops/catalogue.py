@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference, reference_integers
+from commopt.ops import reference, reference_integers, reference_top_k
 
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
@@ -55,16 +55,24 @@ SCHEMAS = {
     ),
     "int_decompress": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated, Tensor? live=None) -> ()",
     "int_decompress_mean": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
+    "topk_compress": "(Tensor x, Tensor(a!) wire, int k, int chunk, int bits, Tensor? live=None) -> ()",
+    "topk_compress_with_feedback": (
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int chunk, int bits, "
+        "Tensor? live=None) -> ()"
+    ),
+    "topk_decompress": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits, Tensor? live=None) -> ()",
+    "topk_decompress_mean": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits) -> ()",
 }
+
+_BEGINNINGS = {"int": reference_integers, "topk": reference_top_k}
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    name: getattr(_BEGINNINGS.get(name.partition("_")[0], reference), name) for name in SCHEMAS
+}
+"""The reference of each operator."""
 
 PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
 """Providers of each operator on each device: {operator: {device: provider}}."""
-
-
-def reference_of(name: str) -> Callable[..., Any]:
-    """Operator ``name`` in plain PyTorch."""
-    function: Callable[..., Any] = getattr(reference_integers if name.startswith("int_") else reference, name)
-    return function
 
 
 def register(name: str, device: str, provider: str, function: Callable[..., Any]) -> None:
@@ -85,4 +93,4 @@ def _fake_square_sum(xs: list[Tensor]) -> Tensor:
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"commopt::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(f"commopt::{_name}", _fake_square_sum if _name == "square_sum" else _fake_in_place)
-    register(_name, "default", "reference", reference_of(_name))
+    register(_name, "default", "reference", REFERENCES[_name])

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-SOURCES = ("scalar.cuh", "wire.cuh", "runs.cuh", "compress.cu", "decompress.cu", "lists.cu", "integers.cu")
+SOURCES = (
+    "scalar.cuh", "wire.cuh", "runs.cuh", "compress.cu", "decompress.cu", "lists.cu", "integers.cu", "top_k.cu",
+)  # fmt: skip
 """The files that make up the one module, in order; each of them uses what the ones before define."""
 
 _logger = logging.getLogger("commopt")

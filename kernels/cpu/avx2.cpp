@@ -46,6 +46,7 @@ inline F16 magnitude(F16 x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
+inline F16 larger(F16 a, F16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 template <int PREDICATE>
 inline uint32_t compare0(F16 x) {
     const __m256 zero = _mm256_setzero_ps();

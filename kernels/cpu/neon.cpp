@@ -48,6 +48,9 @@ inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, 
 inline F16 magnitude(F16 x) {
     return each([=](int i) { return vabsq_f32(x.part[i]); });
 }
+inline F16 larger(F16 a, F16 b) {
+    return each([=](int i) { return vmaxq_f32(a.part[i], b.part[i]); });
+}
 
 inline uint32x4_t weights(int i) {  // the bits of the lanes of part i
     const uint32x4_t first = {1, 2, 4, 8};

@@ -63,6 +63,12 @@ inline F16 multiply_add(const F16& a, const F16& b, const F16& c) {
 inline F16 magnitude(const F16& x) {
     return each([&](int i) { return F4(I4(x.part[i]) & 0x7FFFFFFF); });
 }
+inline F16 larger(const F16& a, const F16& b) {
+    return each([&](int i) {
+        const I4 first = a.part[i] > b.part[i];
+        return F4((first & I4(a.part[i])) | (~first & I4(b.part[i])));
+    });
+}
 inline I4 weights(int i) { return I4{1, 2, 4, 8} << (4 * i); }  // the bits of the lanes of part i
 inline F16 select_ge0(const F16& x, const F16& a, const F16& b) {
     return each([&](int i) {

@@ -57,6 +57,13 @@ __device__ inline float narrow(double a) {
     return b;
 }
 
+// To the nearest integer, ties to even; what is beyond those of 32 bits to the last of them.
+__device__ inline int round_even(float a) {
+    int b;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(a));
+    return b;
+}
+
 __device__ inline float half_to_float(u16 a) {
     float b;
     asm("cvt.f32.f16 %0, %1;" : "=f"(b) : "h"(a));

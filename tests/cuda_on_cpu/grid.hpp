@@ -145,6 +145,8 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     return out;
 }
 
+inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, false); }
+
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }

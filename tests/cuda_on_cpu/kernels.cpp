@@ -24,6 +24,8 @@ inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c);
 inline double widen(float a) { return a; }
 inline float narrow(double a) { return float(a); }
 
+inline int round_even(float a) { return int(std::nearbyint(std::fmin(std::fmax(a, -1e9f), 1e9f))); }
+
 inline float half_to_float(u16 a) {
     Half half;
     std::memcpy(&half, &a, 2);
@@ -48,6 +50,7 @@ inline u16 float_to_half(float a) {
 #include "lists.cu"
 //
 #include "integers.cu"
+#include "top_k.cu"
 
 namespace {
 
@@ -71,6 +74,7 @@ const Kernel kernels[] = {
     KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
     KERNEL(total),           KERNEL(frozen_adam),            KERNEL(int_compress),         KERNEL(int_reduce),
     KERNEL(int_decompress),  KERNEL(int_decompress_mean),
+    KERNEL(topk_select),     KERNEL(topk_scales),            KERNEL(topk_encode),          KERNEL(topk_decompress),
 };
 
 const Kernel* find(const char* name) {

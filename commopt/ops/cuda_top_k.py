@@ -1,0 +1,133 @@
+"""Native CUDA providers of top-k: ``kernels/cuda/top_k.cu`` through CuPy. See :mod:`commopt.ops.cuda`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import Structure
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_top_k as reference
+from commopt.ops.cuda_module import launch
+from commopt.ops.top_k_row import TopKRow
+
+TEAMS = 8
+"""Warps of a block, each with a chunk or a group."""
+OCTETS = 256
+"""Threads of a block, each with 8 entries."""
+
+_P, _I64 = ctypes.c_void_p, ctypes.c_longlong
+_NAMES = (
+    "n", "k", "chunk", "bits", "chunks", "entries", "group", "groups", "scales_of_group", "values_at", "values_nbytes",
+    "index_nbytes", "indices_at", "used", "nbytes",
+)  # fmt: skip
+
+
+class Layout(Structure):
+    """``struct TopKLayout``."""
+
+    _fields_ = [(name, _I64) for name in _NAMES]
+
+
+class Compression(Structure):
+    """``struct TopKCompression``."""
+
+    _fields_ = [
+        ("at", Layout),
+        *((name, _P) for name in ("x", "error", "new_error", "wire", "live", "kept", "means")),
+        *((name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "live_stride")),
+    ]
+
+
+class Decompression(Structure):
+    """``struct TopKDecompression``."""
+
+    _fields_ = [
+        ("at", Layout),
+        *((name, _P) for name in ("wire", "out", "live")),
+        *((name, _I64) for name in ("rows", "ranks", "out_stride", "live_stride")),
+    ]
+
+
+def _layout(row: TopKRow) -> Layout:
+    return Layout(*(getattr(row, name) for name in _NAMES))
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None or x.dim() == 1 else x.stride(0)
+
+
+def _serves(x: Tensor, wire: Tensor) -> bool:
+    """True if the kernels can read x, and numbers where they lie."""
+    return x.dtype == torch.float32 and wire.data_ptr() % 4 == 0
+
+
+def _compress(
+    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, row: TopKRow, live: Tensor | None
+) -> None:
+    rows, device = x.shape[0], x.device
+    if x.numel() == 0:
+        return
+    kept = torch.empty((rows, row.entries), dtype=torch.float32, device=device)
+    means = torch.empty((rows, row.groups), dtype=torch.float64, device=device)
+    pointers = [_pointer(t) for t in (x, error, new_error, wire, live, kept, means)]
+    argument = Compression(_layout(row), *pointers, rows, *(_stride(t) for t in (x, error, new_error, live)))
+    launch("topk_select", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, device)
+    if row.scales_of_group:
+        launch("topk_scales", -(-rows * row.groups // TEAMS), (32, TEAMS), argument, device)
+    launch("topk_encode", -(-rows * -(-row.entries // 8) // OCTETS), (OCTETS, 1), argument, device)
+
+
+def _topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    if not _serves(x, wire):
+        return reference.topk_compress(x, wire, k, chunk, bits, live)
+    _compress(x, None, None, wire, TopKRow(x.shape[1], k, chunk, bits), live)
+
+
+def _topk_compress_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    k: int,
+    chunk: int,
+    bits: int,
+    live: Tensor | None = None,
+) -> None:
+    if not _serves(x, wire):
+        return reference.topk_compress_with_feedback(x, error, new_error, wire, k, chunk, bits, live)
+    _compress(x, error, new_error, wire, TopKRow(x.shape[1], k, chunk, bits), live)
+
+
+def _decompress(wire: Tensor, out: Tensor, row: TopKRow, rows: int, ranks: int, live: Tensor | None) -> None:
+    if out.numel():
+        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
+        argument = Decompression(_layout(row), *pointers, rows, ranks, _stride(out), _stride(live))
+        launch("topk_decompress", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, out.device)
+
+
+def _topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    if not _serves(out, wire):
+        return reference.topk_decompress(wire, out, k, chunk, bits, live)
+    _decompress(wire, out, TopKRow(out.shape[1], k, chunk, bits), out.shape[0], 1, live)
+
+
+def _topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    if not _serves(out, wire):
+        return reference.topk_decompress_mean(wire, out, k, chunk, bits)
+    _decompress(wire, out, TopKRow(out.shape[0], k, chunk, bits), 1, wire.shape[0], None)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "topk_compress": _topk_compress,
+    "topk_compress_with_feedback": _topk_compress_with_feedback,
+    "topk_decompress": _topk_decompress,
+    "topk_decompress_mean": _topk_decompress_mean,
+}

@@ -1,0 +1,82 @@
+"""Native CPU providers of top-k: ``kernels/cpu/top_k.cpp``. See :mod:`commopt.ops.native`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_top_k as reference
+
+_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+SIGNATURES: dict[str, list[Any]] = {
+    "topk_compress": [_P] * 5 + [_I64] * 9 + [_I32],
+    "topk_decompress": [_P] * 3 + [_I64] * 7 + [_I32],
+    "topk_decompress_mean": [_P] * 2 + [_I64] * 5 + [_I32],
+}
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _pitch(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """The operators, with ``call(name, *arguments)`` for a function of the library."""
+
+    def compress(
+        x: Tensor,
+        error: Tensor | None,
+        new_error: Tensor | None,
+        wire: Tensor,
+        k: int,
+        chunk: int,
+        bits: int,
+        live: Tensor | None,
+    ) -> None:
+        pointers = x.data_ptr(), _pointer(error), _pointer(new_error), wire.data_ptr(), _pointer(live)
+        pitches = _pitch(x), _pitch(error), _pitch(new_error), _pitch(live)
+        call("topk_compress", *pointers, *x.shape, *pitches, k, chunk, bits)
+
+    def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+        if x.dtype != torch.float32:
+            return reference.topk_compress(x, wire, k, chunk, bits, live)
+        compress(x, None, None, wire, k, chunk, bits, live)
+
+    def topk_compress_with_feedback(
+        x: Tensor,
+        error: Tensor,
+        new_error: Tensor,
+        wire: Tensor,
+        k: int,
+        chunk: int,
+        bits: int,
+        live: Tensor | None = None,
+    ) -> None:
+        if x.dtype != torch.float32:
+            return reference.topk_compress_with_feedback(x, error, new_error, wire, k, chunk, bits, live)
+        compress(x, error, new_error, wire, k, chunk, bits, live)
+
+    def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+        if out.dtype != torch.float32:
+            return reference.topk_decompress(wire, out, k, chunk, bits, live)
+        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
+        call("topk_decompress", *pointers, *out.shape, _pitch(out), _pitch(live), k, chunk, bits)
+
+    def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+        if out.dtype != torch.float32:
+            return reference.topk_decompress_mean(wire, out, k, chunk, bits)
+        call("topk_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k, chunk, bits)
+
+    return {
+        "topk_compress": topk_compress,
+        "topk_compress_with_feedback": topk_compress_with_feedback,
+        "topk_decompress": topk_decompress,
+        "topk_decompress_mean": topk_decompress_mean,
+    }

@@ -1,0 +1,183 @@
+"""Top-k: of every chunk of a row the k elements of the largest magnitude, with their indices.
+
+**Wire row.** ``n`` elements in chunks of ``chunk`` (the last one may be shorter). Each chunk has ``k`` entries (no more
+than it has elements), K in all; each group of about 256 entries shares its scales::
+
+    [ceil(chunks / group) float32 scales, two of each if bits = 2][K values of ``bits`` bits][0, if that is odd]
+    [K indices, of 1 byte if chunk <= 256, else of 2][zeros up to a multiple of 16 bytes]
+
+    group = 256 // k chunks, rounded down to a multiple of 8 / gcd(k, 8), which is its least size
+
+Indices count from the start of a chunk and ascend within it. Magnitudes are compared as the bits of |z|: of equal ones
+that with the lower index is chosen, and NaN is above all numbers. Zeros are never sent, and elements that a mask makes
+absent are zeros. So a chunk may have fewer entries than places: those left over repeat the last index, and if there are
+none, the first index is 1 and the others 0 (where there is one place only: the length of the chunk, in its lowest
+bits). Their values have no bit set. So an entry counts if its index is in the chunk, above the one before it, and, for
+the first, not above the second.
+
+The values of the entries v of a group, least significant bit first:
+
+    bits=1:   1 for plus, 0 for minus; v decodes to +-s, s the mean of |v|
+    bits=2:   that, and 1 where |v| >= the mean of |v|; the two scales are the means of |v| below, and from there on
+    bits=8:   int8 q = v / s to nearest, ties to even; s = max |v| / 127; v decodes to q s
+    bits=16:  bfloat16, to nearest, ties to even
+    bits=32:  v itself, of the row's dtype: 8 bytes for float64
+
+Means are summed in float64, in 32 lanes (entry i of a group in lane i % 32, then the upper half of the lanes to the
+lower, and so on), and rounded to float32: all providers give the same bits, but for the payload of NaN. Where a group
+has an inf or a NaN, so has a scale or a value, and what decodes from it is not finite.
+
+A ``live`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be
+strided: columns of larger ones.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from commopt.ops import catalogue as catalogue  # it defines the operators
+from commopt.ops.reference_top_k import topk_is_sound
+from commopt.ops.top_k_row import TopKRow
+
+__all__ = [
+    "TopKRow", "topk_compress", "topk_compress_with_feedback", "topk_decompress", "topk_decompress_mean",
+    "topk_is_sound", "topk_nbytes",
+]  # fmt: skip
+
+_ops = torch.ops.commopt
+_REAL = (torch.float32, torch.float64)
+
+
+@functools.lru_cache(maxsize=1024)
+def topk_nbytes(n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of the wire row of ``n`` elements, a multiple of 16.
+
+    Args:
+        n: elements in the row; 0 gives 0.
+        k: entries of a chunk, 1 <= k <= chunk; at least 2 if bits <= 2 and chunk is 256 or 65536.
+        chunk: elements, a power of two from 16 to 65536.
+        bits: of a value: 1, 2, 8, 16 or 32.
+        dtype: of the elements; matters for bits=32 only.
+
+    Raises:
+        ValueError: any of them is not as above.
+    """
+    return TopKRow(n, k, chunk, bits, dtype).nbytes
+
+
+def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    """Writes C[x], the entries of each chunk of each row of ``x``, to ``wire``.
+
+    Args:
+        x: (r, n) float32 or float64, rows contiguous; unchanged.
+        wire: (r, topk_nbytes(n, k, chunk, bits, x.dtype)) uint8, contiguous; written, in the format that the module
+            states.
+        k, chunk, bits: as for :func:`topk_nbytes`.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, rows contiguous, or None for all.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
+    """
+    _check(x, "x", wire, k, chunk, bits, live)
+    _ops.topk_compress.default(x, wire, k, chunk, bits, live)
+
+
+def topk_compress_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    wire: Tensor,
+    k: int,
+    chunk: int,
+    bits: int,
+    live: Tensor | None = None,
+    new_error: Tensor | None = None,
+) -> None:
+    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+
+    Args:
+        x: (r, n) float32 or float64, rows contiguous; unchanged unless it is ``new_error``.
+        error: like x, with strides of its own: the residual; unchanged unless it is ``new_error``.
+        wire, k, chunk, bits, live: as for :func:`topk_compress`.
+        new_error: like error; written, 0 where ``live`` is 0; None for ``error``. It may be ``error`` or ``x`` itself;
+            no two arguments may overlap otherwise.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
+    """
+    _check(x, "x", wire, k, chunk, bits, live)
+    new_error = error if new_error is None else new_error
+    for name, y in (("error", error), ("new_error", new_error)):
+        _check_rows(name, y, x.shape, x.dtype, x.device)
+    _ops.topk_compress_with_feedback.default(x, error, new_error, wire, k, chunk, bits, live)
+
+
+def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    """Writes what the rows of ``wire`` stand for to ``out``: the value of each entry, and 0 elsewhere.
+
+    Args:
+        wire: (r, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous. Entries whose index is not in their
+            chunk count for nothing; other damage may give any values.
+        out: (r, n) float32 or float64, rows contiguous; written.
+        k, chunk, bits: as they were for compression.
+        live: as for :func:`topk_compress`: 0 is written where it is 0.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
+    """
+    _check(out, "out", wire, k, chunk, bits, live)
+    _ops.topk_decompress.default(wire, out, k, chunk, bits, live)
+
+
+def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    """Writes the mean of the W rows of ``wire`` to ``out``.
+
+        out = ((0 + v_0 / W) + v_1 / W) + ...
+
+    in rank order and rounded in the dtype of ``out`` after each operation, so that it is the same on every rank. It is
+    the mean over all rows, not over those that have sent an element.
+
+    Args:
+        wire: (W, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous, W >= 1.
+        out: (n,) float32 or float64, contiguous; written.
+        k, chunk, bits: as they were for compression.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
+    """
+    if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
+        raise ValueError(
+            "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
+            f"{_describe(out)} and {_describe(wire)}"
+        )
+    _check(out.unsqueeze(0), "out", wire[:1], k, chunk, bits, None)
+    if not wire.is_contiguous():
+        raise ValueError(f"wire must be contiguous, got {_describe(wire)}")
+    _ops.topk_decompress_mean.default(wire, out, k, chunk, bits)
+
+
+def _describe(x: Tensor) -> str:
+    layout = "" if x.is_contiguous() else "strided "
+    return f"{layout}{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    rows_apart = (
+        x.dim() == 2 and (x.shape[1] <= 1 or x.stride(1) == 1) and (x.shape[0] <= 1 or x.stride(0) >= x.shape[1])
+    )
+    if x.shape != shape or x.dtype != dtype or x.device != device or not rows_apart:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {device}, rows contiguous, got {_describe(x)}")
+
+
+def _check(x: Tensor, name: str, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None) -> None:
+    if x.dtype not in _REAL or x.dim() != 2:
+        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {_describe(x)}")
+    rows, n = x.shape
+    _check_rows(name, x, (rows, n), x.dtype, x.device)
+    nbytes = topk_nbytes(n, k, chunk, bits, x.dtype)
+    if wire.shape != (rows, nbytes) or wire.dtype != torch.uint8 or wire.device != x.device or not wire.is_contiguous():
+        raise ValueError(f"wire must be contiguous {(rows, nbytes)} uint8 on {x.device}, got {_describe(wire)}")
+    if live is not None:
+        _check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
