@@ -39,7 +39,7 @@ def train_digits(task: Task, optim: OptimConfig, seed: int, world: World) -> dic
     config = replace(config, train=replace(config.train, steps=task.steps))
     torch.manual_seed(seed)
     model = digits.ResNet()
-    engine, sent, full = make_engine(optim, model, world), 0, 0
+    engine, sent, full = make_engine(config, model, world), 0, 0
     order = torch.Generator().manual_seed(1000 + seed)
     for step in range(task.steps):
         for group in engine.optimizer.param_groups:

@@ -39,6 +39,8 @@ class TestShipped:
             found = set()
             for name, value in tree.items():
                 found.add(prefix + name)
+                if value is None:  # a section that is not there has no keys
+                    found |= {key for key in keys() if key.startswith(f"{prefix}{name}.")}
                 if isinstance(value, dict) and f"{prefix}{name}" in keys():
                     found |= walk(value, f"{prefix}{name}.")
             return found
