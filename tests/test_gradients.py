@@ -9,36 +9,16 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from given import SIZES, Given, split_all
 from torch import Tensor, nn
-from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, some_params, tokens
+from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend
 from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, Sign
 from commopt.gradients import LoCo
-from commopt.optim import join_state_dict, split_state_dict
-
-SIZES = [(7, 3), (5,), (4, 4), (), (0, 2), (130,)]
-
-
-class Given(nn.Module):
-    """A model whose gradients are what one wishes: its loss is their inner product with the parameters."""
-
-    def __init__(self, sizes: Sequence[tuple[int, ...]] = SIZES) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(some_params(list(sizes)))
-
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
-        terms = [(p * g).sum() for p, g in zip(self.params, grads) if g is not None]
-        torch.stack(terms).sum().backward()
-
-    def take(self) -> list[Tensor | None]:
-        """The gradients, which are gone then."""
-        out = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-        return out
+from commopt.optim import join_state_dict
 
 
 def incomplete(step: int, rank: int) -> list[Tensor | None]:
@@ -56,10 +36,6 @@ def owed(parts: Sequence[dict[str, Any]]) -> list[Tensor]:
         else torch.zeros(0)
         for i in range(len(SIZES))
     ]
-
-
-def split_all(states: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return split_state_dict(states[0])[0], [split_state_dict(state)[1] for state in states]
 
 
 # what comes out -------------------------------------------------------------------------------------------------------

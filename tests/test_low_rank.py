@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gradients import Given, split_all
+from given import Given, split_all
 from torch import Tensor
 from worlds import on_threads, same_bits
 
