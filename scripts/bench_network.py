@@ -35,11 +35,15 @@ from typing import Any
 import torch
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
 from network_rank import METHODS
-from network_report import RATIOS, caveats, draw, sharded, summary, table, title, update_page
+from network_report import RATIOS, by_rate, caveats, draw, summary, table, title, update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
-SHARDED = ROOT / "benchmarks" / "network_sharded.json"
+TABLES = (
+    ("network_sharded.json", "sharding_network.md", "hsdp", "hsdp_none", "HSDP"),
+    ("network_gradients.json", "gradients.md", "ddp", "none", "DDP"),
+)
+"""Figures, their page, what the methods on it are compared with."""
 DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 
@@ -202,7 +206,9 @@ def main() -> int:
     if args.update_docs:
         kept = json.loads(FIGURES.read_text())["runs"]
         update_page(summary(kept), ROOT / "docs" / "speed.md")
-        update_page(sharded(json.loads(SHARDED.read_text())["runs"]), ROOT / "docs" / "sharding_network.md")
+        for figures, page, *against in TABLES:
+            runs = json.loads((ROOT / "benchmarks" / figures).read_text())["runs"]
+            update_page(by_rate(runs, *against), ROOT / "docs" / page)
         draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")
         return 0
     exit_on_signals()

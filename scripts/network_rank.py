@@ -131,6 +131,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gradients_acp4": ("DDP, AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}}),
     "gradients_int8": ("DDP, AdamW on Int8()", compressed, {"name": "Int8", "arguments": {}}),
     "gradients_int4": ("DDP, AdamW on Int4()", compressed, {"name": "Int4", "arguments": {}}),
+    "gradients_acp4_bare": ("AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}, "bare": True}),
+    "gradients_int4_bare": ("AdamW on Int4()", compressed, {"name": "Int4", "arguments": {}, "bare": True}),
     "gradients_topk": ("DDP, AdamW on TopK()", compressed, {"name": "TopK", "arguments": {}}),
     "gradients_sign": ("DDP, AdamW on Sign()", compressed, {"name": "Sign", "arguments": {}}),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),

@@ -99,18 +99,19 @@ def summary(runs: list[dict[str, Any]]) -> str:
     return "\n\n".join(matrix(part, runs) for part in (times, growth(runs)) if part)
 
 
-def sharded(runs: list[dict[str, Any]]) -> str:
-    """Markdown, for sharded models: the time of a step by rate; the bytes that leave a host, and the command, of the
-    first run; how far others disturbed."""
+def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> str:
+    """Markdown: the time of a step by rate, and its ratios to the methods ``rival`` and ``alone``; the bytes that leave
+    a host, how many times fewer than the rival's (``name``), and the command, of the first run; how far others
+    disturbed."""
 
     def times(m: dict[str, Any]) -> str:
-        return f"{1e3 * m['seconds_median']:.0f} ms, {m['to_hsdp']:.2f} x, {m['to_hsdp_none']:.2f} x"
+        return f"{1e3 * m['seconds_median']:.0f} ms, {m[f'to_{rival}']:.2f} x, {m[f'to_{alone}']:.2f} x"
 
     columns = {run["rate"]: {key: times(m) for key, m in run["methods"].items()} for run in runs}
     methods = runs[0]["methods"]
-    native = methods["hsdp"]["bytes_per_host"]
+    native = methods[rival]["bytes_per_host"]
     columns["MB a host"] = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in methods.items()}
-    columns["HSDP's by"] = {
+    columns[f"{name}'s by"] = {
         key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
     }
     notes = [f"{run['rate']}: {caveats(run)}" for run in runs]
