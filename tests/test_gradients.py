@@ -489,3 +489,24 @@ def test_what_loco_is_not_given():
     for compressor, feedback in ((ACP(), LoCo()), (Sign(), 3)):
         with pytest.raises(ValueError, match="feedback must be True, False or, with a compressor of rows, LoCo"):
             commopt.compress_gradients(Given(), compressor, backend=LocalBackend(), feedback=feedback)
+
+
+def test_under_loco_what_is_owed_to_an_absent_parameter_stays():
+    def run(backend: ThreadBackend) -> None:
+        sizes = [(128,), (128,)]  # whole blocks of what it is kept in
+        model = Given(sizes)
+        handle = commopt.compress_gradients(model, Int2(8), backend=backend, feedback=LoCo())
+        g = torch.Generator().manual_seed(backend.rank)
+        grads = [torch.randn(128, generator=g, dtype=torch.float64) for _ in sizes]
+        model.backward(grads)
+        model.take()
+        before = handle.state_dict()["residuals"]["state"]
+        model.backward([None, grads[1]])
+        assert model.take()[0] is None
+        after = handle.state_dict()["residuals"]["state"]
+        assert before[0]["worker_error"].any()
+        for name in ("worker_error", "server_error"):
+            torch.testing.assert_close(after[0][name], before[0][name], rtol=1e-6, atol=0)
+        assert not torch.equal(after[1]["worker_error"], before[1]["worker_error"])
+
+    on_threads(2, run)

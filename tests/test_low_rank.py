@@ -320,3 +320,25 @@ def test_what_is_not_allowed():
     first, second = (commopt.compress_gradients(Given(SIZES), ACP(r, 1.0), backend=LocalBackend()) for r in (2, 3))
     with pytest.raises(ValueError, match=r"the loaded factors are \(9, 2\) and \(16, 2\), here they are \(9, 3\)"):
         second.load_state_dict({**first.state_dict(), "residuals": {**first.state_dict()["residuals"]}})
+
+
+@both
+def test_gradients_of_zeros_leave_what_was_learnt_of_the_matrix(method):
+    """A matrix of rank 2 that is exact is so again at once."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(30, 20)])
+        commopt.compress_gradients(model, method, backend=backend, feedback=False)
+        draw = torch.Generator().manual_seed(0)
+        thin, flat = (torch.randn(k, 2, generator=draw, dtype=torch.float64) for k in (30, 20))
+        a = thin @ flat.t()
+        for _ in range(4):
+            model.backward([a])
+            model.take()
+        for _ in range(2):
+            model.backward([torch.zeros_like(a)])
+            model.take()
+        model.backward([a])
+        torch.testing.assert_close(model.take()[0], a, rtol=0, atol=1e-10)
+
+    on_threads(2, run)
