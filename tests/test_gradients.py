@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -508,5 +512,29 @@ def test_under_loco_what_is_owed_to_an_absent_parameter_stays():
         for name in ("worker_error", "server_error"):
             torch.testing.assert_close(after[0][name], before[0][name], rtol=1e-6, atol=0)
         assert not torch.equal(after[1]["worker_error"], before[1]["worker_error"])
+
+    on_threads(2, run)
+
+
+def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
+    def run(backend: ThreadBackend) -> None:
+        model = Used()
+        handle = commopt.compress_gradients(model, Sign(16), backend=backend)
+        with pytest.raises(ValueError, match="compressed already"):
+            commopt.compress_gradients(model, Sign(16), backend=LocalBackend())
+        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for other in (copied, pickled):
+            other(tokens(0, backend.rank, 2)).backward()
+        assert handle.comm_stats()["steps"] == 0
+        commopt.compress_gradients(copied, Sign(16), backend=backend)
+        copied(tokens(0, backend.rank, 2)).backward()
+        del handle
+        model(tokens(0, backend.rank, 2)).backward()  # it goes on without being kept
+        gone = weakref.ref(model)
+        alone = [p.grad for p in pickled.parameters() if p.grad is not None]
+        assert not same_bits([p.grad for p in model.parameters() if p.grad is not None], alone)
+        del model
+        gc.collect()
+        assert gone() is None
 
     on_threads(2, run)

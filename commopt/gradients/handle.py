@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,18 +30,19 @@ from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")
 
-_MARK = "_commopt_gradients"
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, CompressedGradients] = weakref.WeakKeyDictionary()
+"""Models whose gradients are compressed. Not an attribute of theirs: they are copied and pickled."""
 
 
 class CompressedGradients:
-    """What :func:`compress_gradients` returns. Keep it as long as gradients shall be averaged.
+    """What :func:`compress_gradients` returns. It lives as long as the model does, or until :meth:`remove`.
 
     Attributes:
         mean: takes the means.
     """
 
     def __init__(self, model: nn.Module, mean: GradientMean, door: DDPHook | ParameterHooks) -> None:
-        self._model, self.mean, self._door = model, mean, door
+        self._model, self.mean, self._door = weakref.ref(model), mean, door
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -66,8 +68,9 @@ class CompressedGradients:
         """Context of every backward of a step but the last: gradients add up on each rank. (That of a
         DistributedDataParallel model is its own ``no_sync()``.)"""
         if isinstance(self._door, DDPHook):
-            assert isinstance(self._model, DistributedDataParallel)
-            return self._model.no_sync()
+            model = self._model()
+            assert isinstance(model, DistributedDataParallel)
+            return model.no_sync()
         return self._door.no_sync()
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,8 +93,9 @@ class CompressedGradients:
         """Ends it: a DistributedDataParallel model averages by itself again, of any other each rank keeps its
         gradients. What is owed is forgotten."""
         self._door.remove()
-        if getattr(self._model, _MARK, None) is self:
-            delattr(self._model, _MARK)
+        model = self._model()
+        if model is not None and _HANDLES.get(model) is self:
+            del _HANDLES[model]
 
 
 def compress_gradients(
@@ -166,7 +170,7 @@ def compress_gradients(
         door = ParameterHooks(params, mean)
     handle = CompressedGradients(model, mean, door)
     topology.traffic.leave_out()
-    setattr(model, _MARK, handle)
+    _HANDLES[model] = handle
     return handle
 
 
@@ -200,7 +204,7 @@ def _check(
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")
-    if getattr(model, _MARK, None) is not None:
+    if model in _HANDLES:
         raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
     checks.check_common(None, bucket_mb, overlap=False)
     checks.check_reduction(reduction)
