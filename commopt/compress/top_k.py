@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.columns import frozen_adam_columns, mask_columns, momentum_columns
-from commopt.compress.compressor import Chunk, Compressor, FrozenAdam, Momentum
+from commopt.compress.compressor import Compressor
 from commopt.ops.top_k import TopKRow, topk_is_sound
 
 
@@ -74,38 +73,10 @@ class TopK(Compressor):
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.topk_decompress(payload, out, *self._format)
 
-    def decompress_active(
-        self, payload: Tensor, out: Tensor, active: Tensor | None, chunk: Chunk | None = None
-    ) -> None:
-        start, stop = chunk or (0, out.shape[1])
-        ops.topk_decompress(payload, out[:, start:stop], *self._format, mask_columns(active, (start, stop)))
-
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:
         ops.topk_compress_with_feedback(x, error, payload, *self._format, active, new_error)
-
-    def compress_momentum(
-        self,
-        momentum: Momentum | None,
-        error: Tensor,
-        payload: Tensor,
-        active: Tensor | None,
-        new_error: Tensor,
-        chunk: Chunk | None = None,
-    ) -> None:
-        rows, n = error.shape
-        columns = chunk or (0, n)
-        owed, rest = (t[:, slice(*columns)] for t in (error, new_error))
-        x = torch.zeros_like(owed) if momentum is None else momentum_columns(momentum, rows, columns)
-        self.compress_with_feedback(x, owed, payload, mask_columns(active, columns), rest)
-
-    def decompress_adam(
-        self, payload: Tensor, m: Tensor, update: FrozenAdam, active: Tensor | None, chunk: Chunk | None = None
-    ) -> None:
-        rows = m.view(payload.shape[0], -1)
-        self.decompress_active(payload, rows, active, chunk)
-        frozen_adam_columns(m, update, len(rows), chunk or (0, rows.shape[1]))
 
     def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
         ops.topk_decompress_mean(payload, out, *self._format)
