@@ -104,7 +104,8 @@ def start() -> Iterator[Started]:
     assert traces() <= before
 
 
-def until(condition: Callable[[], bool], seconds: float = 3) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Waits for it; an interpreter takes long to start on a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
