@@ -35,15 +35,10 @@ from typing import Any
 import torch
 from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
 from network_rank import METHODS
-from network_report import RATIOS, by_rate, caveats, draw, summary, table, title, update_page
+from network_report import BY_RATE, RATIOS, by_rate, caveats, draw, summary, table, title, update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
-TABLES = (
-    ("network_sharded.json", "sharding_network.md", "hsdp", "hsdp_none", "HSDP"),
-    ("network_gradients.json", "gradients.md", "ddp", "none", "DDP"),
-)
-"""Figures, their page, what the methods on it are compared with."""
 DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 
@@ -206,7 +201,7 @@ def main() -> int:
     if args.update_docs:
         kept = json.loads(FIGURES.read_text())["runs"]
         update_page(summary(kept), ROOT / "docs" / "speed.md")
-        for figures, page, *against in TABLES:
+        for figures, page, against in BY_RATE:
             runs = json.loads((ROOT / "benchmarks" / figures).read_text())["runs"]
             update_page(by_rate(runs, *against), ROOT / "docs" / page)
         draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")

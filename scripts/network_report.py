@@ -99,6 +99,13 @@ def summary(runs: list[dict[str, Any]]) -> str:
     return "\n\n".join(matrix(part, runs) for part in (times, growth(runs)) if part)
 
 
+BY_RATE = (
+    ("network_sharded.json", "sharding_network.md", ("hsdp", "hsdp_none", "HSDP")),
+    ("network_gradients.json", "gradients.md", ("ddp", "none", "DDP")),
+)
+"""Figures, their page, and what the methods on it are compared with, see :func:`by_rate`."""
+
+
 def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> str:
     """Markdown: the time of a step by rate, and its ratios to the methods ``rival`` and ``alone``; the bytes that leave
     a host, how many times fewer than the rival's (``name``), and the command, of the first run; how far others

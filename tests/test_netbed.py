@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +273,15 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
         network_report.update_page(network_report.summary(runs), page)
 
 
+def by_rate(against: tuple[str, str, str], runs: list[dict[str, Any]]) -> str:
+    return network_report.by_rate(runs, *against)
+
+
 @pytest.mark.parametrize(
     ("figures", "page", "made"),
     [
         ("network.json", "speed.md", network_report.summary),
-        ("network_sharded.json", "sharding_network.md", network_report.sharded),
+        *((figures, page, partial(by_rate, against)) for figures, page, against in network_report.BY_RATE),
     ],
 )
 def test_the_pages_that_are_committed_have_the_figures_that_are(figures: str, page: str, made: Any) -> None:
