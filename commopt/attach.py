@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
-from commopt.comm import TorchBackend
+from commopt.comm.torch import ranks_of
+from commopt.gradients.ddp import joining
 from commopt.optim.base import CommOptimizer
 from commopt.outer import OuterOptimizer
 
@@ -49,8 +50,7 @@ class Attachment:
     def joining(self) -> bool:
         """True if the model is in its ``join()``: then DDP answers for ranks that have ended, but the optimizer
         cannot."""
-        config = getattr(self._model(), "_join_config", None)
-        return config is not None and config.enable and not config.throw_on_early_termination
+        return joining(self._model())
 
     def refuse_join(self) -> None:
         """Raises RuntimeError in the model's ``join()``, on every rank that comes here."""
@@ -111,8 +111,7 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
     if optimizer.reduction == "sum":
         raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
-    inner = getattr(optimizer.topology.backend, "world", optimizer.topology.backend)
-    mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
+    mine = ranks_of(optimizer.topology.backend)
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:
         raise ValueError(f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}")

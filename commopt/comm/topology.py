@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,14 @@ class Replicas:
         if self.channels is None:
             opened = open_channels(self.backend, n) if self.world_size > 1 else []
             self.channels = [self._channel(channel) for channel in opened]
+
+    def pair(self, index: int) -> tuple[Channel, Channel]:
+        """The channels of bucket ``index``: for what goes out, and for what comes back; the one there is, where no
+        others are open."""
+        if not self.channels:
+            return self.channel, self.channel
+        half = len(self.channels) // 2
+        return self.channels[index % half], self.channels[half + index % half]
 
     def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:
         traffic, receipt = self._traffic, self._receipt
@@ -172,6 +181,16 @@ class Topology:
         pieces = tuple(self._counted_inside(ranks) for ranks in holding.pieces)
         inside = None if holding.inside is None else self._counted_inside(holding.inside)
         return self._replicas_over(holding.replicas), replace(holding, pieces=pieces, inside=inside)
+
+    def summary(self, fp32_bytes: int) -> dict[str, Any]:
+        """Traffic of this rank: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
+        step = self.traffic.step.summary()
+        return {
+            "step": step,
+            "total": self.traffic.total.summary(),
+            "fp32_bytes": fp32_bytes,
+            "ratio": fp32_bytes / step["bytes"] if step["bytes"] else None,
+        }
 
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must

@@ -215,6 +215,12 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     )
 
 
+def ranks_of(backend: Any) -> list[int] | None:
+    """The ranks of the default process group that ``backend`` is of; None if it is no process group's."""
+    inner = getattr(backend, "world", backend)
+    return dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
+
+
 def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group of these ranks of the default one, with its backend and timeout; all of them, and nobody else,
     must call this at the same point."""

@@ -91,3 +91,9 @@ class Feedback:
         costs more time than what is written to it."""
         if self.worker.device.type != "cpu":
             self._next = None
+
+    def drop_worker(self) -> None:
+        """Gives the memory of the worker's residuals back, of those to come too: somebody keeps them in another form.
+        Then commit() spares none of them."""
+        self.worker, (_, server) = self.worker[:0].clone(), self._after()
+        self._next = (self.worker.clone(), server)

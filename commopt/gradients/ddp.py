@@ -13,6 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt.gradients.mean import GradientMean
 
 
+def joining(model: DistributedDataParallel | None) -> bool:
+    """True if the model is in its ``join()``: then DDP answers for ranks that have ended, and nobody else can."""
+    config = getattr(model, "_join_config", None)
+    return config is not None and config.enable and not config.throw_on_early_termination
+
+
 class DDPHook:
     """Takes DDP's buckets apart, for ours are the same in every run, and gives them back when all means have come.
 
@@ -55,8 +61,7 @@ class DDPHook:
         return done
 
     def _refuse_join(self) -> None:
-        config = getattr(self._model(), "_join_config", None)
-        if config is not None and config.enable and not config.throw_on_early_termination:
+        if joining(self._model()):
             raise RuntimeError(
                 "compressed gradients within model.join(): a rank that has no batches left would answer what "
                 "DistributedDataParallel sends, but not what is sent in its place. Give every rank the same number of "

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
 from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend, sends_from
+from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.ddp import DDPHook
@@ -26,6 +27,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.optim import checks
 from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")
@@ -53,16 +55,9 @@ class CompressedGradients:
             step; ``ratio``, that over the bytes of the last step, or None; ``steps``, the means taken, and
             ``not_finite``, how many of them were not finite.
         """
-        mean, traffic = self.mean, self.mean.topology.traffic
-        step, fp32 = traffic.step.summary(), mean.fp32_bytes()
-        return {
-            "step": step,
-            "total": traffic.total.summary(),
-            "fp32_bytes": fp32,
-            "ratio": fp32 / step["bytes"] if step["bytes"] else None,
-            "steps": mean.steps,
-            "not_finite": mean.not_finite,
-        }
+        mean = self.mean
+        traffic = mean.topology.summary(fp32_bytes(mean.buckets))
+        return {**traffic, "steps": mean.steps, "not_finite": mean.not_finite}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: gradients add up on each rank. (That of a
@@ -218,8 +213,7 @@ def _check(
 def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
     if reduction == "sum":
         raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
-    inner = getattr(topology.backend, "world", topology.backend)
-    mine = dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
+    mine = ranks_of(topology.backend)
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:
         raise ValueError(f"the model is of ranks {theirs}, its gradients would be those of {mine or 'another backend'}")
@@ -242,11 +236,10 @@ def _check_mesh(params: Sequence[Tensor], topology: Topology) -> None:
 def _agree(topology: Topology, params: Sequence[Tensor], error: Exception | None, settings: str) -> None:
     """Raises, on every rank, if any of them has found an error, or if they differ."""
     devices = sorted({p.device.type for p in params})
-    providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
     facts = {
         **versions(devices),
         "parameter lists": str([(tuple(p.shape), p.dtype, p.device.type) for p in params]),
-        "settings or kernel providers": f"{settings} {providers}",
+        "settings or kernel providers": f"{settings} {ops.providers(devices)}",
     }
     counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements"
     agree_on_setup(topology.world, message_device(topology.backend), facts, error, counts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt.gradients.mean import GradientMean
+from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.sharding import local, settle
 
 
@@ -20,13 +21,13 @@ class ParameterHooks:
 
     def __init__(self, params: Sequence[Tensor], mean: GradientMean) -> None:
         self._mean, self._held = mean, 0
-        hook = _hook(weakref.ref(self))
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in params]
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        hook = arrival_hook(weakref.ref(self))
+        self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        _remove_all(self._handles)
+        remove_all(self._handles)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -46,18 +47,3 @@ class ParameterHooks:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._mean.finish)
         self._mean.arrive(p, local(p.grad))
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def _hook(hooks: weakref.ref[ParameterHooks]) -> Callable[[Tensor], None]:
-    def arrived(p: Tensor) -> None:
-        watching = hooks()
-        if watching is not None:
-            watching.arrived(p)
-
-    return arrived

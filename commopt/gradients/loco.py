@@ -10,19 +10,15 @@ each rank has its part of the sum; here the means are compressed once more, with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt.comm import Channel, Work, reduce_scatter
-from commopt.compress import Compressor, Feedback, Int8, Momentum
-from commopt.gradients.method import Brought, Received, packed
+from commopt.compress import Compressor, Feedback, Int8, Spared
 from commopt.gradients.rows import Rows
-from commopt.optim.exchange import start_mean
-from commopt.optim.masks import absent_runs, padding_mask, within, without
 from commopt.optim.own import Origin
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
@@ -87,43 +83,27 @@ class LoCoRows(Rows):
         server = torch.zeros(numel // bucket.replicas.nodes, dtype=bucket.dtype, device=bucket.device)
         self._owed[id(bucket)] = Owed(payload, server)
 
-    def mean(
-        self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
-        if bucket.local_world_size > 1:
-            part = yield from reduce_scatter(packed(bucket, brought), send.intra_node)
-            brought = [(part, 0)]
-        owed, beta = self._owed[id(bucket)], self.loco.beta
-        runs = absent_runs(bucket, absent)
-        active = without(padding_mask(bucket), runs)
-        e = self._decoded(bucket)
-        feedback = Feedback(e, owed.server, double_buffered=True)
-        server = owed.server.numel()
-        of_server = within(runs, bucket.shard_index * server, server)
-        spared = feedback.spare([], of_server)
-        kept = [(at, e[at].clone()) for at in within(runs, bucket.local_rank * e.numel(), e.numel())]
-        what = Momentum(e, [g for g, _ in brought], [o for _, o in brought], 0.0, 1.0)
-        # everything is compressed by the call: what is lost can be made small at once
-        on_the_way = start_mean(what, feedback, bucket, self.compressor, send, reply, active)
-        e.mul_(beta).add_(feedback.next_worker, alpha=1 - beta)
-        for at, values in kept:
-            e[at] = values
-        new = torch.empty_like(owed.bytes)
-        MEMORY.compress(e.unsqueeze(0), new)
-        in_flight = yield from on_the_way
-        sound = torch.ones((), dtype=torch.bool, device=bucket.device)
-        for chunk in in_flight:
-            yield chunk.work
-            sound = sound & self._is_sound(chunk, bucket)
+    def residuals(self, bucket: StateBucket) -> Feedback:
+        return Feedback(self._decoded(bucket), self._owed[id(bucket)].server, double_buffered=True)
 
-        def commit() -> None:
-            feedback.commit(spared)
+    def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
+        """What is lost is made small at once: no other bucket waits for the memory."""
+        owed, beta = self._owed[id(bucket)], self.loco.beta
+        average = feedback.next_worker.lerp_(feedback.worker, beta)
+        for at, values in spared[0]:
+            average[at] = values
+        new = torch.empty_like(owed.bytes)
+        MEMORY.compress(average.unsqueeze(0), new)
+        feedback.drop_worker()
+
+        def keep() -> None:
+            feedback.commit(([], spared[1]))
             every = self.loco.reset_every
             owed.bytes, owed.server, owed.means = new, feedback.server, owed.means + 1
             if every is not None and owed.means % every == 0:
                 owed.bytes.zero_()
 
-        return Received(bucket, sound, self._writer(bucket, in_flight, active), commit)
+        return keep
 
     def _decoded(self, bucket: StateBucket) -> Tensor:
         e = torch.empty(bucket.padded // bucket.local_world_size, dtype=bucket.dtype, device=bucket.device)

@@ -59,20 +59,19 @@ class Owed:
 
     Attributes:
         matrices: those that are sent as factors.
-        whole: [start, stop) of all other parameters in a flat buffer, and their indices.
+        whole: of all other parameters, the index in the bucket, and [start, stop) in a flat buffer.
         error: (padded,), what this rank owes; None without feedback.
         spare: (padded,), where the next error is made.
         turn: how many means were taken.
     """
 
     matrices: list[Factors]
-    whole: list[tuple[int, int]]
-    whole_indices: list[int]
+    whole: list[tuple[int, int, int]]
     error: Tensor | None
     spare: Tensor
     turn: int = 0
 
-    def plus_error(self, bucket: StateBucket, brought: Brought) -> Tensor:
+    def plus_error(self, brought: Brought) -> Tensor:
         """``spare``, with the gradients plus what is owed."""
         a, end = self.spare, 0
         for g, start in brought:
@@ -108,12 +107,11 @@ class Thin:
         self._made = 0
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
-        matrices, whole, indices = [], [], []
+        matrices, whole = [], []
         for i, (start, shape) in enumerate(zip(bucket.offsets, bucket.shapes)):
             thin = self.spec.factors_of(shape)
             if thin is None:
-                whole.append((start, start + shape.numel()))
-                indices.append(i)
+                whole.append((i, start, start + shape.numel()))
                 continue
             n, m, r = thin
             draw = torch.Generator().manual_seed(self.spec.seed * 1_000_003 + self._made)
@@ -121,26 +119,26 @@ class Thin:
             p, q = (torch.randn(k, r, generator=draw, dtype=torch.float64) for k in (n, m))
             matrices.append(Factors(i, start, p.to(bucket.device, bucket.dtype), q.to(bucket.device, bucket.dtype)))
         error = bucket.zeros() if self.feedback else None
-        self._of[id(bucket)] = Owed(matrices, whole, indices, error, bucket.zeros())
+        self._of[id(bucket)] = Owed(matrices, whole, error, bucket.zeros())
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         owed = self._of[id(bucket)]
-        a = owed.plus_error(bucket, brought)
+        a = owed.plus_error(brought)
         runs = absent_runs(bucket, absent)
         for start, stop in runs:
             a[start:stop] = 0
-        exact = [a[start:stop].clone() for start, stop in owed.whole]
+        exact = [a[start:stop].clone() for _, start, stop in owed.whole]
         take = _power if isinstance(self.spec, PowerSGD) else _alternating
         new, later, sound = yield from take(owed, a, exact, bucket, send, reply)
-        for start, stop in owed.whole:
+        for _, start, stop in owed.whole:
             a[start:stop] = 0
 
         def write(outs: Sequence[Tensor]) -> None:
             for f in new:
                 _write_product(f, outs[f.index])
-            for i, value in zip(owed.whole_indices, exact):
+            for (i, _, _), value in zip(owed.whole, exact):
                 outs[i].copy_(value.view(outs[i].shape))
 
         def commit() -> None:
@@ -158,10 +156,11 @@ class Thin:
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         number, out = {id(p): i for i, p in enumerate(params)}, dict[Any, dict[str, Any]]()
         for bucket in buckets:
-            error = self._of[id(bucket)].error
-            for factors in self._of[id(bucket)].matrices if error is not None else ():
-                assert error is not None
-                mine = factors.matrix(error).clone()
+            owed = self._of[id(bucket)]
+            for factors in owed.matrices:
+                if owed.error is None:
+                    continue
+                mine = factors.matrix(owed.error).clone()
                 out[number[id(bucket.params[factors.index])]] = {
                     "worker_error": mine.flatten(), "server_error": mine.new_zeros(0),
                 }  # fmt: skip
@@ -230,7 +229,7 @@ def _power(
         x.addmm_(p, q.t(), alpha=-1)
     qs, also = yield from _mean_of(mine, [], bucket, reply, reply)
     new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
-    return new, [replace(f, q=_unless_zero(f.q, old.q)) for f, old in zip(new, owed.matrices)], sound & also
+    return new, _learnt(new, owed.matrices, "q"), sound & also
 
 
 def _alternating(
@@ -243,11 +242,9 @@ def _alternating(
     for x, basis, factor in zip(of_a, bases, mine):
         x.addmm_(*((factor, basis.t()) if even else (basis, factor.t())), alpha=-1)
     means, sound = yield from _mean_of(mine, exact, bucket, send, reply)
-    if even:
-        new = [replace(f, p=mean, q=basis) for f, mean, basis in zip(owed.matrices, means, bases)]
-        return new, [replace(f, p=_unless_zero(f.p, old.p)) for f, old in zip(new, owed.matrices)], sound
-    new = [replace(f, p=basis, q=mean) for f, mean, basis in zip(owed.matrices, means, bases)]
-    return new, [replace(f, q=_unless_zero(f.q, old.q)) for f, old in zip(new, owed.matrices)], sound
+    both = zip(owed.matrices, means, bases)
+    new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis in both]
+    return new, _learnt(new, owed.matrices, "p" if even else "q"), sound
 
 
 def _mean_of(
@@ -287,5 +284,12 @@ def _write_product(f: Factors, out: Tensor) -> None:
         out.copy_((f.p @ f.q.t()).view(out.shape))
 
 
-def _unless_zero(new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(new.any(), new, old)
+def _learnt(new: Sequence[Factors], old: Sequence[Factors], name: str) -> list[Factors]:
+    """``new``, but the factor ``name`` as it was where the new one is 0: there was nothing to learn."""
+
+    def or_else(now: Tensor, then: Tensor) -> Tensor:
+        return torch.where(now.any(), now, then)
+
+    if name == "p":
+        return [replace(f, p=or_else(f.p, before.p)) for f, before in zip(new, old)]
+    return [replace(f, q=or_else(f.q, before.q)) for f, before in zip(new, old)]

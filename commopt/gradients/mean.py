@@ -23,7 +23,6 @@ from commopt.comm import (
     Task,
     Topology,
     Work,
-    all_reduce_bytes,
     gather_rows,
     mean_over_all,
     message_device,
@@ -67,18 +66,17 @@ class GradientMean:
         self.steps = self.not_finite = 0
         self.owed: dict[int, Tensor] = {}
         capacity = bucket_bytes(bucket_mb, self.params)
-        held = {id(p): self.topology.held(p) for p in self.params}
+        held = {id(p): topology.held(p) for p in self.params}
         self.buckets: list[StateBucket] = []
         for run in partition(self.params, capacity, lambda p: held[id(p)]):
             replicas, holding = held[id(run[0])]
-            adds_up = reduction == "sum"
-            bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=adds_up)
+            bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=reduction == "sum")
             method.prepare(bucket, capacity)
             self.buckets.append(bucket)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
-        for replicas in self.topology.replicas:
+        for replicas in topology.replicas:
             replicas.open(2 * CHANNELS)
-        self._control = self.topology.control()
+        self._control = topology.control()
         self._begin()
 
     def _begin(self) -> None:
@@ -160,12 +158,10 @@ class GradientMean:
     def _start_next(self, absent: Sequence[int]) -> None:
         index = self._started
         bucket = self.buckets[index]
-        channels = bucket.replicas.channels
-        here = bucket.replicas.channel
-        send, reply = (channels[index % CHANNELS], channels[CHANNELS + index % CHANNELS]) if channels else (here, here)
+        send, reply = bucket.replicas.pair(index)
         self._started += 1
         where = f"mean of gradients {self.steps + 1}, bucket {index} of {len(self.buckets)} ({bucket.describe()})"
-        self._pipeline.start(self._mean(bucket, absent, send, reply), where, early=bool(channels))
+        self._pipeline.start(self._mean(bucket, absent, send, reply), where, early=reply is not send)
 
     def _mean(self, bucket: StateBucket, absent: Sequence[int], send: Channel, reply: Channel) -> Task:
         here = self._gradients
@@ -186,14 +182,14 @@ class GradientMean:
         """On one node nothing is compressed; what other numbers of nodes have owed comes out at once."""
         mean = packed(bucket, brought)
         yield from mean_over_all(mean, send, reply)
-        owed = [p for p in bucket.params if id(p) in self.owed and id(p) not in self._nowhere]
+        paid = [i for i in map(id, bucket.params) if i in self.owed and i not in self._nowhere]
         for p, there in zip(bucket.params, bucket.views(mean)):
-            if any(p is q for q in owed):
+            if id(p) in paid:
                 there.add_(self.owed[id(p)])
 
         def commit() -> None:
-            for p in owed:
-                del self.owed[id(p)]
+            for i in paid:
+                del self.owed[i]
 
         def write(outs: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(outs), bucket.views(mean))
@@ -212,10 +208,3 @@ class GradientMean:
         for p, out in zip(bucket.params, outs):
             if id(p) not in here and id(p) not in self._nowhere:
                 p.grad = like(out, p)
-
-    # state ------------------------------------------------------------------------------------------------------------
-
-    def fp32_bytes(self) -> int:
-        """Bytes that float32 all-reduces of all gradients would send on this rank; between nodes, where there are."""
-        per = ((b.replicas, -(-4 * b.numel // b.local_world_size)) for b in self.buckets)
-        return sum(all_reduce_bytes(nbytes, replicas.nodes) for replicas, nbytes in per)

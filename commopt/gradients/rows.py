@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Channel, InFlightChunk, Work, reduce_scatter
-from commopt.compress import Compressor, Feedback, Momentum
+from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.method import Brought, Received, packed
 from commopt.optim import saving
 from commopt.optim.exchange import start_mean
@@ -45,26 +45,21 @@ class Rows:
             brought = [(part, 0)]
         runs = absent_runs(bucket, absent)
         active = without(padding_mask(bucket), runs)
-        feedback = bucket.feedback or _forgotten(bucket)
-        server = feedback.server.numel()
+        feedback = self.residuals(bucket)
+        worker, server = feedback.worker.numel(), feedback.server.numel()
         spared = feedback.spare(
-            within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),
-            within(runs, bucket.shard_index * server, server),
+            within(runs, bucket.local_rank * worker, worker), within(runs, bucket.shard_index * server, server)
         )
-        # 0 e + g: the residual is added by the compressor
-        what = Momentum(feedback.worker, [g for g, _ in brought], [o for _, o in brought], 0.0, 1.0)
-        in_flight = yield from start_mean(what, feedback, bucket, self.compressor, send, reply, active)
+        on_the_way = start_mean(
+            _as_momentum(brought, feedback.worker), feedback, bucket, self.compressor, send, reply, active
+        )
+        keep = self.compressed(bucket, feedback, spared)
+        in_flight = yield from on_the_way
         sound = torch.ones((), dtype=torch.bool, device=bucket.device)
         for chunk in in_flight:
             yield chunk.work
             sound = sound & self._is_sound(chunk, bucket)
 
-        write = self._writer(bucket, in_flight, active)
-        return Received(bucket, sound, write, lambda: feedback.commit(spared), feedback.let_go)
-
-    def _writer(
-        self, bucket: StateBucket, in_flight: Sequence[InFlightChunk], active: Tensor
-    ) -> Callable[[Sequence[Tensor]], None]:
         def write(outs: Sequence[Tensor]) -> None:
             mean = self._scratch(bucket)
             mask = active.view(bucket.world_size, -1)
@@ -73,7 +68,16 @@ class Rows:
                 self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return write
+        return Received(bucket, sound, write, keep, feedback.let_go)
+
+    def residuals(self, bucket: StateBucket) -> Feedback:
+        """The residuals of ``bucket`` before a mean, double-buffered."""
+        return bucket.feedback or _forgotten(bucket)
+
+    def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
+        """Called when everything is compressed, and on its way. Returns what makes the residuals those after the
+        mean, but for what is ``spared``."""
+        return lambda: feedback.commit(spared)
 
     def _scratch(self, bucket: StateBucket) -> Tensor:
         """A flat buffer that all buckets have in turn: new memory costs a CPU more than what is written to it."""
@@ -114,6 +118,11 @@ class Rows:
                         f"and {mine['worker_error'].numel()} are here: it is of another model"
                     )
         return saving.fill_residuals(buckets, entries, origin, here, lambda _: False, fold)
+
+
+def _as_momentum(brought: Brought, error: Tensor) -> Momentum:
+    """Gradients as a momentum, 0 e + g: the residual ``error`` is added by the compressor."""
+    return Momentum(error, [g for g, _ in brought], [o for _, o in brought], 0.0, 1.0)
 
 
 def _forgotten(bucket: StateBucket) -> Feedback:

@@ -19,13 +19,7 @@ logger = logging.getLogger("commopt")
 
 def saved_residuals(mean: GradientMean) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
-    rank, world_size, layout = _origin(mean)
-    topology = mean.topology
-    shard_index = next((ranks.shard_index for ranks in topology.replicas), 0)
-    part = {
-        "rank": rank, "world_size": world_size, "layout": layout, "nodes": topology.nodes, "shard_index": shard_index,
-        "state": mean.method.own(mean.buckets, mean.params),
-    }  # fmt: skip
+    part = {**saving.whose(_origin(mean), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
     part["digest"] = digest_of(part)
     groups = [{"params": list(range(len(mean.params)))}]
     return {"param_groups": groups, "state": mean.method.common(mean.buckets, mean.params), "residuals": part}
@@ -56,6 +50,4 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any]) -> None:
 
 
 def _origin(mean: GradientMean) -> Origin:
-    topology = mean.topology
-    layout = saving.layout_of(mean.buckets, mean.params, getattr(topology.backend, "grid", ""))
-    return topology.rank, topology.world_size, layout
+    return saving.origin_here(mean.buckets, mean.params, mean.topology)

@@ -62,6 +62,7 @@ __all__ = [
     "int_reduce",
     "momentum",
     "pack_nonzero",
+    "providers",
     "report",
     "sign_compress",
     "sign_compress_momentum",
@@ -89,6 +90,11 @@ def report() -> dict[str, dict[str, str]]:
     For instance ``{"sign_compress": {"default": "reference", "cpu": "native (avx512)"}, ...}``.
     """
     return {name: dict(by_device) for name, by_device in catalogue.PROVIDERS.items()}
+
+
+def providers(devices: Sequence[str]) -> dict[str, list[str]]:
+    """The provider of each operator on each of these types of devices, without its instruction set."""
+    return {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in report().items()}
 
 
 def sign_nbytes(n: int, block: int) -> int:

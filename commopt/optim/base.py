@@ -454,10 +454,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _channels_of(self, index: int) -> tuple[Channel, Channel]:
         """The channels of bucket ``index``: for what goes out, and for what comes back."""
-        ranks = self.buckets[index].replicas
-        if not ranks.channels:
-            return ranks.channel, ranks.channel
-        return ranks.channels[index % CHANNELS], ranks.channels[CHANNELS + index % CHANNELS]
+        return self.buckets[index].replicas.pair(index)
 
     def _open_channels(self) -> None:
         """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first

@@ -119,14 +119,13 @@ def register_groups(
     topology = optimizer.topology
     # providers may differ in the last bit of an update; instruction sets of one provider do not
     devices = sorted({p.device.type for p in params})
-    providers = {op: [by.get(d, by["default"]).split()[0] for d in devices] for op, by in ops.report().items()}
     facts = {
         **versions(devices),
         "parameter lists": str(
             [[(tuple(p.shape), p.dtype, p.device.type, *_cut(p)) for p in group["params"]] for group in groups]
         ),
         "names of the parameters": str([group.get("param_names") for group in groups]),
-        "settings or kernel providers": str([*settings, providers]),
+        "settings or kernel providers": str([*settings, ops.providers(devices)]),
     }
     counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
     device = optimizer.control_device(params)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Overlap:
     def __init__(self, optimizer: CommOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._handles: dict[int, Any] = {}
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
         self._bucket_of: dict[int, int] = {}
         self._held = 0
         self._used: Used | None = None
@@ -39,7 +39,7 @@ class Overlap:
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.params}
         for gone in set(self._handles) - set(self._bucket_of):
             self._handles.pop(gone).remove()
-        hook = _hook(weakref.ref(self))
+        hook = arrival_hook(weakref.ref(self))
         for p in (p for bucket in buckets for p in bucket.params if id(p) not in self._handles):
             self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
 
@@ -123,14 +123,25 @@ def _after_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 
-def _remove_all(handles: dict[int, Any]) -> None:
+def remove_all(handles: dict[int, Any]) -> None:
+    """Removes hooks."""
     for handle in handles.values():
         handle.remove()
+    handles.clear()
 
 
-def _hook(overlap: weakref.ref[Overlap]) -> Callable[[Tensor], None]:
+class Watches(Protocol):
+    """Something that sees gradients arrive."""
+
+    def arrived(self, p: Tensor) -> None:
+        """The gradient of ``p`` is complete, as far as this backward goes."""
+
+
+def arrival_hook(watches: Callable[[], Watches | None]) -> Callable[[Tensor], None]:
+    """A hook for parameters, which may outlive who ``watches``: a weak reference."""
+
     def arrived(p: Tensor) -> None:
-        watching = overlap()
+        watching = watches()
         if watching is not None:
             watching.arrived(p)
 

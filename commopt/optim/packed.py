@@ -22,7 +22,6 @@ from commopt.comm import (
     LocalBackend,
     Replicas,
     Topology,
-    all_reduce_bytes,
     message_device,
     resolve_backend,
     sends_from,
@@ -38,7 +37,7 @@ from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import RANK_LOCAL
-from commopt.optim.state_bucket import StateBucket
+from commopt.optim.state_bucket import StateBucket, fp32_bytes
 from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
@@ -252,20 +251,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     def fp32_bytes(self) -> int:
         """Bytes that a float32 all-reduce of all trainable parameters would send on this rank; between nodes, where
         ranks are grouped by them."""
-        numel: dict[Replicas, int] = {}
-        for bucket in self.buckets:
-            numel[bucket.replicas] = numel.get(bucket.replicas, 0) + bucket.numel
-        return sum(all_reduce_bytes(-(-4 * n // r.intra_node.world_size), r.nodes) for r, n in numel.items())
+        return fp32_bytes(self.buckets)
 
     def traffic(self) -> dict[str, Any]:
         """Traffic of this rank: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""
-        step, fp32 = self.topology.traffic.step.summary(), self.fp32_bytes()
-        return {
-            "step": step,
-            "total": self.topology.traffic.total.summary(),
-            "fp32_bytes": fp32,
-            "ratio": fp32 / step["bytes"] if step["bytes"] else None,
-        }
+        return self.topology.summary(self.fp32_bytes())
 
     def residual_norm(self) -> float:
         """2-norm of this rank's worker residual; 0 where nothing is compressed."""
@@ -428,13 +418,9 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def own_part(self) -> dict[str, Any]:
         """This rank's own part, as copies, and whose it is."""
-        rank, world_size, layout = self._origin()
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
-        nodes = self.topology.nodes
-        shard_index = next((ranks.shard_index for ranks in self.topology.replicas), 0)
-        whose = {"rank": rank, "world_size": world_size, "layout": layout, "nodes": nodes, "shard_index": shard_index}
-        return {**whose, "state": own}
+        return {**saving.whose(self._origin(), self.topology), "state": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
@@ -546,10 +532,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
 
     def _origin(self) -> Origin:
-        topology = self.topology
         params = [p for registered in self._registered for p in registered]
-        layout = saving.layout_of(self.buckets, params, getattr(topology.backend, "grid", ""))
-        return topology.rank, topology.world_size, layout
+        return saving.origin_here(self.buckets, params, self.topology)
 
     def _all_state(self) -> dict[Any, Any]:
         """``state`` with the residuals in it; what users have put there besides is as it is."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.comm import Topology
 from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
@@ -33,6 +34,21 @@ def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: 
     order = {id(p): i for i, p in enumerate(params)}
     layout = str([[order[id(p)] for p in bucket.params] for bucket in buckets]) + str(places)
     return zlib.crc32(layout.encode())
+
+
+def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topology: Topology) -> Origin:
+    """The origin of what this rank saves now."""
+    layout = layout_of(buckets, params, getattr(topology.backend, "grid", ""))
+    return topology.rank, topology.world_size, layout
+
+
+def whose(origin: Origin, topology: Topology) -> dict[str, Any]:
+    """What begins a rank's own part: the ``origin``, and where the rank stands among the nodes."""
+    rank, world_size, layout = origin
+    shard_index = next((ranks.shard_index for ranks in topology.replicas), 0)
+    return {
+        "rank": rank, "world_size": world_size, "layout": layout, "nodes": topology.nodes, "shard_index": shard_index,
+    }  # fmt: skip
 
 
 def own_states(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import Bucket
-from commopt.comm import Backend, Replicas, gather_rows, message_device, wait
+from commopt.comm import Backend, Replicas, all_reduce_bytes, gather_rows, message_device, wait
 from commopt.compress import Chunk, Feedback
 from commopt.optim.own_tensor import OwnTensor, Place
 from commopt.sharding import like, settle
@@ -189,3 +189,12 @@ class StateBucket(Bucket):
                 self.numbers[name] += 1
             else:
                 self.numbers[name][list(indices)] += 1
+
+
+def fp32_bytes(buckets: Sequence[StateBucket]) -> int:
+    """Bytes that a float32 all-reduce of all parameters in ``buckets`` would send on this rank; between nodes, where
+    ranks are grouped by them."""
+    numel: dict[Replicas, int] = {}
+    for bucket in buckets:
+        numel[bucket.replicas] = numel.get(bucket.replicas, 0) + bucket.numel
+    return sum(all_reduce_bytes(-(-4 * n // r.intra_node.world_size), r.nodes) for r, n in numel.items())

@@ -132,7 +132,7 @@ def in_one_line(error: Exception) -> str:
 def measure_all(options: Options, control: TorchBackend) -> Result:
     """Measures, fits and predicts; the same on every rank."""
     stand = make_stand(options, control)
-    inside = measure_inside(stand, options) if options.shard > 1 else None
+    inside = measure_inside(stand, options, PATIENCE) if options.shard > 1 else None
     compressor = Sign(block=options.block)
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")])

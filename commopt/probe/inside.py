@@ -51,10 +51,10 @@ def between(ranks: int, options: Options, timeout: timedelta) -> dist.ProcessGro
     return group
 
 
-def measure_inside(stand: Stand, options: Options) -> Inside:
+def measure_inside(stand: Stand, options: Options, timeout: timedelta) -> Inside:
     """Times FSDP2's collectives, in all machines at once."""
     machines, _ = rows(stand.control.world_size, options.shard)
-    group, _ = dist.new_subgroups_by_enumeration(machines, backend=options.backend)
+    group, _ = dist.new_subgroups_by_enumeration(machines, timeout, options.backend)
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, group) for verb in ("all_gather", "reduce_scatter")}
     link = {verb: fit_line([s.nbytes for s in two], [s.seconds for s in two]) for verb, two in samples.items()}
