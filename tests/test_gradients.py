@@ -538,3 +538,49 @@ def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
         assert gone() is None
 
     on_threads(2, run)
+
+
+class Failing(torch.autograd.Function):
+    """Hands on what it gets; its backward fails if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise MemoryError("no memory")
+        return gradient, None
+
+
+@pytest.mark.parametrize("compressor", [Sign(64), Identity()], ids=repr)
+def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(compressor):
+    """Whatever was on its way by then."""
+
+    def run(backend: ThreadBackend) -> None:
+        def made() -> tuple[nn.ModuleList, commopt.gradients.CompressedGradients]:
+            layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            for i, p in enumerate(layers.parameters()):
+                nn.init.constant_(p, 0.01 * i)
+            return layers, commopt.compress_gradients(layers, compressor, backend=backend, bucket_mb=0.0165)
+
+        def backward(layers: nn.ModuleList, step: int, fails: bool = False) -> list[Tensor]:
+            layers.zero_grad()
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            x = Failing.apply(layers[0](x), fails)
+            for layer in layers[1:]:
+                x = torch.tanh(layer(x))
+            x.square().sum().backward()
+            return [p.grad.clone() for p in layers.parameters()]
+
+        (layers, handle), (straight, _) = made(), made()
+        for step in range(3):
+            if step == 1:
+                with pytest.raises(MemoryError, match="no memory"):
+                    backward(layers, 7, fails=True)
+            assert same_bits(backward(layers, step), backward(straight, step))
+        assert handle.comm_stats()["steps"] == 3
+
+    on_threads(2, run)

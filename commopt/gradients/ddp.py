@@ -47,8 +47,9 @@ class DDPHook:
         if self.mean is None:
             return allreduce_hook(self._group, bucket)
         self._refuse_join()
-        if bucket.index() == 0:
-            self._pending = []  # of a backward that has failed
+        if bucket.index() == 0 and self._pending:  # of a backward that has failed
+            self._pending = []
+            self.mean.forget()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         self._pending.append((done, bucket.buffer()))
         for p, gradient in zip(bucket.parameters(), bucket.gradients()):

@@ -15,6 +15,23 @@ from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.sharding import local, settle
 
 
+class _End:
+    """The end of a backward, as a callback of autograd: takes the mean. Autograd lets go of it uncalled if the backward
+    has failed; then what it has brought is forgotten."""
+
+    def __init__(self, mean: GradientMean) -> None:
+        self._mean: GradientMean | None = mean
+
+    def __call__(self) -> None:
+        mean, self._mean = self._mean, None
+        assert mean is not None
+        mean.finish()
+
+    def __del__(self) -> None:
+        if self._mean is not None:
+            self._mean.forget()
+
+
 class ParameterHooks:
     """Sees gradients arrive on ``params``, and the end of a backward. The hooks go when this does: parameters may
     outlive it."""
@@ -45,5 +62,5 @@ class ParameterHooks:
         settle([p])
         if not self._mean.under_way:
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._mean.finish)
+            engine.queue_callback(_End(self._mean))
         self._mean.arrive(p, local(p.grad))

@@ -86,18 +86,22 @@ class GradientMean:
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[Received] = []
         self._nowhere: set[int] = set()
+        self._forgotten = False
 
     # in backward ------------------------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> bool:
         """Whether gradients have arrived whose mean is not taken yet."""
-        return bool(self._gradients)
+        return bool(self._gradients) and not self._forgotten
 
     @torch.no_grad()
     def arrive(self, p: Tensor, gradient: Tensor) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
+        if self._forgotten:  # ranks have come equally far with what they have started only at its end
+            self._pipeline.finish()
+            self._begin()
         index = self._bucket_of[id(p)]
         if index < self._started:
             raise RuntimeError(
@@ -145,6 +149,12 @@ class GradientMean:
             self.topology.traffic.end_step()
         finally:
             self._begin()
+
+    def forget(self) -> None:
+        """Forgets the gradients that have arrived: the backward has failed, on all ranks at the same place. Residuals
+        stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
+        nothing should wait."""
+        self._forgotten = True
 
     def _absent(self) -> set[int]:
         """The ids of the parameters that have a gradient on no rank."""
