@@ -33,6 +33,27 @@ def reduce_scatter(x: Tensor, backend: Backend) -> Generator[Work, None, Tensor]
     return received.mean(0)
 
 
+def compressed_reduce_scatter(
+    compress: Callable[[Tensor], None], out: Tensor, compressor: Compressor, backend: Backend
+) -> Iterator[Work]:
+    """out <- this rank's row of the mean over W ranks, of what each compresses: row r goes to rank r.
+
+    Args:
+        compress: writes the rows, (W, ``compressor.nbytes(n)``) uint8.
+        out: (n,) float32 or float64, written.
+        compressor: the same on every rank.
+        backend: the ranks.
+
+    Yields:
+        The collective; the caller waits for it before it resumes the generator.
+    """
+    shape = backend.world_size, compressor.nbytes(out.shape[0], out.dtype)
+    sent, received = (torch.empty(shape, dtype=torch.uint8, device=out.device) for _ in range(2))
+    compress(sent)
+    yield backend.all_to_all(received, sent)
+    compressor.decompress_mean(received, out)
+
+
 def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
     """x <- its mean over all ranks, in full precision, in place and with the same bits on every rank.
 

@@ -198,6 +198,11 @@ class Topology:
         control = open_control(self.backend)
         return self.world if control is self.backend else CountingBackend(control, self.traffic, self.receipt)
 
+    def among(self, backend: Backend, inside: bool) -> CountingBackend:
+        """The ranks of ``backend``, with what they send each other counted; as what stays inside, or as what does
+        not."""
+        return self._counted_inside(backend) if inside else CountingBackend(backend, self.traffic, self.receipt)
+
     def _counted_inside(self, backend: Backend) -> CountingBackend:
         """Some ranks of a replica, with what they send each other counted as what stays inside."""
         if id(backend) not in self._inside:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
-from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend, sends_from
-from commopt.comm.torch import ranks_of
+from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend
 from commopt.compress import Compressor
 from commopt.compress.low_rank import LowRank
+from commopt.gradients.all_gather import Differences
+from commopt.gradients.checks import Groups, check_exchanges, check_model, fsdp_groups
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
@@ -25,10 +26,10 @@ from commopt.gradients.mean import GradientMean
 from commopt.gradients.method import Method
 from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
-from commopt.optim import checks
+from commopt.gradients.sharded import ShardedDoor
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
-from commopt.sharding import is_sharded, local
+from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
 
@@ -43,8 +44,10 @@ class CompressedGradients:
         mean: takes the means.
     """
 
-    def __init__(self, model: nn.Module, mean: GradientMean, door: DDPHook | ParameterHooks) -> None:
-        self._model, self.mean, self._door = weakref.ref(model), mean, door
+    def __init__(
+        self, model: nn.Module, mean: GradientMean, door: DDPHook | ParameterHooks, sharded: ShardedDoor | None = None
+    ) -> None:
+        self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -52,11 +55,12 @@ class CompressedGradients:
         Returns:
             ``step`` (the last mean) and ``total``, each ``{"bytes", "calls", "by_collective"}`` and, where ranks are
             grouped, what stays inside as ``"intra_node"``; ``fp32_bytes``, what all-reduces of float32 would send in a
-            step; ``ratio``, that over the bytes of the last step, or None; ``steps``, the means taken, and
-            ``not_finite``, how many of them were not finite.
+            step (FSDP's exchanges, as far as they are compressed); ``ratio``, that over the bytes of the last step, or
+            None; ``steps``, the means taken, and ``not_finite``, how many of them were not finite.
         """
         mean = self.mean
-        traffic = mean.topology.summary(fp32_bytes(mean.buckets))
+        sharded = 0 if self._sharded is None else self._sharded.fp32_bytes
+        traffic = mean.topology.summary(fp32_bytes(mean.buckets) + sharded)
         return {**traffic, "steps": mean.steps, "not_finite": mean.not_finite}
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -66,7 +70,12 @@ class CompressedGradients:
             model = self._model()
             assert isinstance(model, DistributedDataParallel)
             return model.no_sync()
-        return self._door.no_sync()
+        return self._no_sync(self._door)
+
+    @contextlib.contextmanager
+    def _no_sync(self, door: ParameterHooks) -> Iterator[None]:
+        with door.no_sync(), contextlib.nullcontext() if self._sharded is None else self._sharded.no_sync():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owes: its residuals, as copies. Communicates nothing.
@@ -74,7 +83,7 @@ class CompressedGradients:
         All of it is this rank's own (``"residuals"``): save that of every rank, and give each its own back, or, in a
         world of another size, what :func:`commopt.optim.join_state_dict` makes of all of them.
         """
-        return saved_residuals(self.mean)
+        return saved_residuals(self.mean, self._sharded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave. All ranks must do so between two backward passes.
@@ -82,12 +91,14 @@ class CompressedGradients:
         Raises:
             ValueError: for residuals of another model.
         """
-        load_residuals(self.mean, state)
+        load_residuals(self.mean, state, self._sharded)
 
     def remove(self) -> None:
         """Ends it: a DistributedDataParallel model averages by itself again, of any other each rank keeps its
-        gradients. What is owed is forgotten."""
+        gradients, or the means of FSDP. What is owed is forgotten."""
         self._door.remove()
+        if self._sharded is not None:
+            self._sharded.remove()
         model = self._model()
         if model is not None and _HANDLES.get(model) is self:
             del _HANDLES[model]
@@ -100,6 +111,8 @@ def compress_gradients(
     process_group: Any = None,
     backend: Backend | None = None,
     feedback: bool | LoCo = True,
+    inside: Compressor | None = None,
+    weights: Compressor | Differences | None = None,
     bucket_mb: float | None = None,
     reduction: str = "mean",
 ) -> CompressedGradients:
@@ -119,13 +132,15 @@ def compress_gradients(
     model                             what is averaged
     ================================  ==================================================================================
     ``DistributedDataParallel``       in its stead; ``no_sync()``, ``find_unused_parameters``, ... as always
+    sharded by FSDP2 over all ranks   by its reduce-scatters, in one phase
     sharded, ``process_group=mesh``   over the dimensions that its parameters lack (``docs/sharding.md``)
     any other                         all gradients. Parameters start as rank 0's; buffers are each rank's own
     ================================  ==================================================================================
 
     Memory of a rank, for N elements of gradients that it holds: residuals of 4 N bytes and 4 N / W (8 for float64), and
     while means are taken (on a CPU always) as much again. Without ``feedback`` only the latter. With LoCo: N bytes, N
-    more while means are taken, 4 N / W, and 8 bytes an element of the largest bucket.
+    more while means are taken, 4 N / W, and 8 bytes an element of the largest bucket. By FSDP2's reduce-scatters N is
+    all of the model: what a rank owes is of what it compresses, gradients before they are cut.
 
     Args:
         model: before the first backward; its parameters where they will stay.
@@ -137,6 +152,12 @@ def compress_gradients(
         feedback: whether what compression loses is kept, and sent with the next gradients (error feedback). Without it
             biased compressors, such as Sign, need not converge. Or :class:`commopt.gradients.LoCo`, which keeps it in
             one byte an element; not with PowerSGD and ACP.
+        inside: another compressor for gradients inside a machine, without feedback: those that the ranks of a node send
+            each other before ``compressor`` takes their part of the mean, or FSDP2's reduce-scatters, if ``compressor``
+            goes between replicas. Where there is one node only, all is in full precision.
+        weights: a compressor for FSDP2's all-gathers, in forward and in backward, such as ``Int8()``; or
+            :class:`commopt.gradients.Differences`, to those gathered last: in forward only, but a rank holds the whole
+            model in the dtype that FSDP gathers. The optimizer's weights stay exact.
         bucket_mb: most MB (2**20 bytes) of a bucket; None chooses.
         reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel.
 
@@ -148,89 +169,51 @@ def compress_gradients(
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     backend = _ranks(model, process_group, backend, params)
     topology = Topology(backend)
+    groups: Groups = [], []
     error: Exception | None = None
     try:
-        _check(model, compressor, feedback, params, topology, bucket_mb, reduction)
+        check_model(model, compressor, feedback, params, topology, bucket_mb, reduction)
+        if model in _HANDLES:
+            raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
+        groups = fsdp_groups(model, params, topology)
+        check_exchanges(compressor, inside, weights, groups, params, topology, reduction)
     except ValueError as caught:
         error = caught
-    _agree(topology, params, error, f"{compressor!r}, {feedback=}, {bucket_mb=}, {reduction=}")
-    mean = GradientMean(params, topology, _method(compressor, feedback), bucket_mb, reduction)
+    _agree(topology, params, error, f"{compressor!r}, {feedback=}, {inside=}, {weights=}, {bucket_mb=}, {reduction=}")
+    elsewhere = {id(p) for group in groups[0] for p in group.params}
+    method = _method(compressor, feedback, inside)
+    mean = GradientMean(params, topology, method, bucket_mb, reduction, elsewhere)
+    sharded: ShardedDoor | None = None
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
     else:
+        rest = [p for p in params if id(p) not in elsewhere]
         for replicas in topology.replicas:
-            same = [local(p) for p in params if topology.held(p)[0] is replicas]
+            same = [local(p) for p in rest if topology.held(p)[0] is replicas]
             if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
-        door = ParameterHooks(params, mean)
-    handle = CompressedGradients(model, mean, door)
+        door = ParameterHooks(rest, mean)
+        if groups[0] or (groups[1] and (inside or weights)):
+            sharded = ShardedDoor(topology, groups, compressor, feedback, inside, weights, door.begin)
+            mean.parts.append(sharded)
+    handle = CompressedGradients(model, mean, door, sharded)
     topology.traffic.leave_out()
     _HANDLES[model] = handle
     return handle
 
 
-def _method(compressor: Compressor | LowRank, feedback: bool | LoCo) -> Method:
+def _method(compressor: Compressor | LowRank, feedback: bool | LoCo, inside: Compressor | None) -> Method:
     if isinstance(compressor, LowRank):
         return Thin(compressor, bool(feedback))
-    return LoCoRows(compressor, feedback) if isinstance(feedback, LoCo) else Rows(compressor, feedback)
+    if isinstance(feedback, LoCo):
+        return LoCoRows(compressor, feedback, inside)
+    return Rows(compressor, feedback, inside)
 
 
 def _ranks(model: Any, process_group: Any, backend: Backend | None, params: Sequence[Tensor]) -> Backend:
     if isinstance(model, DistributedDataParallel) and process_group is None and backend is None:
         return TorchBackend(model.process_group)
     return resolve_backend(process_group, backend, params)
-
-
-def _check(
-    model: Any,
-    compressor: Any,
-    feedback: Any,
-    params: Sequence[Tensor],
-    topology: Topology,
-    bucket_mb: float | None,
-    reduction: str,
-) -> None:
-    """Raises ValueError for what this rank alone can see."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(compressor, (Compressor, LowRank)):
-        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
-    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and isinstance(compressor, LowRank)):
-        raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
-    if not params:
-        raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")
-    if model in _HANDLES:
-        raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
-    checks.check_common(None, bucket_mb, overlap=False)
-    checks.check_reduction(reduction)
-    checks.check_params(params, sends_from(topology.backend), topology.is_sharded)
-    if isinstance(model, DistributedDataParallel):
-        _check_ddp(model, topology, reduction)
-    if topology.is_sharded:
-        _check_mesh(params, topology)
-
-
-def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
-    if reduction == "sum":
-        raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
-    mine = ranks_of(topology.backend)
-    theirs = dist.get_process_group_ranks(model.process_group)
-    if mine != theirs:
-        raise ValueError(f"the model is of ranks {theirs}, its gradients would be those of {mine or 'another backend'}")
-
-
-def _check_mesh(params: Sequence[Tensor], topology: Topology) -> None:
-    for p in params:
-        topology.check(p)
-    if len(set(topology.stages)) > 1:
-        raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
-    mesh = getattr(topology.backend, "mesh", None)
-    if mesh is not None and any(is_sharded(p) and p.device_mesh.ndim == mesh.ndim for p in params):  # type: ignore[attr-defined]
-        raise ValueError(
-            "the model is sharded over all dimensions of the mesh: FSDP averages over the replicas by itself (HSDP), "
-            "and nothing is left to compress. Shard over the inner dimension only, "
-            'fully_shard(model, mesh=mesh["shard"])'
-        )
 
 
 def _agree(topology: Topology, params: Sequence[Tensor], error: Exception | None, settings: str) -> None:

@@ -60,7 +60,12 @@ class ParameterHooks:
         if self._held or p.grad is None:
             return
         settle([p])
+        self.begin()
+        self._mean.arrive(p, local(p.grad))
+
+    def begin(self) -> None:
+        """In a backward, before what has to be ended at its end."""
         if not self._mean.under_way:
+            self._mean.restart()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(_End(self._mean))
-        self._mean.arrive(p, local(p.grad))

@@ -4,7 +4,8 @@
 
 So a rank keeps 1 byte an element where error feedback keeps 4. It sends less of what is lost than error feedback does,
 and keeps it longer: the mean of many equal steps does not tend to the gradient. The paper's reduce-scatter ends where
-each rank has its part of the sum; here the means are compressed once more, with error feedback of 4 bytes, to all.
+each rank has its part of the sum: that is :mod:`commopt.gradients.reduce_scatter`. Here, for whole models, means are
+compressed once more, with error feedback of 4 bytes, to all.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Owed:
 class LoCoRows(Rows):
     """As :class:`Rows`, with LoCo's feedback."""
 
-    def __init__(self, compressor: Compressor, loco: LoCo) -> None:
-        super().__init__(compressor, True)
+    def __init__(self, compressor: Compressor, loco: LoCo, inside: Compressor | None = None) -> None:
+        super().__init__(compressor, True, inside)
         self.loco = loco
         self._owed: dict[int, Owed] = {}
 

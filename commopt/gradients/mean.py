@@ -10,7 +10,7 @@ any of them stands for inf or NaN, no residual changes on any rank, and the grad
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from commopt.comm import (
     mean_over_all,
     message_device,
 )
-from commopt.gradients.method import Brought, Method, Received, packed
+from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.optim.base import CHANNELS
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like
@@ -42,8 +42,10 @@ class GradientMean:
         method: how those of a bucket are.
         bucket_mb: see :func:`commopt.bucket.bucket_bytes`.
         reduction: "mean", or "sum" where a step goes by the sum of the gradients of all ranks.
+        elsewhere: ids of parameters whose gradients are averaged where they arise, by ``parts``.
 
     Attributes:
+        parts: other means, whose ends are those of this one.
         topology: the ranks, and what this one has sent.
         buckets: in the order in which they are sent.
         steps: how many means were taken.
@@ -60,15 +62,18 @@ class GradientMean:
         method: Method,
         bucket_mb: float | None = None,
         reduction: str = "mean",
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.params, self.topology, self.method = list(params), topology, method
+        self.parts: list[Part] = []
         self.zeros_are_absent = False
         self.steps = self.not_finite = 0
         self.owed: dict[int, Tensor] = {}
-        capacity = bucket_bytes(bucket_mb, self.params)
-        held = {id(p): topology.held(p) for p in self.params}
+        self._here = [p for p in self.params if id(p) not in elsewhere]
+        capacity = bucket_bytes(bucket_mb, self._here)
+        held = {id(p): topology.held(p) for p in self._here}
         self.buckets: list[StateBucket] = []
-        for run in partition(self.params, capacity, lambda p: held[id(p)]):
+        for run in partition(self._here, capacity, lambda p: held[id(p)]):
             replicas, holding = held[id(run[0])]
             bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=reduction == "sum")
             method.prepare(bucket, capacity)
@@ -88,20 +93,24 @@ class GradientMean:
         self._nowhere: set[int] = set()
         self._forgotten = False
 
+    def restart(self) -> None:
+        """Leaves a backward that has failed behind."""
+        if self._forgotten:  # ranks have come equally far with what they have started only at its end
+            self._pipeline.finish()
+            self._begin()
+
     # in backward ------------------------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> bool:
         """Whether gradients have arrived whose mean is not taken yet."""
-        return bool(self._gradients) and not self._forgotten
+        return (bool(self._gradients) or any(part.sound is not None for part in self.parts)) and not self._forgotten
 
     @torch.no_grad()
     def arrive(self, p: Tensor, gradient: Tensor) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
-        if self._forgotten:  # ranks have come equally far with what they have started only at its end
-            self._pipeline.finish()
-            self._begin()
+        self.restart()
         index = self._bucket_of[id(p)]
         if index < self._started:
             raise RuntimeError(
@@ -135,7 +144,8 @@ class GradientMean:
                 params = self.buckets[self._started].params
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
             self._pipeline.finish()
-            here = sound = all(bool(received.sound) for received in self._received)
+            parts = [part.sound for part in self.parts if part.sound is not None]
+            here = sound = all(bool(x) for x in [*parts, *(received.sound for received in self._received)])
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
                 sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
@@ -144,6 +154,8 @@ class GradientMean:
                 if sound:
                     received.commit()
                 received.let_go()
+            for part in self.parts:
+                part.end(sound)
             self.steps += 1
             self.not_finite += not sound
             self.topology.traffic.end_step()
@@ -155,15 +167,19 @@ class GradientMean:
         stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
         nothing should wait."""
         self._forgotten = True
+        for part in self.parts:
+            part.forget()
 
     def _absent(self) -> set[int]:
         """The ids of the parameters that have a gradient on no rank."""
-        lacking = {id(p) for p in self.params if id(p) not in self._gradients}
+        if not self._here:
+            return set()
+        lacking = {id(p) for p in self._here if id(p) not in self._gradients}
         lacking.update(i for waiting in self._waiting for i in waiting)  # those of zeros
-        row = torch.tensor([id(p) not in lacking for p in self.params], dtype=torch.uint8)
+        row = torch.tensor([id(p) not in lacking for p in self._here], dtype=torch.uint8)
         table = gather_rows(self._control, row.to(message_device(self._control)), "which gradients the ranks have")
         here = table.any(0).tolist()
-        return {id(p) for p, present in zip(self.params, here) if not present}
+        return {id(p) for p, present in zip(self._here, here) if not present}
 
     def _start_next(self, absent: Sequence[int]) -> None:
         index = self._started

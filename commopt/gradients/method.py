@@ -70,6 +70,21 @@ class Method(Protocol):
         something of another rank was left out."""
 
 
+class Part(Protocol):
+    """Gradients that are averaged where they arise, and no bucket's."""
+
+    @property
+    def sound(self) -> Tensor | None:
+        """Whether the means taken since the last end are finite, on this rank; 0-d bool, None if there are none."""
+
+    def end(self, sound: bool) -> None:
+        """Ends the means taken: what is owed is what it is after them if all were ``sound``, else what it was.
+        Gradients become NaN if they were not, on whichever rank: none takes a step that others do not."""
+
+    def forget(self) -> None:
+        """Forgets the means taken: the backward has failed."""
+
+
 def packed(bucket: StateBucket, brought: Brought) -> Tensor:
     """A new flat buffer, (padded,), with gradients at their offsets; zeros elsewhere."""
     flat = bucket.zeros()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Channel, InFlightChunk, Work, reduce_scatter
+from commopt.comm import Backend, Channel, InFlightChunk, Work, compressed_reduce_scatter, reduce_scatter
 from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.method import Brought, Received, packed
 from commopt.optim import saving
@@ -26,10 +26,11 @@ class Rows:
     Args:
         compressor: the same on all ranks.
         feedback: whether what is lost is kept, and sent later.
+        inside: what gradients are compressed with inside a node, without feedback; None: they are in full precision.
     """
 
-    def __init__(self, compressor: Compressor, feedback: bool) -> None:
-        self.compressor, self.feedback = compressor, feedback
+    def __init__(self, compressor: Compressor, feedback: bool, inside: Compressor | None = None) -> None:
+        self.compressor, self.feedback, self.inside = compressor, feedback, inside
         self._scratches: dict[Any, Tensor] = {}
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
@@ -41,7 +42,7 @@ class Rows:
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         if bucket.local_world_size > 1:
-            part = yield from reduce_scatter(packed(bucket, brought), send.intra_node)
+            part = yield from self._part_of_node(packed(bucket, brought), send.intra_node)
             brought = [(part, 0)]
         runs = absent_runs(bucket, absent)
         active = without(padding_mask(bucket), runs)
@@ -69,6 +70,16 @@ class Rows:
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
         return Received(bucket, sound, write, keep, feedback.let_go)
+
+    def _part_of_node(self, flat: Tensor, node: Backend) -> Generator[Work, None, Tensor]:
+        """This rank's part of the mean over its node."""
+        inside = self.inside
+        if inside is None:
+            return (yield from reduce_scatter(flat, node))
+        rows = flat.view(node.world_size, -1)
+        part = flat.new_empty(rows.shape[1])
+        yield from compressed_reduce_scatter(lambda payload: inside.compress(rows, payload), part, inside, node)
+        return part
 
     def residuals(self, bucket: StateBucket) -> Feedback:
         """The residuals of ``bucket`` before a mean, double-buffered."""

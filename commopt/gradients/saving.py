@@ -10,23 +10,28 @@ import torch
 from torch import Tensor
 
 from commopt.gradients.mean import GradientMean
+from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
 from commopt.optim.own import Origin, digest_of
-from commopt.optim.state import refuse_outdated
+from commopt.optim.state import MERGED, refuse_outdated
 
 logger = logging.getLogger("commopt")
 
 
-def saved_residuals(mean: GradientMean) -> dict[str, Any]:
+def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
     part = {**saving.whose(_origin(mean), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
+    if sharded is not None:
+        part["state"] |= sharded.own(mean.params)
+        if sharded.whole:  # each rank owes of the whole, as if it were a node
+            part["nodes"] = mean.topology.world_size
     part["digest"] = digest_of(part)
     groups = [{"params": list(range(len(mean.params)))}]
     return {"param_groups": groups, "state": mean.method.common(mean.buckets, mean.params), "residuals": part}
 
 
 @torch.no_grad()
-def load_residuals(mean: GradientMean, given: Mapping[str, Any]) -> None:
+def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor | None) -> None:
     """``handle.load_state_dict()``. Raises ValueError for the residuals of another model."""
     refuse_outdated([given["residuals"]])
     ids = [i for group in given["param_groups"] for i in group["params"]]
@@ -41,7 +46,11 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any]) -> None:
     def fold(p: Tensor, residual: Tensor) -> None:
         mean.owed[id(p)] = mean.owed.get(id(p), torch.zeros_like(residual)) + residual
 
-    if mean.method.load(mean.buckets, entries, origin, here, fold):
+    left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
+    if sharded is not None:
+        known = origin is not None and (origin == here or origin[0] == MERGED)
+        left_out = sharded.load(entries, known, mine=origin == here) or left_out
+    if left_out:
         logger.warning(
             "compress_gradients: the residuals in the loaded state are of (rank, world size, layout) %s, this is %s; "
             "they start again from 0. Save those of every rank (commopt.optim.join_state_dict) to keep them.",

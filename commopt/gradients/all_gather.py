@@ -1,0 +1,169 @@
+"""FSDP2's all-gather of the weights of a parameter group, compressed.
+
+    as they are     all ranks take C[x], of each piece, for the weights
+    differences     all ranks hold the weights w that were gathered last;  w <- w + C[x - w],  of each piece
+
+The second is SDP4Bit's (arXiv 2410.15526): what one difference has lost is in the next, as with error feedback, but
+nothing is kept for it, for the replica w is there. So 4 bits do, where weights of 4 bits would not. A rank holds w, the
+whole model, whatever FSDP frees: where that is too much, take 8 bits as they are. The optimizer steps on x, which is
+exact. In backward the weights are those of the forward, and come from w: nothing is sent.
+
+Where weights have moved by more than a tenth of their norm since the last gather, because a checkpoint was loaded, or
+are not finite, they are gathered in full; the ranks see that in what they send each other. So they are the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend, wait
+from commopt.compress import Compressor, Int4
+from commopt.gradients.fsdp import Group
+
+FAR = 0.1
+"""Share of its norm by which a piece may have moved, to be sent as a difference."""
+
+FLAG = 16
+"""Bytes after a difference: in the first, whether it stands for what is to be sent. 16, as rows of payloads are."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Weights as differences to those gathered last, for ``compress_gradients(..., weights=Differences())``.
+
+    Args:
+        compressor: of the differences.
+
+    Raises:
+        ValueError: for what is no compressor of rows.
+    """
+
+    compressor: Compressor = field(default_factory=lambda: Int4(block=2048))
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(
+                f"compressor must be a commopt.compress.Compressor such as Int4(), got {self.compressor!r}"
+            )
+
+
+class GroupWeights:
+    """For FSDP, in place of its all-gather.
+
+    Args:
+        group: whose weights.
+        ranks: those that the parameters are cut over, counted.
+        compressor: the same on all of them.
+
+    Attributes:
+        fp32_bytes: what all-gathers of float32 would have sent since that was set to 0.
+    """
+
+    def __init__(self, group: Group, ranks: Backend, compressor: Compressor) -> None:
+        self.group, self.compressor, self._ranks = group, compressor, ranks
+        self.fp32_bytes = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the weights of all ranks."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """output <- the rows of all ranks, of which ``input`` is this rank's.
+
+        Raises:
+            commopt.comm.CollectiveError: if a rank is lost.
+        """
+        rows = output_tensor.view(self._ranks.world_size, -1)
+        self.fp32_bytes += 4 * (len(rows) - 1) * rows.shape[1]
+        if rows.dtype.is_floating_point and rows.shape[1]:
+            self._gather(rows, input_tensor)
+        else:  # bytes of an extension of FSDP's, such as float8
+            self._in_full(rows, input_tensor)
+
+    def _gather(self, rows: Tensor, mine: Tensor) -> None:
+        payload = self._payload(self._computed(mine).unsqueeze(0))
+        received = payload.new_empty(len(rows), payload.shape[1])
+        self._wait(self._ranks.all_gather(received, payload.view(-1)))
+        rows.copy_(self._decoded(received, rows))
+
+    def _payload(self, x: Tensor) -> Tensor:
+        """C[x], of (1, n)."""
+        nbytes = self.compressor.nbytes(x.shape[1], x.dtype)
+        payload = torch.empty(1, nbytes, dtype=torch.uint8, device=x.device)
+        self.compressor.compress(x, payload)
+        return payload
+
+    def _decoded(self, payload: Tensor, rows: Tensor) -> Tensor:
+        values = self._computed(rows.new_empty(0)).new_empty(rows.shape)
+        self.compressor.decompress(payload, values)
+        return values
+
+    def _in_full(self, rows: Tensor, mine: Tensor) -> None:
+        self._wait(self._ranks.all_gather(rows, mine.clone()))  # mine may be in rows
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """In the dtype that is compressed."""
+        return x if x.dtype == torch.float64 else x.float()
+
+    def _wait(self, work: Any) -> None:
+        wait(work, f"all-gather of the weights of {self.group.name}")
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What this rank adds to make the next gather what it would be; copies."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`state` gave; {}: begins anew."""
+
+
+class GroupDifferences(GroupWeights):
+    """As :class:`GroupWeights`, by differences."""
+
+    def __init__(self, group: Group, ranks: Backend, differences: Differences) -> None:
+        super().__init__(group, ranks, differences.compressor)
+        self._replica: Tensor | None = None
+        self._loaded: Tensor | None = None
+
+    def _gather(self, rows: Tensor, mine: Tensor) -> None:
+        if self._loaded is not None:
+            self._replica = torch.empty_like(rows)
+            self._in_full(self._replica, self._loaded.to(rows))
+            self._loaded = None
+        replica = self._replica
+        if replica is None or replica.shape != rows.shape or replica.dtype != rows.dtype:
+            self._replica = torch.empty_like(rows)
+            self._in_full(self._replica, mine)
+        elif torch._C._current_graph_task_id() == -1:  # else in a backward
+            self._follow(replica, mine)
+        assert self._replica is not None
+        rows.copy_(self._replica)
+
+    def _follow(self, replica: Tensor, mine: Tensor) -> None:
+        x = self._computed(mine)
+        difference = x - replica[self._ranks.rank]
+        payload = self._payload(difference.unsqueeze(0))
+        far = ~(difference.norm() <= FAR * x.norm())  # NaN too
+        flag = payload.new_zeros(1, FLAG)
+        flag[0, 0] = far
+        sent = torch.cat([payload, flag], 1)
+        received = sent.new_empty(len(replica), sent.shape[1])
+        self._wait(self._ranks.all_gather(received, sent.view(-1)))
+        if bool(received[:, -FLAG].any()):
+            self._in_full(replica, mine)
+        else:
+            replica.add_(self._decoded(received[:, :-FLAG].contiguous(), replica))
+
+    def state(self) -> dict[str, Any]:
+        kept = self._loaded if self._replica is None else self._replica[self._ranks.rank]
+        return {} if kept is None else {"gathered": kept.clone()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._replica, self._loaded = None, state.get("gathered")

@@ -1,0 +1,131 @@
+"""What compress_gradients allows, each rank for itself: raises ValueError before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
+from commopt.comm.torch import ranks_of
+from commopt.compress import Compressor
+from commopt.compress.low_rank import LowRank
+from commopt.gradients.all_gather import Differences
+from commopt.gradients.fsdp import Group, groups_of
+from commopt.gradients.loco import LoCo
+from commopt.optim import checks
+from commopt.sharding import is_sharded
+
+Groups = tuple[list[Group], list[Group]]
+"""FSDP's groups of parameters: those that are cut over all ranks, and those of which there are replicas."""
+
+
+def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) -> Groups:
+    """Those of ``model``. Raises ValueError for one that FSDP takes no other collectives for."""
+    out: Groups = [], []
+    trained = {id(p) for p in params}
+    for group in groups_of(model) if topology.is_sharded else []:
+        if group.params and id(group.params[0]) in trained:
+            out[group.params[0].device_mesh.size() < topology.world_size].append(group)  # type: ignore[attr-defined]
+    return out
+
+
+def check_exchanges(
+    compressor: Compressor | LowRank,
+    inside: Any,
+    weights: Any,
+    groups: Groups,
+    params: Sequence[Tensor],
+    topology: Topology,
+    reduction: str,
+) -> None:
+    """Raises ValueError for what does not go with how the model is held."""
+    whole, replicated = groups
+    if topology.is_sharded:
+        _check_mesh(groups, params, topology)
+    if inside is not None and not isinstance(inside, Compressor):
+        raise ValueError(f"inside must be None or a commopt.compress.Compressor such as Int8(), got {inside!r}")
+    if weights is not None and not isinstance(weights, (Compressor, Differences)):
+        raise ValueError(f"weights must be None, a commopt.compress.Compressor or Differences(), got {weights!r}")
+    if weights is not None and not (whole or replicated):
+        raise ValueError(f"weights={weights!r} is for models sharded by FSDP2: no other gathers weights")
+    if whole and isinstance(compressor, LowRank):
+        raise ValueError(
+            f"{compressor!r} makes matrices of one gradient, and of this model each rank gets other rows: allowed are "
+            'compressors of rows such as Int4(), or replicas, fully_shard(model, mesh=mesh["shard"]), '
+            "process_group=mesh"
+        )
+    if whole and reduction == "sum":
+        raise ValueError(
+            "reduction='sum' is FSDP's to make here: leave it away, and call set_gradient_divide_factor(1.0) on its "
+            "modules"
+        )
+    nodes = _has_nodes(params, topology) and not isinstance(compressor, LowRank)
+    if inside is not None and not replicated and not nodes:
+        raise ValueError(
+            f"inside={inside!r} is for machines of several ranks: process_group=mesh of (machines, ranks of each), the "
+            "model whole, with a compressor of rows, or sharded by FSDP2 over the second dimension"
+        )
+
+
+def check_model(
+    model: Any,
+    compressor: Any,
+    feedback: Any,
+    params: Sequence[Tensor],
+    topology: Topology,
+    bucket_mb: float | None,
+    reduction: str,
+) -> None:
+    """Raises ValueError for what this rank alone can see."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(compressor, (Compressor, LowRank)):
+        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and isinstance(compressor, LowRank)):
+        raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
+    if not params:
+        raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")
+    checks.check_common(None, bucket_mb, overlap=False)
+    checks.check_reduction(reduction)
+    checks.check_params(params, sends_from(topology.backend), topology.is_sharded)
+    if isinstance(model, DistributedDataParallel):
+        _check_ddp(model, topology, reduction)
+
+
+def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
+    if reduction == "sum":
+        raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
+    mine = ranks_of(topology.backend)
+    theirs = dist.get_process_group_ranks(model.process_group)
+    if mine != theirs:
+        raise ValueError(f"the model is of ranks {theirs}, its gradients would be those of {mine or 'another backend'}")
+
+
+def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) -> None:
+    for p in params:
+        topology.check(p)
+    if len(set(topology.stages)) > 1:
+        raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
+    mesh = getattr(topology.backend, "mesh", None)
+    ours = {id(p) for group in groups[0] for p in group.params}
+    if mesh is not None and any(
+        is_sharded(p) and id(p) not in ours and p.device_mesh.ndim == mesh.ndim  # type: ignore[attr-defined]
+        for p in params
+    ):
+        raise ValueError(
+            "the model is sharded over all dimensions of the mesh: FSDP averages over the replicas by itself (HSDP), "
+            "and nothing is left to compress. Shard over the inner dimension only, "
+            'fully_shard(model, mesh=mesh["shard"])'
+        )
+
+
+def _has_nodes(params: Sequence[Tensor], topology: Topology) -> bool:
+    """Whether parameters are averaged over nodes of several ranks."""
+    backend = topology.backend
+    if isinstance(backend, MeshBackend):
+        return any(backend.mesh.ndim - len(backend.dims_of(p)) > 1 for p in params)
+    return isinstance(backend, NodesBackend)

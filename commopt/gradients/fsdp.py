@@ -1,0 +1,253 @@
+"""FSDP2's parameter groups: which a model has, and where their parameters lie in the flat tensors that FSDP exchanges.
+
+FSDP2 exchanges the parameters of a group, those of a module less those of modules inside that are sharded by
+themselves, in one collective: a reduce-scatter of gradients in backward, an all-gather of weights in forward and in
+backward. In place of both it takes other ones. Which parameters have a gradient is not told to these: hooks on the
+whole parameters see it, which there are from the first forward on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commopt import ops
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in each row of a flat tensor of its group.
+
+    Attributes:
+        shape: of the parameter, whole.
+        dim: along which it is cut.
+        start, stop: its columns.
+    """
+
+    shape: torch.Size
+    dim: int
+    start: int
+    stop: int
+
+    def whole(self, columns: Tensor) -> Tensor:
+        """Its elements, (W, stop - start), put together: (numel,), without padding."""
+        if self.dim == 0 or not self.shape.numel():
+            return columns.reshape(-1)[: self.shape.numel()]
+        piece = list(self.shape)
+        piece[self.dim] //= len(columns)
+        return torch.cat([row.view(piece) for row in columns], self.dim).reshape(-1)
+
+    def columns(self, whole: Tensor, world_size: int) -> Tensor:
+        """The inverse of :meth:`whole`, with zeros for padding."""
+        if self.dim != 0 and self.shape.numel():
+            pieces = whole.view(self.shape).chunk(world_size, self.dim)
+            return torch.stack([piece.reshape(-1) for piece in pieces])
+        out = whole.new_zeros(world_size * (self.stop - self.start))
+        out[: whole.numel()] = whole
+        return out.view(world_size, -1)
+
+
+class Group:
+    """A parameter group of an FSDP module.
+
+    Args:
+        module: the FSDPModule.
+        theirs: its only parameter group, FSDP's own.
+
+    Attributes:
+        ranks: the process group that the parameters are cut over.
+        params: sharded parameters that get gradients, in FSDP's order.
+        places: of each, as they lie if all have a gradient.
+    """
+
+    def __init__(self, module: Any, theirs: Any) -> None:
+        self.module, self._theirs = module, theirs
+        self.ranks: dist.ProcessGroup = theirs.mesh_info.shard_process_group
+        self._of = [p for p in theirs.fsdp_params if p.sharded_param.requires_grad]
+        self.params: list[nn.Parameter] = [p.sharded_param for p in self._of]
+        self.places: list[Place] = []
+        for p in self._of:
+            start = self.places[-1].stop if self.places else 0
+            dim, shape = p.fsdp_placement.dim, p._orig_size
+            sizes = [-(-n // self.world_size) if i == dim else n for i, n in enumerate(shape)]
+            self.places.append(Place(shape, dim, start, start + math.prod(sizes)))
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}
+        self._arrived: set[int] = set()
+        self._handles: list[Any] = []
+        self._watched: list[Any] = []
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.size()
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row, if all parameters have a gradient."""
+        return self.places[-1].stop if self.places else 0
+
+    @property
+    def name(self) -> str:
+        """The module's, for messages."""
+        return str(self._theirs._module_fqn or type(self.module).__name__)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._theirs.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That gradients are compressed in."""
+        return torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
+
+    def divided_by(self, dtype: torch.dtype) -> float:
+        """By what FSDP has divided gradients of ``dtype`` before it hands them over: a power of 2."""
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+        theirs = self._theirs
+        factor, only_sums = theirs.gradient_divide_factor, theirs.force_sum_reduction_for_comms
+        first, *_ = _get_gradient_divide_factors(self.ranks, None, dtype, self.device.type, factor, only_sums)
+        return first or 1.0
+
+    @property
+    def averages(self) -> bool:
+        """Whether a backward ends in a mean; else gradients add up, whole."""
+        return bool(self._theirs.reduce_grads)
+
+    @averages.setter
+    def averages(self, value: bool) -> None:
+        self.module.set_requires_gradient_sync(value, recurse=False)
+
+    def columns_of(self, present: Sequence[int]) -> Tensor:
+        """The columns of some parameters, (n,) int64, ascending."""
+        runs = [torch.arange(self.places[i].start, self.places[i].stop) for i in present]
+        return torch.cat(runs).to(self.device)
+
+    def mask(self, present: Sequence[int]) -> Tensor | None:
+        """Bit mask of what is no padding in the columns of some parameters, (W, ceil(n / 8)) uint8; None if nothing
+        is."""
+        key = tuple(present)
+        if key not in self._masks:
+            self._masks[key] = self._mask([self.places[i] for i in present])
+        return self._masks[key]
+
+    def _mask(self, places: Sequence[Place]) -> Tensor | None:
+        world = self.world_size
+        if all(place.shape.numel() == (place.stop - place.start) * world for place in places):
+            return None
+        used = [place.columns(torch.ones(place.shape.numel()), world) for place in places]
+        n = sum(columns.shape[1] for columns in used)
+        flat = torch.cat([*used, torch.zeros(world, -n % 8)], 1).to(self.device).view(-1)
+        bits = torch.empty(flat.numel() // 8, dtype=torch.uint8, device=self.device)
+        ops.pack_nonzero(flat, bits)
+        return bits.view(world, -1)
+
+    def watch(self) -> None:
+        """Sees from now on which parameters get a gradient."""
+        here = weakref.ref(self)
+
+        def forward(module: nn.Module, args: Any) -> None:
+            if (group := here()) is not None:
+                group._watch_whole()
+
+        self._handles.append(self.module.register_forward_pre_hook(forward))
+
+    def _watch_whole(self) -> None:
+        """After FSDP has made the whole parameters; they are the same objects in every forward."""
+        whole = [getattr(p, "_unsharded_param", None) for p in self._of]
+        if [id(p) for p in whole] == [id(p) for p in self._watched]:
+            return
+        self._watched, here = whole, weakref.ref(self)
+
+        def hook(i: int) -> Any:
+            def arrived(_: Tensor) -> None:
+                if (group := here()) is not None:
+                    group._arrived.add(i)
+
+            return arrived
+
+        with_hook = ((i, p) for i, p in enumerate(whole) if p is not None)
+        self._handles += [p.register_post_accumulate_grad_hook(hook(i)) for i, p in with_hook]
+
+    def with_gradient(self, columns: int) -> Sequence[int]:
+        """The indices of the parameters of which FSDP hands over gradients, as ``columns`` columns.
+
+        Raises:
+            RuntimeError: if that cannot be told.
+        """
+        arrived, self._arrived = sorted(self._arrived), set()
+        if columns == self.columns:
+            return range(len(self.places))
+        if columns != sum(self.places[i].stop - self.places[i].start for i in arrived):
+            raise RuntimeError(
+                f"of the parameters of a {type(self.module).__name__} some have no gradient, and which could not be "
+                "seen: call set_reduce_scatter_unused_params(True) on the model"
+            )
+        return arrived
+
+    def exchange_by(self, reduce_scatter: Any, all_gather: Any) -> Any:
+        """Has FSDP call these in place of its own collectives, where they are not None. Returns a function that undoes
+        it."""
+        theirs = self._theirs
+        before = theirs._reduce_scatter_comm, theirs._all_gather_comm, theirs.force_sum_reduction_for_comms
+        if reduce_scatter is not None:
+            self.module.set_custom_reduce_scatter(reduce_scatter)
+            self.module.set_force_sum_reduction_for_comms(True)  # else a factor may come as an operation of NCCL's
+            self.watch()
+        if all_gather is not None:
+            self.module.set_custom_all_gather(all_gather)
+
+        def undo() -> None:
+            self.module.set_custom_reduce_scatter(before[0])
+            self.module.set_custom_all_gather(before[1])
+            self.module.set_force_sum_reduction_for_comms(before[2])
+            for handle in self._handles:
+                handle.remove()
+
+        return undo
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """The parameter groups of ``model`` that are cut over several ranks and averaged by a reduce-scatter alone.
+
+    Raises:
+        ValueError: for an FSDP module with several groups, or with collectives that are not FSDP's own.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a model has imported it; it takes a second
+    if fsdp is None:
+        return []
+    out = []
+    for name, module in model.named_modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        groups = [group for group in module._get_fsdp_state()._fsdp_param_groups if _is_cut(group)]
+        if len(groups) > 1:
+            raise ValueError(
+                f"{name or type(model).__name__} has {len(groups)} groups of parameters on different meshes "
+                "(shard_placement_fn), and FSDP takes other collectives for modules of one group only: shard what is "
+                "on another mesh as a module of its own"
+            )
+        for group in groups:
+            for comm in (group._reduce_scatter_comm, group._all_gather_comm):
+                if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+                    raise ValueError(
+                        f"{name or type(model).__name__} has a collective of its own, {type(comm).__name__}, in whose "
+                        "place gradients or weights would be compressed: leave it away, or call remove() on the handle "
+                        "that has set it"
+                    )
+            out.append(Group(module, group))
+    return out
+
+
+def _is_cut(group: Any) -> bool:
+    """Whether FSDP averages it over the ranks that it is cut over, and over no others."""
+    kinds = [kind.__name__ for kind in type(group.mesh_info).__mro__]
+    return "FSDPMeshInfo" in kinds and "DDPMeshInfo" not in kinds and group.mesh_info.shard_mesh_size > 1

@@ -1,0 +1,219 @@
+"""FSDP2's reduce-scatter of a parameter group, compressed, with error feedback where it is wanted.
+
+    z = g + e;  row r of C[z] goes to rank r;  e <- z - C[z];   rank r takes the mean of the rows it gets
+
+One phase, as in LoCo (arXiv 2407.04480) and inside a machine in SDP4Bit (arXiv 2410.15526): what a rank has averaged is
+its own, and not sent again. So nothing is owed on the way back. What a rank owes has the size of the gradient of the
+whole group, for that is what it compresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt.comm import Backend, compressed_reduce_scatter, wait
+from commopt.compress import Compressor
+from commopt.gradients.fsdp import Group
+from commopt.gradients.loco import MEMORY, LoCo
+from commopt.sharding import local
+
+
+class Owed(Protocol):
+    """What a rank owes of a flat tensor of a group, (W, columns); changes with :meth:`commit` only."""
+
+    def read(self) -> Tensor:
+        """It, with what the mean under way has changed; not to be written to."""
+
+    def write(self, lost: Tensor, before: Tensor) -> None:
+        """Notes what is ``lost`` on top of what was owed ``before``. Takes ``lost`` over."""
+
+    def commit(self) -> None:
+        """Makes what was noted the present."""
+
+    def forget(self) -> None:
+        """Forgets what was noted."""
+
+    def state(self) -> dict[str, Any]:
+        """What tells it to the bit, beside its values; copies."""
+
+    def load(self, values: Tensor, state: dict[str, Any]) -> None:
+        """Makes it ``values``, (W, columns); to the bit, if there is ``state``."""
+
+
+class Kept:
+    """Error feedback: what was lost, as it is."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._now = torch.zeros(shape, dtype=dtype, device=device)
+        self._next: Tensor | None = None
+
+    def read(self) -> Tensor:
+        return self._now if self._next is None else self._next
+
+    def write(self, lost: Tensor, before: Tensor) -> None:
+        self._next = lost
+
+    def commit(self) -> None:
+        self._now, self._next = self.read(), None
+
+    def forget(self) -> None:
+        self._next = None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, values: Tensor, state: dict[str, Any]) -> None:
+        self._now, self._next = values.to(self._now), None
+
+
+class Averaged:
+    """LoCo's: a moving average in 8 bits, forgotten now and then."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, loco: LoCo) -> None:
+        self._loco, self._shape, self._dtype, self._means = loco, shape, dtype, 0
+        nbytes = MEMORY.nbytes(shape[0] * shape[1], dtype)
+        self._now = torch.zeros(1, nbytes, dtype=torch.uint8, device=device)
+        self._next: Tensor | None = None
+
+    def read(self) -> Tensor:
+        now = self._now if self._next is None else self._next
+        values = torch.empty(self._shape, dtype=self._dtype, device=now.device)
+        MEMORY.decompress(now, values.view(1, -1))
+        return values
+
+    def write(self, lost: Tensor, before: Tensor) -> None:
+        self._next = torch.empty_like(self._now)
+        MEMORY.compress(lost.lerp_(before, self._loco.beta).view(1, -1), self._next)
+
+    def commit(self) -> None:
+        if self._next is None:
+            return
+        self._now, self._next = self._next, None
+        self._means += 1
+        every = self._loco.reset_every
+        if every is not None and self._means % every == 0:
+            self._now.zero_()
+
+    def forget(self) -> None:
+        self._next = None
+
+    def state(self) -> dict[str, Any]:
+        return {"bytes": self._now.clone(), "means": self._means}
+
+    def load(self, values: Tensor, state: dict[str, Any]) -> None:
+        MEMORY.compress(values.to(self._now.device, self._dtype).contiguous().view(1, -1), self._now)
+        self._next = None
+        if state:  # decoded and encoded again, a scale may differ by its last bit
+            self._now.copy_(state["bytes"])
+            self._means = state["means"]
+
+
+class GroupMean:
+    """For FSDP, in place of its reduce-scatter.
+
+    Args:
+        group: whose gradients.
+        ranks: those that the parameters are cut over, counted.
+        compressor: the same on all of them.
+        feedback: whether what is lost is kept, and sent later, or LoCo's way to.
+        begin: called before a mean is taken, whose end is to come; None: it has none, for the mean goes on elsewhere.
+
+    Attributes:
+        sound: whether what this rank has received since the last end is finite; 0-d bool, or None for nothing.
+        owed: by this rank; None without feedback.
+        fp32_bytes: what reduce-scatters of float32 would have sent since that was set to 0.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ranks: Backend,
+        compressor: Compressor,
+        feedback: bool | LoCo,
+        begin: Callable[[], None] | None,
+    ) -> None:
+        self.group, self.compressor = group, compressor
+        self._ranks, self._begin = ranks, begin
+        self.sound: Tensor | None = None
+        self.fp32_bytes = 0
+        self.owed: Owed | None = None
+        of = (group.world_size, group.columns), group.dtype, group.device
+        if isinstance(feedback, LoCo):
+            self.owed = Averaged(*of, feedback)
+        elif feedback:
+            self.owed = Kept(*of)
+
+    # for FSDP ---------------------------------------------------------------------------------------------------------
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what goes in, and for what comes out."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """output <- the sum (or mean, by ``op``) over the ranks of this rank's row of ``input``.
+
+        Raises:
+            commopt.comm.CollectiveError: if a rank is lost.
+        """
+        if self._begin is not None:
+            self._begin()
+        world = self._ranks.world_size
+        divided = self.group.divided_by(input_tensor.dtype)
+        x = input_tensor.view(world, -1).to(self.group.dtype) * divided  # what is owed is of gradients as they are
+        mean = output_tensor if output_tensor.dtype == x.dtype else x.new_empty(x.shape[1])
+        steps = compressed_reduce_scatter(
+            lambda payload: self._compress(x, payload), mean, self.compressor, self._ranks
+        )
+        for work in steps:
+            wait(work, f"reduce-scatter of the gradients of {self.group.name}")
+        mean.mul_((1 if op == dist.ReduceOp.AVG else world) / divided)
+        if mean is not output_tensor:
+            output_tensor.copy_(mean)
+        if self._begin is not None:
+            finite = output_tensor.isfinite().all()
+            self.sound = finite if self.sound is None else self.sound & finite
+        self.fp32_bytes += 4 * (world - 1) * x.shape[1]
+
+    def _compress(self, x: Tensor, payload: Tensor) -> None:
+        present = self.group.with_gradient(x.shape[1])
+        if self.owed is None:
+            self.compressor.compress(x, payload)
+            return
+        before = self.owed.read()
+        mask = self.group.mask(present)
+        if len(present) == len(self.group.places):
+            lost = torch.empty_like(before)
+            self.compressor.compress_with_feedback(x, before, payload, mask, lost)
+        else:  # what is owed to the others stays
+            columns = self.group.columns_of(present)
+            part = before[:, columns]
+            self.compressor.compress_with_feedback(x, part, payload, mask)
+            lost = before.index_copy(1, columns, part)
+        self.owed.write(lost, before)
+
+    # at the end of a backward -----------------------------------------------------------------------------------------
+
+    def end(self, sound: bool) -> None:
+        """Ends the means taken: what is owed is what it is after them if all were ``sound``, else what it was.
+        Gradients become NaN if they were not, on whichever rank: none takes a step that others do not."""
+        if self.owed is not None and self.sound is not None:
+            (self.owed.commit if sound else self.owed.forget)()
+        if not sound:
+            for p in self.group.params:
+                if p.grad is not None:
+                    local(p.grad).fill_(torch.nan)
+        self.sound = None
+
+    def forget(self) -> None:
+        """Forgets the means taken: the backward has failed."""
+        if self.owed is not None:
+            self.owed.forget()
+        self.sound = None

@@ -1,0 +1,158 @@
+"""A model sharded by FSDP2 <-> means of its gradients, and gathers of its weights, that are compressed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt.comm import Backend, Topology, TorchBackend
+from commopt.compress import Compressor
+from commopt.gradients.all_gather import Differences, GroupDifferences, GroupWeights
+from commopt.gradients.fsdp import Group
+from commopt.gradients.loco import LoCo
+from commopt.gradients.reduce_scatter import GroupMean
+
+GROUPS = "groups"
+"""Key of what is kept by group, and not by parameter, in the state."""
+
+
+class ShardedDoor:
+    """What FSDP exchanges among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
+
+    Args:
+        topology: all ranks.
+        groups: those whose gradients are averaged nowhere else, and those whose are between replicas too.
+        compressor, feedback: for the gradients of the first kind; the same on all ranks.
+        inside: for the gradients of the second, without feedback; None: in full precision.
+        weights: for the weights of both; None: in full precision.
+        begin: called before a mean is taken, whose end is to come.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: tuple[Sequence[Group], Sequence[Group]],
+        compressor: Any,
+        feedback: bool | LoCo,
+        inside: Compressor | None,
+        weights: Compressor | Differences | None,
+        begin: Callable[[], None],
+    ) -> None:
+        self.whole, self._within = groups
+        self._ranks: dict[dist.ProcessGroup, Backend] = {}
+        self.means: list[GroupMean] = []
+        self.weights: list[GroupWeights] = []
+        self.fp32_bytes = 0
+        self._undo: list[Callable[[], None]] = []
+        for group in [*self.whole, *self._within]:
+            between = group in self.whole
+            ranks = self._counted(topology, group.ranks, inside=not between)
+            mean: GroupMean | None = None
+            if between:
+                mean = GroupMean(group, ranks, compressor, feedback, begin)
+                self.means.append(mean)
+            elif inside is not None:
+                mean = GroupMean(group, ranks, inside, False, None)
+            gather = None if weights is None else _gather_of(group, ranks, weights)
+            if gather is not None:
+                self.weights.append(gather)
+            self._undo.append(group.exchange_by(mean, gather))
+
+    def _counted(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> Backend:
+        if group not in self._ranks:
+            self._ranks[group] = topology.among(TorchBackend(group), inside)
+        return self._ranks[group]
+
+    def remove(self) -> None:
+        """Leaves the exchanges to FSDP again."""
+        for undo in self._undo:
+            undo()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients add up on each rank, whole, as FSDP does it."""
+        groups = [group for group in self.whole if group.averages]
+        for group in groups:
+            group.averages = False
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.averages = True
+
+    # as a part of a mean ----------------------------------------------------------------------------------------------
+
+    @property
+    def sound(self) -> Tensor | None:
+        taken = [mean.sound for mean in self.means if mean.sound is not None]
+        return torch.stack(taken).all() if taken else None
+
+    def end(self, sound: bool) -> None:
+        for mean in self.means:
+            mean.end(sound)
+        weights = self.weights if self.whole else []  # else they stay inside
+        self.fp32_bytes = sum(mean.fp32_bytes for mean in self.means) + sum(gather.fp32_bytes for gather in weights)
+        for mean in self.means:
+            mean.fp32_bytes = 0
+        for gather in weights:
+            gather.fp32_bytes = 0
+
+    def forget(self) -> None:
+        for mean in self.means:
+            mean.forget()
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def own(self, params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
+        """What this rank owes, by the number of the parameter, whole; and by group, what else makes the next exchange
+        what it would be. Copies."""
+        number, out = {id(p): i for i, p in enumerate(params)}, dict[Any, dict[str, Any]]()
+        for mean in self.means:
+            if mean.owed is None:
+                continue
+            owed = mean.owed.read()
+            for p, place in zip(mean.group.params, mean.group.places):
+                mine = place.whole(owed[:, place.start : place.stop]).clone()
+                out[number[id(p)]] = {"worker_error": mine, "server_error": mine.new_zeros(0)}
+        exactly = {f"gradients {i}": mean.owed.state() for i, mean in enumerate(self.means) if mean.owed is not None}
+        exactly |= {f"weights {i}": gather.state() for i, gather in enumerate(self.weights)}
+        out[GROUPS] = {name: state for name, state in exactly.items() if state}
+        return out
+
+    def load(self, entries: Mapping[Any, Mapping[str, Any]], known: bool, mine: bool) -> bool:
+        """Takes what was saved, by parameter. ``known``: it is this rank's, or the mean of all ranks'; ``mine``: it is
+        this rank's, of the same layout. Returns whether something of another rank was left out."""
+        exactly = entries.get(GROUPS, {}) if mine else {}
+        left_out = False
+        for i, mean in enumerate(self.means):
+            if mean.owed is None:
+                continue
+            now = torch.zeros_like(mean.owed.read())
+            for p, place in zip(mean.group.params, mean.group.places):
+                error = entries.get(p, {}).get("worker_error")
+                if error is None:
+                    continue
+                if error.numel() != place.shape.numel():
+                    raise ValueError(
+                        f"the loaded residual of a parameter of shape {tuple(place.shape)} has {error.numel()} "
+                        f"elements, and {place.shape.numel()} are here: it is of another model, or of a mesh that cuts "
+                        "it otherwise"
+                    )
+                if known:
+                    now[:, place.start : place.stop] = place.columns(error.to(now), len(now))
+                else:
+                    left_out = left_out or bool(error.any())
+            mean.owed.load(now, exactly.get(f"gradients {i}", {}))
+        for i, gather in enumerate(self.weights):
+            gather.load(exactly.get(f"weights {i}", {}))
+        return left_out
+
+
+def _gather_of(group: Group, ranks: Backend, weights: Compressor | Differences) -> GroupWeights:
+    kind = GroupDifferences if isinstance(weights, Differences) else GroupWeights
+    return kind(group, ranks, weights)  # type: ignore[arg-type]

@@ -1,0 +1,376 @@
+"""What processes do with the exchanges of FSDP2 compressed: reduce-scatters of gradients, all-gathers of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mesh_scenes import grid, images, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import commopt
+from commopt.compress import ACP, Identity, Int2, Int4, Int8, Sign, TopK
+from commopt.gradients import Differences, LoCo
+from commopt.sharding import local
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(7, 40, dtype=dtype), nn.Linear(40, 7, dtype=dtype)
+        self.sometimes = nn.Linear(7, 3, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor, too: bool) -> Tensor:
+        y = self.out(torch.tanh(self.wide(x)))
+        return y + (self.sometimes(x).sum(1, keepdim=True) if too else 0)
+
+
+class Odd(nn.Module):
+    """Pieces of other sizes and empty ones, a frozen parameter, one that is used on odd steps only, and one never."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.never = nn.Linear(8, 7, dtype=dtype), Block(dtype), nn.Linear(2, 2, dtype=dtype)
+        self.shift = nn.Parameter(torch.full((7,), 0.1, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor, too: bool = True) -> Tensor:
+        return self.block(self.first(x) + self.shift, too)
+
+
+def cut(net: nn.Module, **options: Any) -> nn.Module:
+    fully_shard(net.block, **options)  # type: ignore[call-overload]
+    fully_shard(net, **options)
+    return net
+
+
+def backward(net: nn.Module, step: int, rank: int, factor: float = 1.0) -> Tensor:
+    dtype = next(net.parameters()).dtype
+    loss = net(images(step, rank, dtype), step % 2 == 1).square().mean()
+    (factor * loss).backward()
+    return loss.detach()
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    """Of whole parameters."""
+    return [None if p.grad is None else whole(p.grad).clone() for p in net.parameters()]
+
+
+def as_fsdps_own(rank: int, world_size: int) -> dict[str, Any]:
+    """With the identity: how far gradients are from FSDP's, and after it was removed; a factor of FSDP's; bfloat16."""
+    out: dict[str, Any] = {}
+    theirs, ours = cut(Odd()), cut(Odd())
+    handle = commopt.compress_gradients(ours, Identity(), weights=Identity())
+    for step in range(6):
+        if step == 4:
+            for net in (theirs, ours):
+                net.zero_grad()
+                net.set_gradient_divide_factor(2.0)
+                if net is theirs:  # Gloo cannot multiply on the way
+                    for module in (net, net.block):
+                        module.set_force_sum_reduction_for_comms(True)
+        if step == 5:
+            handle.remove()
+        for net in (theirs, ours):
+            net.zero_grad()
+            backward(net, step, rank)
+        pairs = list(zip(gradients(theirs), gradients(ours)))
+        assert [g is None for g, _ in pairs] == [h is None for _, h in pairs]
+        out[f"apart {step}"] = max(float((g - h).abs().max()) for g, h in pairs if g is not None and h is not None)
+    stats = handle.comm_stats()
+    out["ratio"], out["steps"] = stats["ratio"], stats["steps"]
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    half = [cut(Odd(torch.float32), mp_policy=policy) for _ in range(2)]
+    commopt.compress_gradients(half[1], Identity(), weights=Identity())
+    for net in half:
+        backward(net, 1, rank)
+    pairs = list(zip(gradients(half[0]), gradients(half[1])))
+    out["half"] = max(float((g - h).abs().max() / g.abs().max()) for g, h in pairs if g is not None and g.any())
+    return out
+
+
+def accumulated(rank: int, world_size: int) -> dict[str, Any]:
+    """Three backward passes and one mean, in two ways; and the same at once."""
+    out: dict[str, Any] = {}
+    for way in ("handle", "fsdp", "sum"):
+        net = cut(Odd())
+        handle = commopt.compress_gradients(net, Int4(block=8))
+        for step in range(4):
+            if way == "sum":
+                sum(net(images(10 * step + i, rank), True).square().mean() for i in range(3)).backward()  # type: ignore[union-attr]
+            for i in range(3 if way != "sum" else 0):
+                if way == "fsdp":
+                    net.set_requires_gradient_sync(i == 2)
+                with handle.no_sync() if way == "handle" and i < 2 else torch.enable_grad():
+                    net(images(10 * step + i, rank), True).square().mean().backward()
+        out[way] = gradients(net), handle.comm_stats()["steps"]
+    return out
+
+
+def conserved(rank: int, world_size: int, compressor: Any, feedback: Any) -> dict[str, Any]:
+    """The sum of what came out, what is owed, and the sum of exact means; bytes of a step with all parameters."""
+    net, exact = cut(Odd()), Odd()
+    handle = commopt.compress_gradients(net, compressor, feedback=feedback)
+    came, true = ([0.0 if p.requires_grad else None for p in net.parameters()] for _ in range(2))
+    stats = {}
+    for step in range(6):
+        net.zero_grad()
+        exact.zero_grad()
+        backward(net, step, rank)
+        backward(exact, step, rank)
+        for i, (g, h) in enumerate(zip(gradients(net), gradients(exact))):
+            if h is not None:
+                dist.all_reduce(h)
+                true[i], came[i] = (
+                    (0.0 if true[i] is None else true[i]) + h / world_size,
+                    (0.0 if came[i] is None else came[i]) + g,
+                )
+        stats[step] = handle.comm_stats()
+    owed: list[Any] = [0.0] * len(came)
+    trained = [i for i, p in enumerate(net.parameters()) if p.requires_grad]
+    for i, entry in handle.state_dict()["residuals"]["state"].items():
+        if isinstance(i, int):
+            error = entry["worker_error"].clone()
+            dist.all_reduce(error)
+            owed[trained[i]] = (error / world_size).view(exact.get_parameter(_names(exact)[trained[i]]).shape)
+    return {"came": came, "true": true, "owed": owed, "stats": stats[5], "fewer": stats[4]}
+
+
+def _names(net: nn.Module) -> list[str]:
+    return [name for name, _ in net.named_parameters()]
+
+
+def many_equal_steps(rank: int, world_size: int) -> float:
+    """How far the mean of 64 means of one gradient is from it, of 2 bits, over its largest element."""
+    net, exact = cut(Odd()), cut(Odd())
+    commopt.compress_gradients(net, Int2(block=8))
+    backward(exact, 1, rank)
+    for _ in range(64):
+        backward(net, 1, rank)
+    pairs = [(g, h) for g, h in zip(gradients(net), gradients(exact)) if g is not None and h is not None]
+    return max(float((g / 64 - h).abs().max() / h.abs().max()) for g, h in pairs)
+
+
+def not_finite(rank: int, world_size: int, feedback: Any) -> dict[str, Any]:
+    """inf in the loss of one rank: whether gradients are finite on this one, and whether it has left a trace."""
+    net = cut(Odd())
+    handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback)
+    backward(net, 1, rank)
+    before = owed_of(handle)
+    net.zero_grad()
+    spoils = net.block.out.register_forward_hook(lambda module, args, y: y.register_hook(_with_inf) and None)
+    if rank != 1:
+        spoils.remove()
+    backward(net, 3, rank)
+    finite = [bool(local(p.grad).isfinite().all()) for p in net.parameters() if p.grad is not None and p.grad.numel()]
+    pieces = [local(p.grad).numel() for p in net.parameters() if p.grad is not None]
+    after = owed_of(handle)
+    spoils.remove()
+    net.zero_grad()
+    backward(net, 5, rank)
+    again = all(bool(local(p.grad).isfinite().all()) for p in net.parameters() if p.grad is not None)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return {"finite": finite, "pieces": pieces, "same": same, "again": again, "stats": handle.comm_stats()}
+
+
+def _with_inf(gradient: Tensor) -> Tensor:
+    out = gradient.clone()
+    out[0, -1] = torch.inf
+    return out
+
+
+def owed_of(handle: Any) -> dict[Any, Tensor]:
+    return residuals_in(handle.state_dict())
+
+
+def residuals_in(given: dict[str, Any]) -> dict[Any, Tensor]:
+    state = given["residuals"]["state"]
+    return {(i, name): t for i, e in state.items() for name, t in e.items() if isinstance(t, Tensor)}
+
+
+def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Tensor]:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(net, step, rank)
+        optimizer.step()
+    return [local(p).detach().clone() for p in net.parameters()]
+
+
+def resumed(rank: int, world_size: int, feedback: Any, weights: Any) -> bool:
+    """Whether a run that was stopped, by way of a file, is the one that was not."""
+
+    def made() -> tuple[nn.Module, Any, Any]:
+        net = cut(Odd(torch.float32))
+        handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback, weights=weights)
+        return net, handle, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    net, handle, optimizer = made()
+    trained(net, rank, optimizer, range(5))
+    saved = [local(p).detach().clone() for p in net.parameters()]
+    states = {"handle": handle.state_dict(), "optimizer": optimizer.state_dict()}
+    states["optimizer"]["state"] = {
+        i: {k: local(v).clone() for k, v in e.items()} for i, e in states["optimizer"]["state"].items()
+    }
+    uninterrupted = trained(net, rank, optimizer, range(5, 9))
+    net, handle, optimizer = made()
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), saved):
+            local(p).copy_(value)
+    handle.load_state_dict(states["handle"])
+    for i, p in enumerate(net.parameters()):
+        if (entry := states["optimizer"]["state"].get(i)) is not None:
+            optimizer.state[p] = {k: v if k == "step" else commopt.sharding.like(v, p) for k, v in entry.items()}
+    return all(torch.equal(a, b) for a, b in zip(uninterrupted, trained(net, rank, optimizer, range(5, 9))))
+
+
+def saved_at(rank: int, world_size: int) -> dict[str, Any]:
+    """A state after some steps, of this rank."""
+    net = cut(Odd())
+    handle = commopt.compress_gradients(net, Int4(block=8))
+    for step in range(3):
+        backward(net, step, rank)
+    return handle.state_dict()
+
+
+def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    """What this rank owes, of those of another world."""
+    split = [commopt.optim.split_state_dict(state) for state in states]
+    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8))
+    joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
+    handle.load_state_dict(joined)
+    return owed_of(handle)
+
+
+def both_levels(rank: int, world_size: int) -> dict[str, Any]:
+    """SDP4Bit's pair: int8 among the ranks of a replica, rotated int4 between replicas; sharded, and whole."""
+    out: dict[str, Any] = {}
+    mesh = grid(2, 2)
+    for name, inside in (("plain", None), ("pair", Int8())):
+        net = cut(Odd(torch.float32), mesh=mesh["shard"])
+        handle = commopt.compress_gradients(
+            net, Int4(rotate=True), feedback=False, inside=inside, process_group=mesh, bucket_mb=1e-3
+        )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        out[name] = trained(net, rank, optimizer, range(4)), handle.comm_stats()
+        nodes = init_device_mesh("cpu", (2, 2))
+        model = Odd(torch.float32)
+        handle = commopt.compress_gradients(
+            model, Int4(rotate=True), feedback=False, inside=inside, process_group=nodes, bucket_mb=1e-3
+        )
+        backward(model, 1, rank)
+        out[f"whole {name}"] = gradients(model), handle.comm_stats()
+    exact = Odd(torch.float32)
+    backward(exact, 1, rank)
+    out["exact"] = gradients(exact)
+    for g in out["exact"]:
+        if g is not None:
+            dist.all_reduce(g)
+            g /= world_size
+    return out
+
+
+def of_weights(rank: int, world_size: int) -> dict[str, Any]:
+    """What a forward computes with weights of 8 bits, and by differences: outputs, how far the weights are from those
+    of the optimizer, bytes of forward and backward; and after all weights were changed."""
+    out: dict[str, Any] = {}
+    x = images(0, 99, torch.float32)  # the same on all ranks
+    for name, weights in (("exact", None), ("int8", Int8()), ("differences", Differences(Int4(block=8)))):
+        net = cut(Odd(torch.float32))
+        handle = commopt.compress_gradients(net, Int8(), weights=weights)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        apart, total = [], []
+        for _ in range(6):
+            before = gathered(handle)
+            optimizer.zero_grad()
+            y = net(x)
+            middle = gathered(handle)
+            y.square().mean().backward()
+            flags = world_size - 1  # whether all is finite, at the end
+            total.append((middle - before, gathered(handle) - middle - flags))
+            apart.append(float((y - whole_forward(net, x)).abs().max()))
+            optimizer.step()
+        with torch.no_grad():
+            for p in net.parameters():
+                local(p).mul_(-2)
+        y = net(x).detach()
+        out[name] = {
+            "apart": apart, "bytes": total, "moved": float((y - whole_forward(net, x)).abs().max()), "y": y,
+            "ratio": handle.comm_stats()["ratio"],
+        }  # fmt: skip
+    return out
+
+
+def gathered(handle: Any) -> int:
+    """Bytes of all-gathers so far."""
+    found = handle.comm_stats()["total"]["by_collective"].get("all_gather", {"bytes": 0})
+    return int(found["bytes"])
+
+
+def whole_forward(net: nn.Module, x: Tensor) -> Tensor:
+    """With the optimizer's weights."""
+    other = Odd(torch.float32)
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), net.parameters()):
+            p.copy_(whole(q))
+        return other(x)
+
+
+def replica_is_nan(rank: int, world_size: int) -> bool:
+    """Weights that were NaN for a while do not stay so."""
+    net = cut(Odd(torch.float32))
+    commopt.compress_gradients(net, Int8(), weights=Differences())
+    x = images(0, 0, torch.float32)
+    net(x)
+    kept = [local(p).detach().clone() for p in net.parameters()]
+    with torch.no_grad():
+        for p in net.parameters():
+            if rank == 0:
+                local(p).fill_(torch.nan)
+    assert not net(x).isfinite().all()
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), kept):
+            local(p).copy_(value)
+    return bool(net(x).isfinite().all())
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What is said about what cannot be."""
+    mesh, out = grid(2, world_size // 2), {}
+
+    class Own:
+        allocate = staticmethod(lambda size, *, dtype, device: torch.empty(*size, dtype=dtype, device=device))
+
+        def __call__(self, *args: Any, **options: Any) -> None: ...
+
+    custom = cut(Odd())
+    custom.set_custom_reduce_scatter(Own())
+    twice = cut(Odd())
+    commopt.compress_gradients(twice, Int4())
+    cases: dict[str, Any] = {
+        "low rank": lambda: commopt.compress_gradients(cut(Odd()), ACP(2)),
+        "sum": lambda: commopt.compress_gradients(cut(Odd()), Int4(), reduction="sum"),
+        "inside": lambda: commopt.compress_gradients(cut(Odd()), Int4(), inside=Int8()),
+        "inside what": lambda: commopt.compress_gradients(cut(Odd()), Int4(), inside="int8"),
+        "weights what": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=8),
+        "weights of": lambda: commopt.compress_gradients(Odd(), Int4(), weights=Int8()),
+        "hybrid": lambda: commopt.compress_gradients(cut(Odd(), mesh=mesh), Int4(), process_group=mesh),
+        "custom": lambda: commopt.compress_gradients(custom, Int4()),
+        "twice": lambda: commopt.compress_gradients(twice, Int4()),
+        "differ": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=Int8(block=8 << rank)),
+        "one rank": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=8 if rank == 1 else None),
+    }
+    for name, make in cases.items():
+        try:
+            make()
+            out[name] = "allowed"
+        except ValueError as error:
+            out[name] = str(error)
+    return out
+
+
+COMPRESSORS = (Sign(16), Int4(block=8), TopK(k=2, chunk=16))
+FEEDBACKS = (True, False, LoCo(0.5, 2))

@@ -1,0 +1,142 @@
+"""FSDP2's reduce-scatters and all-gathers, compressed, in processes over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fsdp_scenes
+import pytest
+import torch
+from pool import Pool
+from worlds import same_bits
+
+from commopt.compress import Int4, Int8
+from commopt.gradients import Differences, LoCo
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    processes = Pool(4)
+    yield processes
+    processes.close()
+
+
+def test_with_the_identity_they_are_fsdps_own(pool):
+    """Uneven and empty pieces, parameters without gradient, a factor of FSDP's, bfloat16; and when removed."""
+    for found in pool.over_gloo(3, fsdp_scenes.as_fsdps_own):
+        assert [found[f"apart {step}"] < 1e-14 for step in range(6)] == [True] * 6
+        assert found["half"] < 1e-2  # a bfloat16 has 8 bits
+        assert found["steps"] == 5
+        assert found["ratio"] == pytest.approx(0.5, abs=0.01)  # of float64
+
+
+def test_gradients_add_up_before_they_are_averaged(pool):
+    for found in pool.over_gloo(2, fsdp_scenes.accumulated):
+        for way in ("handle", "fsdp"):
+            assert found[way][1] == 4
+            for g, h in zip(found[way][0], found["sum"][0]):
+                assert g is None or torch.allclose(g, h, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("compressor", fsdp_scenes.COMPRESSORS, ids=repr)
+def test_what_came_out_and_what_is_owed_is_what_went_in(pool, compressor):
+    """Also of a parameter that has a gradient now and then, and of uneven pieces; and the bytes."""
+    for found in pool.over_gloo(3, fsdp_scenes.conserved, compressor, True):
+        for came, owed, true in zip(found["came"], found["owed"], found["true"]):
+            assert not isinstance(true, torch.Tensor) or torch.allclose(came + owed, true, rtol=0, atol=1e-12)
+        rows = {True: (3 * 8 + 3, 14 * 7 + 14 + 3 * 40 + 3 + 7), False: (27, 14 * 7 + 14 + 3 * 40 + 3)}
+        for stats, too in ((found["stats"], True), (found["fewer"], False)):
+            expected = sum(2 * compressor.nbytes(n, torch.float64) for n in rows[too]) + 2  # and whether all is finite
+            assert stats["step"]["bytes"] == expected
+            assert stats["fp32_bytes"] == 4 * 2 * sum(rows[too])
+
+
+def test_the_mean_of_many_equal_steps_tends_to_the_gradient(pool):
+    assert max(pool.over_gloo(3, fsdp_scenes.many_equal_steps)) < 0.05
+
+
+@pytest.mark.parametrize("feedback", fsdp_scenes.FEEDBACKS, ids=repr)
+def test_what_is_not_finite_is_so_everywhere_and_leaves_no_trace(pool, feedback):
+    for found in pool.over_gloo(3, fsdp_scenes.not_finite, feedback):
+        assert found["same"]
+        assert found["again"]
+        assert not any(found["finite"])
+        assert (found["stats"]["steps"], found["stats"]["not_finite"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("feedback", "weights"),
+    [(True, None), (LoCo(0.5, 3), Int4(block=8)), (False, Differences(Int4(block=8)))],
+    ids=repr,
+)
+def test_a_run_that_was_stopped_continues_to_the_bit(pool, feedback, weights):
+    assert pool.over_gloo(2, fsdp_scenes.resumed, feedback, weights) == [True, True]
+
+
+def test_another_world_owes_the_same_together(pool):
+    states = pool.over_gloo(4, fsdp_scenes.saved_at)
+    there = [fsdp_scenes.residuals_in(state) for state in states]
+    here = pool.over_gloo(3, fsdp_scenes.loaded_at, states)
+    for key in there[0]:
+        mean = torch.stack([each[key] for each in there]).mean(0)
+        for each in here:
+            assert torch.allclose(each[key], mean, rtol=0, atol=1e-14)
+    assert any(each.any() for each in there[0].values())
+
+
+def test_another_compressor_inside(pool):
+    ranks = pool.over_gloo(4, fsdp_scenes.both_levels)
+    for rank, found in enumerate(ranks):
+        pieces, stats = found["pair"]
+        assert same_bits(pieces, ranks[rank % 2]["pair"][0])
+        plain = found["plain"][1]["step"]
+        assert stats["step"]["bytes"] == plain["bytes"]
+        assert stats["step"]["intra_node"]["bytes"] > 0 == plain.get("intra_node", {"bytes": 0})["bytes"]
+        gradients, stats = found["whole pair"]
+        assert stats["step"]["intra_node"]["bytes"] < found["whole plain"][1]["step"]["intra_node"]["bytes"]
+        assert same_bits(
+            [g for g in gradients if g is not None], [g for g in ranks[0]["whole pair"][0] if g is not None]
+        )
+        pair, other, exact = (
+            torch.cat([g.flatten() for g in each if g is not None])
+            for each in (gradients, found["whole plain"][0], found["exact"])
+        )
+        assert 0 < float((pair - exact).norm() / exact.norm()) < 0.2
+        assert not torch.equal(pair, other)
+
+
+def test_weights_on_the_wire(pool):
+    """8 bits: all ranks compute with the same; differences follow the weights, and backward sends none."""
+    ranks = pool.over_gloo(3, fsdp_scenes.of_weights)
+    for found in ranks:
+        assert all(torch.equal(found[name]["y"], ranks[0][name]["y"]) for name in found)
+        assert max(found["exact"]["apart"]) < 1e-6
+        assert found["exact"]["bytes"] == [(0, 0)] * 6  # FSDP's are not counted
+        eight, differences = found["int8"], found["differences"]
+        assert 1e-6 < max(eight["apart"]) < 0.05
+        block, root = (2 * Int8().nbytes(n) for n in (14 * 7 + 14 + 3 * 40 + 3 + 7, 3 * 8 + 3 + 3 + 2 + 1))
+        assert eight["bytes"] == [(block + root, block)] * 6  # FSDP keeps those of the outermost module
+        assert max(differences["apart"]) < 0.02
+        assert differences["moved"] < 1e-5  # in full
+        first, *later = differences["bytes"]
+        assert first[0] > 3 * later[0][0]
+        assert all(sent == (later[0][0], 0) for sent in later)
+
+
+def test_weights_that_were_nan_do_not_stay_so(pool):
+    assert all(pool.over_gloo(2, fsdp_scenes.replica_is_nan))
+
+
+def test_what_cannot_be_is_said_on_every_rank(pool):
+    for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
+        assert "makes matrices of one gradient" in found["low rank"]
+        assert "set_gradient_divide_factor(1.0)" in found["sum"]
+        assert "machines of several ranks" in found["inside"]
+        assert "got 'int8'" in found["inside what"]
+        assert "got 8" in found["weights what"]
+        assert "sharded by FSDP2" in found["weights of"]
+        assert "averages over the replicas by itself" in found["hybrid"]
+        assert "a collective of its own, Own" in found["custom"]
+        assert "compressed already" in found["twice"]
+        assert "settings or kernel providers" in found["differ"]
+        assert ("got 8" if rank == 1 else "rank 1") in found["one rank"]
