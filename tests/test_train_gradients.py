@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pool import Pool
 from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
-from commopt.train.config import Config
+from commopt.compress import Int4
+from commopt.gradients import LoCo
+from commopt.gradients.loco import LoCoRows
+from commopt.train.config import Config, GradientsConfig
+from commopt.train.engine import DataParallel, make_engine
 from commopt.train.errors import CheckpointError, ConfigError
 from commopt.train.metrics import read_metrics
-from commopt.train.optimizer import check_plan
+from commopt.train.optimizer import check_plan, plan_compression
+from commopt.train.parse import parse
+from commopt.train.world import open_world
 
 BASE = {"name": "AdamW", "args": {"eps": 1e-3}}
 
@@ -62,6 +69,37 @@ def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny
 
 
 @pytest.mark.parametrize(
+    ("given", "feedback"),
+    [
+        ({}, True),
+        ({"feedback": True}, True),
+        ({"feedback": False}, False),
+        ({"feedback": "LoCo"}, LoCo()),
+        ({"feedback": {"name": "LoCo", "args": {"beta": 0.5}}}, LoCo(beta=0.5)),
+    ],
+)
+def test_what_becomes_of_what_is_lost(tiny: Make, tmp_path: Path, given: dict[str, Any], feedback: bool | LoCo) -> None:
+    config = tiny(tmp_path, optim=BASE, comm={"compress": {"name": "Int4", **given}})
+    check_plan(config)
+    assert plan_compression(config) == (Int4(), feedback)
+    with open_world() as world:
+        engine = make_engine(config, torch.nn.Linear(3, 2), world)
+    assert isinstance(engine, DataParallel)
+    assert engine.gradients is not None
+    method = engine.gradients.mean.method
+    assert isinstance(method, LoCoRows) == isinstance(feedback, LoCo)
+    assert (method.loco if isinstance(method, LoCoRows) else method.feedback) == feedback  # type: ignore[attr-defined]
+
+
+def test_feedback_on_the_command_line() -> None:
+    words = ["--optim.name=AdamW", "--comm.compress.name=Int4"]
+    assert plan_compression(parse([*words, "--comm.compress.feedback=false"])) == (Int4(), False)
+    assert plan_compression(parse([*words, "--comm.compress.feedback=LoCo"])) == (Int4(), LoCo())
+    with pytest.raises(ConfigError, match=r"unknown key 'comm\.compress\.feedbak' .*; did you mean"):
+        parse([*words, "--comm.compress.feedbak=false"])
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
@@ -75,8 +113,26 @@ def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny
             r"comm\.compress\.args\.rnak: ACP has no such argument",
         ),
         ({"comm": {"compress": {"name": "ACP", "args": {"rank": 0}}}}, r"rank must be an int >= 1, got 0"),
+        ({"comm": {"compress": {"feedback": "LoKo"}}}, r"comm\.compress\.feedback\.name='LoKo' .*; did you mean LoCo"),
+        ({"comm": {"compress": {"feedback": {"beta": 0.5}}}}, r"comm\.compress\.feedback=.* a name, or name and args"),
+        (
+            {"comm": {"compress": {"feedback": {"name": "LoCo", "args": {"bete": 0.5}}}}},
+            r"comm\.compress\.feedback\.args\.bete: LoCo has no such argument; did you mean beta",
+        ),
+        (
+            {"comm": {"compress": {"name": "ACP", "feedback": "LoCo"}}},
+            r"comm\.compress\.feedback='LoCo' is not allowed with comm\.compress\.name=ACP: it must be true or false",
+        ),
     ],
 )
 def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_plan(tiny(tmp_path, **{"optim": BASE, **settings}))
+
+
+@pytest.mark.parametrize("feedback", ["", None])
+def test_feedback_must_be_something(feedback: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"comm\.compress\.feedback=.* it must be true, false or LoCo"
+    ):
+        GradientsConfig("Int4", feedback=feedback)

@@ -123,6 +123,19 @@ class CompressorConfig:
 
 
 @dataclass
+class GradientsConfig(CompressorConfig):
+    """Compressor of the mean gradients of a torch optimizer, and what becomes of what it loses."""
+
+    feedback: bool | str | dict[str, Any] = True
+    """true: what compression loses is kept, and sent with the next gradients (error feedback). false: it is lost. Or
+    what keeps it otherwise, an attribute of commopt.gradients: LoCo, or name and args of it."""
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.feedback, bool | dict) or bool(self.feedback)
+        _check("comm.compress.feedback", self.feedback, named, "true, false or LoCo, or name and args of it")
+
+
+@dataclass
 class OptimConfig:
     """The optimizer and the learning-rate schedule: warm-up to lr, then down towards min_lr_ratio * lr."""
 
@@ -204,9 +217,9 @@ class CommConfig:
     mpi and classes of your own are for commopt optimizers."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class behind mpi (cuda_aware) or of your own, checked against its signature."""
-    compress: CompressorConfig | None = None
-    """Compressor of the mean gradients of a torch optimizer, with error feedback; null for full precision. A commopt
-    optimizer has optim.compressor."""
+    compress: GradientsConfig | None = None
+    """Compressor of the mean gradients of a torch optimizer; null for full precision. A commopt optimizer has
+    optim.compressor."""
     timeout: float = 600.0
     """Seconds for which a rank waits for the others, in (0, 604800]: to start, in a step, and in the messages between
     the ranks, over MPI too; then it ends with an error. A class of your own has its own way in steps."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from commopt.comm import LocalBackend, MessageDamaged, all_reduce_bytes
 from commopt.compress import Compressor
 from commopt.compress.low_rank import LowRank
-from commopt.gradients import CompressedGradients, compress_gradients
+from commopt.gradients import CompressedGradients, LoCo, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
@@ -144,12 +144,13 @@ class DataParallel:
         self.max_skipped, self.row = config.optim.max_skipped, 0  # steps in a row that were skipped
         self.skipped, self.bytes = False, self.bytes_of(model, world)
         self.module = self.wrap(model)
-        compressor = plan_compression(config)
-        self.gradients = None if compressor is None else self.compress(compressor, world)
+        plan = plan_compression(config)
+        self.gradients = None if plan is None else self.compress(*plan, world)
 
-    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
+    def compress(self, compressor: Compressor | LowRank, feedback: bool | LoCo, world: World) -> CompressedGradients:
         """Has means of the gradients compressed."""
-        return compress_gradients(self.module, compressor, backend=LocalBackend() if self.alone else None)
+        backend = LocalBackend() if self.alone else None
+        return compress_gradients(self.module, compressor, backend=backend, feedback=feedback)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """Bytes of a step, on this rank."""
@@ -225,8 +226,8 @@ class Hybrid(DataParallel):
     mesh; or over the ranks of a replica, and compressed means are taken between these. Bytes are those between the
     replicas."""
 
-    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
-        return compress_gradients(self.module, compressor, process_group=world.mesh)
+    def compress(self, compressor: Compressor | LowRank, feedback: bool | LoCo, world: World) -> CompressedGradients:
+        return compress_gradients(self.module, compressor, process_group=world.mesh, feedback=feedback)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """An all-reduce of this rank's pieces in every step."""

@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import commopt.compress
+import commopt.gradients
 import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
 from commopt.compress import Compressor, RandomBlocks
 from commopt.compress.low_rank import LowRank
+from commopt.gradients import LoCo
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
@@ -81,13 +83,21 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     return cls, extra | args
 
 
-def plan_compression(config: Config) -> Compressor | LowRank | None:
-    """The compressor of the mean gradients that a config names, or None. Raises ConfigError for what does not fit."""
-    given = config.comm.compress
+def plan_compression(config: Config) -> tuple[Compressor | LowRank, bool | LoCo] | None:
+    """The compressor of the mean gradients that a config names, and its feedback; or None. Raises ConfigError for what
+    does not fit."""
+    given, key = config.comm.compress, "comm.compress"
     if given is None:
         return None
-    named: Compressor | LowRank = make_named(given.name, given.args, "comm.compress", commopt.compress, OfGradients)
-    return named
+    named: Compressor | LowRank = make_named(given.name, given.args, key, commopt.compress, OfGradients)
+    if isinstance(given.feedback, bool):
+        return named, given.feedback
+    feedback: LoCo = make_given(given.feedback, f"{key}.feedback", commopt.gradients, LoCo)
+    if isinstance(named, LowRank):
+        raise ConfigError(
+            f"{key}.feedback={given.feedback!r} is not allowed with {key}.name={given.name}: it must be true or false"
+        )
+    return named, feedback
 
 
 def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type]:
