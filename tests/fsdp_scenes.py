@@ -291,6 +291,10 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
             y.square().mean().backward()
             flags = world_size - 1  # whether all is finite, at the end
             total.append((middle - before, gathered(handle) - middle - flags))
+            with torch.no_grad():
+                net(x)  # an evaluation, in no step
+            net.reshard()  # else FSDP goes on with the weights of it
+            assert handle.comm_stats()["step"]["by_collective"]["all_gather"]["bytes"] == sum(total[-1]) + flags
             apart.append(float((y - whole_forward(net, x)).abs().max()))
             optimizer.step()
         with torch.no_grad():

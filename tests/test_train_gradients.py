@@ -12,8 +12,8 @@ from pool import Pool
 from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
-from commopt.compress import Int4
-from commopt.gradients import LoCo
+from commopt.compress import Int4, Int8
+from commopt.gradients import Differences, LoCo
 from commopt.gradients.loco import LoCoRows
 from commopt.train.config import Config, GradientsConfig
 from commopt.train.engine import DataParallel, make_engine
@@ -36,6 +36,21 @@ def four() -> Iterator[Pool]:
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, signs": (2, {"comm": {"compress": {"name": "Sign", "args": {"block": 64}}}, "train": {"accumulate": 2}}),
     "ddp, factors": (2, {"comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}}}}),
+    "sharded over all": (
+        2,
+        {
+            "comm": {"compress": {"name": "Int4", "feedback": "LoCo", "weights": "Differences"}},
+            "parallel": {"shard": 2},
+            "train": {"accumulate": 2},
+        },
+    ),
+    "sharded, both levels": (
+        4,
+        {
+            "comm": {"compress": {"name": "Int4", "args": {"rotate": True}, "feedback": False, "inside": "Int8"}},
+            "parallel": {"shard": 2},
+        },
+    ),
     "sharded": (4, {"comm": {"compress": {"name": "Sign"}}, "parallel": {"shard": 2}, "train": {"accumulate": 2}}),
 }
 
@@ -81,7 +96,7 @@ def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny
 def test_what_becomes_of_what_is_lost(tiny: Make, tmp_path: Path, given: dict[str, Any], feedback: bool | LoCo) -> None:
     config = tiny(tmp_path, optim=BASE, comm={"compress": {"name": "Int4", **given}})
     check_plan(config)
-    assert plan_compression(config) == (Int4(), feedback)
+    assert plan_compression(config) == {"compressor": Int4(), "feedback": feedback}
     with open_world() as world:
         engine = make_engine(config, torch.nn.Linear(3, 2), world)
     assert isinstance(engine, DataParallel)
@@ -91,10 +106,27 @@ def test_what_becomes_of_what_is_lost(tiny: Make, tmp_path: Path, given: dict[st
     assert (method.loco if isinstance(method, LoCoRows) else method.feedback) == feedback  # type: ignore[attr-defined]
 
 
+def test_what_else_is_compressed(tiny: Make, tmp_path: Path) -> None:
+    given = {"name": "Int4", "inside": {"name": "Int8", "args": {"block": 64}}, "weights": "Differences"}
+    plan = plan_compression(tiny(tmp_path, optim=BASE, comm={"compress": given}, parallel={"shard": 2}))
+    assert plan == {"compressor": Int4(), "feedback": True, "inside": Int8(block=64), "weights": Differences()}
+    words = ["--optim.name=AdamW", "--parallel.shard=2", "--comm.compress.name=Int4"]
+    other = "--comm.compress.weights={name: Differences, args: {compressor: {name: Int8}}}"
+    plan = plan_compression(parse([*words, other]))
+    assert plan is not None
+    assert plan["weights"] == Differences(Int8())
+
+
 def test_feedback_on_the_command_line() -> None:
     words = ["--optim.name=AdamW", "--comm.compress.name=Int4"]
-    assert plan_compression(parse([*words, "--comm.compress.feedback=false"])) == (Int4(), False)
-    assert plan_compression(parse([*words, "--comm.compress.feedback=LoCo"])) == (Int4(), LoCo())
+    assert plan_compression(parse([*words, "--comm.compress.feedback=false"])) == {
+        "compressor": Int4(),
+        "feedback": False,
+    }
+    assert plan_compression(parse([*words, "--comm.compress.feedback=LoCo"])) == {
+        "compressor": Int4(),
+        "feedback": LoCo(),
+    }
     with pytest.raises(ConfigError, match=r"unknown key 'comm\.compress\.feedbak' .*; did you mean"):
         parse([*words, "--comm.compress.feedbak=false"])
 
@@ -120,6 +152,14 @@ def test_feedback_on_the_command_line() -> None:
             r"comm\.compress\.feedback\.args\.bete: LoCo has no such argument; did you mean beta",
         ),
         (
+            {"comm": {"compress": {"weights": "Int8"}}},
+            r"comm\.compress\.weights='Int8' is not allowed with parallel\.shard=1: FSDP2 must cut the model",
+        ),
+        (
+            {"comm": {"compress": {"inside": "Differences"}}, "parallel": {"shard": 2}},
+            r"comm\.compress\.inside\.name='Differences'",
+        ),
+        (
             {"comm": {"compress": {"name": "ACP", "feedback": "LoCo"}}},
             r"comm\.compress\.feedback='LoCo' is not allowed with comm\.compress\.name=ACP: it must be true or false",
         ),
@@ -132,7 +172,5 @@ def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], me
 
 @pytest.mark.parametrize("feedback", ["", None])
 def test_feedback_must_be_something(feedback: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"comm\.compress\.feedback=.* it must be true, false or LoCo"
-    ):
+    with pytest.raises(ConfigError, match=r"comm\.compress\.feedback=.* it must be true, false or LoCo"):
         GradientsConfig("Int4", feedback=feedback)

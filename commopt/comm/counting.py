@@ -63,6 +63,8 @@ class Traffic:
         self.step = Tally()
         self.total = Tally()
         self._running = Tally()
+        self.in_step = True
+        """Whether what is sent now is of a step; else it is in ``total`` only."""
 
     def end_step(self) -> None:
         """Closes the count of a step: all since the last call."""
@@ -73,7 +75,8 @@ class Traffic:
         self._running = Tally()
 
     def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:
-        self._running.add(collective, nbytes, intra_node)
+        if self.in_step:
+            self._running.add(collective, nbytes, intra_node)
         self.total.add(collective, nbytes, intra_node)
 
 

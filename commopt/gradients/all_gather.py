@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, wait
+from commopt.comm import Backend, Traffic, wait
 from commopt.compress import Compressor, Int4
 from commopt.gradients.fsdp import Group
 
@@ -59,13 +59,14 @@ class GroupWeights:
         group: whose weights.
         ranks: those that the parameters are cut over, counted.
         compressor: the same on all of them.
+        traffic: where they count what they send.
 
     Attributes:
         fp32_bytes: what all-gathers of float32 would have sent since that was set to 0.
     """
 
-    def __init__(self, group: Group, ranks: Backend, compressor: Compressor) -> None:
-        self.group, self.compressor, self._ranks = group, compressor, ranks
+    def __init__(self, group: Group, ranks: Backend, compressor: Compressor, traffic: Traffic) -> None:
+        self.group, self.compressor, self._ranks, self._traffic = group, compressor, ranks, traffic
         self.fp32_bytes = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,7 +81,8 @@ class GroupWeights:
             commopt.comm.CollectiveError: if a rank is lost.
         """
         rows = output_tensor.view(self._ranks.world_size, -1)
-        self.fp32_bytes += 4 * (len(rows) - 1) * rows.shape[1]
+        if self._traffic.in_step:
+            self.fp32_bytes += 4 * (len(rows) - 1) * rows.shape[1]
         if rows.dtype.is_floating_point and rows.shape[1]:
             self._gather(rows, input_tensor)
         else:  # bytes of an extension of FSDP's, such as float8
@@ -121,22 +123,17 @@ class GroupWeights:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`state` gave; {}: begins anew."""
+        """Takes what :meth:`state` gave; {}: begins anew. All ranks must call this at the same point."""
 
 
 class GroupDifferences(GroupWeights):
     """As :class:`GroupWeights`, by differences."""
 
-    def __init__(self, group: Group, ranks: Backend, differences: Differences) -> None:
-        super().__init__(group, ranks, differences.compressor)
+    def __init__(self, group: Group, ranks: Backend, differences: Differences, traffic: Traffic) -> None:
+        super().__init__(group, ranks, differences.compressor, traffic)
         self._replica: Tensor | None = None
-        self._loaded: Tensor | None = None
 
     def _gather(self, rows: Tensor, mine: Tensor) -> None:
-        if self._loaded is not None:
-            self._replica = torch.empty_like(rows)
-            self._in_full(self._replica, self._loaded.to(rows))
-            self._loaded = None
         replica = self._replica
         if replica is None or replica.shape != rows.shape or replica.dtype != rows.dtype:
             self._replica = torch.empty_like(rows)
@@ -162,8 +159,11 @@ class GroupDifferences(GroupWeights):
             replica.add_(self._decoded(received[:, :-FLAG].contiguous(), replica))
 
     def state(self) -> dict[str, Any]:
-        kept = self._loaded if self._replica is None else self._replica[self._ranks.rank]
-        return {} if kept is None else {"gathered": kept.clone()}
+        return {} if self._replica is None else {"gathered": self._replica[self._ranks.rank].clone()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._replica, self._loaded = None, state.get("gathered")
+        self._replica = None
+        if state:
+            mine = state["gathered"].to(self.group.device)
+            self._replica = mine.new_empty(self._ranks.world_size, len(mine))
+            self._in_full(self._replica, mine)

@@ -86,12 +86,14 @@ class CompressedGradients:
         return saved_residuals(self.mean, self._sharded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` or ``join_state_dict`` gave. All ranks must do so between two backward passes.
+        """Loads what :meth:`state_dict` or ``join_state_dict`` gave. All ranks must do so between two backward passes;
+        with ``weights``, at the same point.
 
         Raises:
             ValueError: for residuals of another model.
         """
         load_residuals(self.mean, state, self._sharded)
+        self.mean.topology.traffic.leave_out()
 
     def remove(self) -> None:
         """Ends it: a DistributedDataParallel model averages by itself again, of any other each rank keeps its
@@ -194,7 +196,7 @@ def compress_gradients(
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         door = ParameterHooks(rest, mean)
         if groups[0] or (groups[1] and (inside or weights)):
-            sharded = ShardedDoor(topology, groups, compressor, feedback, inside, weights, door.begin)
+            sharded = ShardedDoor(model, topology, groups, compressor, feedback, inside, weights, door.begin)
             mean.parts.append(sharded)
     handle = CompressedGradients(model, mean, door, sharded)
     topology.traffic.leave_out()

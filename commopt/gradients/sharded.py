@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from commopt.comm import Backend, Topology, TorchBackend
+from commopt.comm import Backend, Topology, TorchBackend, Traffic, gather_rows, message_device
 from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences, GroupDifferences, GroupWeights
 from commopt.gradients.fsdp import Group
@@ -25,6 +25,7 @@ class ShardedDoor:
     """What FSDP exchanges among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
 
     Args:
+        model: all of it.
         topology: all ranks.
         groups: those whose gradients are averaged nowhere else, and those whose are between replicas too.
         compressor, feedback: for the gradients of the first kind; the same on all ranks.
@@ -35,6 +36,7 @@ class ShardedDoor:
 
     def __init__(
         self,
+        model: nn.Module,
         topology: Topology,
         groups: tuple[Sequence[Group], Sequence[Group]],
         compressor: Any,
@@ -44,11 +46,12 @@ class ShardedDoor:
         begin: Callable[[], None],
     ) -> None:
         self.whole, self._within = groups
+        self._topology = topology
         self._ranks: dict[dist.ProcessGroup, Backend] = {}
         self.means: list[GroupMean] = []
         self.weights: list[GroupWeights] = []
         self.fp32_bytes = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo = [_tells_when_it_trains(model, topology.traffic)]
         for group in [*self.whole, *self._within]:
             between = group in self.whole
             ranks = self._counted(topology, group.ranks, inside=not between)
@@ -58,7 +61,7 @@ class ShardedDoor:
                 self.means.append(mean)
             elif inside is not None:
                 mean = GroupMean(group, ranks, inside, False, None)
-            gather = None if weights is None else _gather_of(group, ranks, weights)
+            gather = None if weights is None else _gather_of(group, ranks, weights, topology.traffic)
             if gather is not None:
                 self.weights.append(gather)
             self._undo.append(group.exchange_by(mean, gather))
@@ -70,6 +73,7 @@ class ShardedDoor:
 
     def remove(self) -> None:
         """Leaves the exchanges to FSDP again."""
+        self._topology.traffic.in_step = True
         for undo in self._undo:
             undo()
 
@@ -148,11 +152,29 @@ class ShardedDoor:
                 else:
                     left_out = left_out or bool(error.any())
             mean.owed.load(now, exactly.get(f"gradients {i}", {}))
-        for i, gather in enumerate(self.weights):
-            gather.load(exactly.get(f"weights {i}", {}))
+        gathered = [exactly.get(f"weights {i}", {}) for i in range(len(self.weights))]
+        if self.weights and not self._all(all(gathered)):
+            gathered = [{}] * len(gathered)
+        for gather, state in zip(self.weights, gathered):
+            gather.load(state)
         return left_out
 
+    def _all(self, yes: bool) -> bool:
+        """Whether all ranks say yes."""
+        row = torch.tensor([yes], dtype=torch.uint8, device=message_device(self._topology.world))
+        return bool(gather_rows(self._topology.world, row, "whose weights were loaded").all())
 
-def _gather_of(group: Group, ranks: Backend, weights: Compressor | Differences) -> GroupWeights:
-    kind = GroupDifferences if isinstance(weights, Differences) else GroupWeights
-    return kind(group, ranks, weights)  # type: ignore[arg-type]
+
+def _gather_of(group: Group, ranks: Backend, weights: Compressor | Differences, traffic: Traffic) -> GroupWeights:
+    if isinstance(weights, Differences):
+        return GroupDifferences(group, ranks, weights, traffic)
+    return GroupWeights(group, ranks, weights, traffic)
+
+
+def _tells_when_it_trains(model: nn.Module, traffic: Traffic) -> Callable[[], None]:
+    """What is gathered in evaluations is of no step. Returns what undoes it."""
+
+    def forward(_: nn.Module, args: Any) -> None:
+        traffic.in_step = torch.is_grad_enabled()
+
+    return model.register_forward_pre_hook(forward, prepend=True).remove  # before FSDP's, which gathers

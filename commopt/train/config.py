@@ -124,11 +124,18 @@ class CompressorConfig:
 
 @dataclass
 class GradientsConfig(CompressorConfig):
-    """Compressor of the mean gradients of a torch optimizer, and what becomes of what it loses."""
+    """Compressor of the mean gradients of a torch optimizer, what becomes of what it loses, and what else is
+    compressed."""
 
     feedback: bool | str | dict[str, Any] = True
     """true: what compression loses is kept, and sent with the next gradients (error feedback). false: it is lost. Or
     what keeps it otherwise, an attribute of commopt.gradients: LoCo, or name and args of it."""
+    inside: str | dict[str, Any] | None = None
+    """With parallel.shard: compressor of what FSDP2 reduces inside a replica, a name, or name and args, such as Int8;
+    null for full precision."""
+    weights: str | dict[str, Any] | None = None
+    """With parallel.shard: compressor of the weights that FSDP2 gathers, such as Int8, or Differences (with args:
+    {compressor: ...}); null for full precision."""
 
     def __post_init__(self) -> None:
         named = isinstance(self.feedback, bool | dict) or bool(self.feedback)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from commopt.comm import LocalBackend, MessageDamaged, all_reduce_bytes
-from commopt.compress import Compressor
-from commopt.compress.low_rank import LowRank
-from commopt.gradients import CompressedGradients, LoCo, compress_gradients
+from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
 from commopt.train.config import Config
-from commopt.train.errors import DivergedError, ReplicaError
+from commopt.train.errors import ConfigError, DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
@@ -145,12 +144,11 @@ class DataParallel:
         self.skipped, self.bytes = False, self.bytes_of(model, world)
         self.module = self.wrap(model)
         plan = plan_compression(config)
-        self.gradients = None if plan is None else self.compress(*plan, world)
+        self.gradients = None if plan is None else self.compress(plan, world)
 
-    def compress(self, compressor: Compressor | LowRank, feedback: bool | LoCo, world: World) -> CompressedGradients:
+    def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
         """Has means of the gradients compressed."""
-        backend = LocalBackend() if self.alone else None
-        return compress_gradients(self.module, compressor, backend=backend, feedback=feedback)
+        return compress_gradients(self.module, backend=LocalBackend() if self.alone else None, **plan)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """Bytes of a step, on this rank."""
@@ -213,8 +211,10 @@ class DataParallel:
 
     def traffic(self) -> Traffic:
         """DDP sends the same in every step, whether it is then skipped or not."""
-        sent = self.bytes if self.gradients is None else self.gradients.comm_stats()["step"]["bytes"]
-        return Traffic(sent, self.bytes, self.skipped)
+        if self.gradients is None:
+            return Traffic(self.bytes, self.bytes, self.skipped)
+        stats = self.gradients.comm_stats()
+        return Traffic(stats["step"]["bytes"], stats["fp32_bytes"], self.skipped)
 
     def residual_ratio(self) -> float | None:
         """Nobody adds it up."""
@@ -223,11 +223,14 @@ class DataParallel:
 
 class Hybrid(DataParallel):
     """A torch optimizer on pieces of a model that FSDP2 averages over all ranks (HSDP): the uncompressed baseline on a
-    mesh; or over the ranks of a replica, and compressed means are taken between these. Bytes are those between the
-    replicas."""
+    mesh; or over the ranks of a replica, and compressed means are taken between these, or inside the only one. Bytes
+    are those between the replicas, or inside the only one what is compressed."""
 
-    def compress(self, compressor: Compressor | LowRank, feedback: bool | LoCo, world: World) -> CompressedGradients:
-        return compress_gradients(self.module, compressor, process_group=world.mesh, feedback=feedback)
+    def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
+        try:
+            return compress_gradients(self.module, process_group=world.mesh, **plan)
+        except ValueError as error:  # what does not go with how many replicas there are
+            raise ConfigError(f"comm.compress: {error}") from error
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """An all-reduce of this rank's pieces in every step."""
@@ -245,7 +248,8 @@ class Hybrid(DataParallel):
         return "hsdp" if self.gradients is None else "compressed"
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas in the last."""
+        """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas, and inside the
+        only one if that is compressed, in the last."""
         if self.gradients is not None:
             return contextlib.nullcontext() if last else self.gradients.no_sync()
         self.module.set_requires_all_reduce(last)  # type: ignore[operator]

@@ -19,7 +19,7 @@ import commopt.outer
 from commopt.comm import Backend
 from commopt.compress import Compressor, RandomBlocks
 from commopt.compress.low_rank import LowRank
-from commopt.gradients import LoCo
+from commopt.gradients import Differences, LoCo
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
@@ -83,21 +83,43 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     return cls, extra | args
 
 
-def plan_compression(config: Config) -> tuple[Compressor | LowRank, bool | LoCo] | None:
-    """The compressor of the mean gradients that a config names, and its feedback; or None. Raises ConfigError for what
+def plan_compression(config: Config) -> dict[str, Any] | None:
+    """The arguments of :func:`commopt.compress_gradients` that a config names, or None. Raises ConfigError for what
     does not fit."""
     given, key = config.comm.compress, "comm.compress"
     if given is None:
         return None
     named: Compressor | LowRank = make_named(given.name, given.args, key, commopt.compress, OfGradients)
-    if isinstance(given.feedback, bool):
-        return named, given.feedback
-    feedback: LoCo = make_given(given.feedback, f"{key}.feedback", commopt.gradients, LoCo)
-    if isinstance(named, LowRank):
-        raise ConfigError(
-            f"{key}.feedback={given.feedback!r} is not allowed with {key}.name={given.name}: it must be true or false"
-        )
-    return named, feedback
+    feedback: Any = given.feedback
+    if not isinstance(feedback, bool):
+        feedback = make_given(feedback, f"{key}.feedback", commopt.gradients, LoCo)
+        if isinstance(named, LowRank):
+            raise ConfigError(
+                f"{key}.feedback={given.feedback!r} is not allowed with {key}.name={given.name}: it must be true or "
+                "false"
+            )
+    out = {"compressor": named, "feedback": feedback}
+    for name, value in (("inside", given.inside), ("weights", given.weights)):
+        if value is not None:
+            out[name] = plan_exchange(value, f"{key}.{name}", differences=name == "weights")
+            if config.parallel.shard == 1:
+                raise ConfigError(
+                    f"{key}.{name}={value!r} is not allowed with parallel.shard=1: FSDP2 must cut the model"
+                )
+    return out
+
+
+def plan_exchange(given: Any, key: str, differences: bool) -> Compressor | Differences:
+    """A compressor by name, or Differences by another one."""
+    name, args = (given.get("name"), given.get("args", {})) if isinstance(given, Mapping) else (given, {})
+    if differences and name == "Differences":
+        if isinstance(args, Mapping) and "compressor" in args:
+            inner = make_given(args["compressor"], f"{key}.args.compressor", commopt.compress, Compressor)
+            args = {**args, "compressor": inner}
+        made: Differences = make_given({"name": name, "args": args}, key, commopt.gradients, Differences)
+        return made
+    compressor: Compressor = make_given(given, key, commopt.compress, Compressor)
+    return compressor
 
 
 def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type]:
