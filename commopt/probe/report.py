@@ -191,20 +191,20 @@ def _gradient(result: Result, name: str) -> str:
     step, per = result.steps[name], result.costs.means[name]
     computing = sum(per.values()) * result.model.params
     speed = result.steps["ddp"].seconds / step.seconds
-    verdict = "yes" if speed >= WORTH else "hardly" if speed > 1 else "NO, SLOWER"
     return (
         f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>11.4g}{step.wire:>9.4g}"
-        f"{step.nbytes / 1e6:>9.4g}{speed:>8.2f}  {verdict}; {_pays(result.break_even[name])}"
+        f"{step.nbytes / 1e6:>9.4g}{speed:>8.2f}  {verdict(speed, result.break_even[name])}"
     )
 
 
-def _pays(value: float | None) -> str:
-    """Up to which bandwidth it is."""
-    if value is None:
-        return "rate unknown"
-    if math.isinf(value):
-        return "at any rate"
-    return f"below {rate(value)}" if value > 0 else "at no rate"
+def verdict(speed: float, break_even: float | None) -> str:
+    """Whether a method that is ``speed`` times as fast as DDP is faster, and below which bandwidth it is."""
+    here = "yes" if speed >= WORTH else "hardly" if speed > 1 else "NO, SLOWER"
+    if break_even is None:
+        return f"{here}; rate unknown"
+    if math.isinf(break_even):
+        return f"{here}; at any rate"
+    return f"{here}; below {rate(break_even)}" if break_even > 0 else f"{here}; at no rate"
 
 
 def _check(result: Result) -> list[str]:
