@@ -178,7 +178,7 @@ def _step(result: Result, name: str) -> str:
 def _gradients(result: Result) -> list[str]:
     """What :func:`commopt.compress_gradients` would make of it, by compressor."""
     other = rival(result.options.shard)
-    head = f"{'AdamW, gradients by':20}{'seconds':>9}{'computing':>11}{'wire':>9}{'MB sent':>9}{'x ' + other:>8}"
+    head = f"{'AdamW, gradients by':20}{'seconds':>9}{'computing':>10}{'wire':>9}{'MB sent':>9}{'x ' + other:>7}"
     return [
         f"{head}  faster than {other}",
         *(_gradient(result, name) for name in result.model.compressors),
@@ -192,8 +192,8 @@ def _gradient(result: Result, name: str) -> str:
     computing = sum(per.values()) * result.model.params
     speed = result.steps["ddp"].seconds / step.seconds
     return (
-        f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>11.4g}{step.wire:>9.4g}"
-        f"{step.nbytes / 1e6:>9.4g}{speed:>8.2f}  {verdict(speed, result.break_even[name])}"
+        f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>10.4g}{step.wire:>9.4g}"
+        f"{step.nbytes / 1e6:>9.4g}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
     )
 
 
