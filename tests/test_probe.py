@@ -21,14 +21,14 @@ from commopt.cli import main
 from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
 from commopt.probe.advice import recommend
+from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
+from commopt.probe.compressors import COMPRESSORS
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
 from commopt.probe.options import ProbeError, parse, parse_count
 from commopt.probe.predict import (
     METHODS,
-    Clock,
-    Costs,
     Model,
     adamw_seconds,
     at_bandwidth,
@@ -376,12 +376,15 @@ def test_a_probe_for_a_sharded_model() -> None:
     for words in (
         "4 ranks, 2 to a machine: ", "a model of 40K parameters, cut over the 2 ranks of a machine, 0.01 s per step",
         "inside a machine: all-gather ", "a rank sends 0.24 MB a step to the others", "x as fast as HSDP",
-        "the update of a rank's part of your model", "a step is faster than HSDP's",
+        "the update of a rank's part of your model", "a step is faster than HSDP's", "faster than HSDP",
+        "between machines, FSDP2 inside",
     ):  # fmt: skip
         assert words in report, words
     table = {name.strip(): line.split() for line in results[0][1].splitlines() for name in [line[:28]]}
     assert float(table["HSDP, float32"][-2]) == 0.08  # MB: all of 20,000 float32 in each direction, 2 (R-1) / R = 1
     assert float(table["HSDP, reduce_dtype bf16"][-2]) == 0.04
+    rows = {name.strip(): line.split() for line in results[0][1].splitlines() for name in [line[:20]]}
+    assert 0.0206 < float(rows["Int8()"][4]) < 0.022  # 8.25 bits of each of the 20,000
     assert "DDP," not in report
 
 
@@ -400,6 +403,8 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     for words in (
         "2 ranks: ", "a model of 100K parameters, 0.01 s per step", "all-reduce, float32", "all-to-all of bytes",
         "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even, as bandwidth", "elements/s", "check: ",
+        "AdamW, gradients by", "faster than DDP\n", "a transformer 64 wide (--width)", "check: a mean of the gradients",
+        "found by: the fastest whole run", *(label for label, _ in COMPRESSORS.values()),
     ):  # fmt: skip
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -413,9 +418,19 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(COLLECTIVES)
     assert found["costs"]["onebit"].keys() == {"agreement", "all_to_all", "all_gather", "end"}
     assert all(seconds > 0 for seconds in found["costs"]["onebit"].values())
-    assert found["steps"].keys() == set(METHODS)
+    assert found["steps"].keys() == {*METHODS, *COMPRESSORS} == found["model"]["compressors"].keys() | METHODS.keys()
+    assert found["steps"]["gradients_int8"]["nbytes"] > found["steps"]["gradients_int4"]["nbytes"]
+    assert found["costs"]["means"].keys() == set(COMPRESSORS)
+    assert found["costs"]["means"]["gradients_acp4"].keys() == {"presence", "out", "end"}
+    assert all(seconds > 0 for per in found["costs"]["means"].values() for seconds in per.values())
+    compressor, params, *both = found["mean_rehearsal"]
+    assert compressor in COMPRESSORS
+    assert params == 100_000
+    assert min(both) > 0
+    assert found["width"] == 64
     assert found["steps"]["none"]["seconds"] == 0.01
     assert found["steps"]["ddp"]["nbytes"] == 400_000
     assert found["options"]["last_params"] == 30_000
-    assert found["break_even"].keys() == found["run"].keys() == {"onebit_adam", "onebit_adam_overlap"}
+    assert found["run"].keys() == {"onebit_adam", "onebit_adam_overlap"}
+    assert found["break_even"].keys() == {*found["run"], *COMPRESSORS}
     assert found["advice"] in " ".join(done.stdout.split())

@@ -19,9 +19,12 @@ from commopt.comm import CollectiveError, TorchBackend
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, over_run, recommend
+from commopt.probe.clock import Costs
+from commopt.probe.compressors import compressors
 from commopt.probe.fit import fit_line, line_through, misfit
 from commopt.probe.inside import between, measure_inside
 from commopt.probe.local import Local, measure_local
+from commopt.probe.means import Mean
 from commopt.probe.measure import (
     FACTOR,
     FAST,
@@ -34,8 +37,9 @@ from commopt.probe.measure import (
     losses,
     sizes_up_to,
 )  # fmt: skip
+from commopt.probe.messages import sample_of, shapes_of, usual_width
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
-from commopt.probe.predict import Costs, Model, break_even, predict, rehearse
+from commopt.probe.predict import Model, break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
 
 PATIENCE = timedelta(minutes=2)
@@ -146,9 +150,18 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     }
     lost = {verb: losses(stand, verb, samples[verb]) for verb in ("all_reduce", "all_to_all", "all_gather")}
     local = measure_local(stand, held, capacity, compressor)
-    costs = fit_costs(stand.world_size, samples, lost, local, copies=options.shard == 1)
-    model = Model(held, options.step_time, last, capacity, compressor)
+    width = options.width or usual_width(options.params - options.last_params)
+    model = Model(
+        held, options.step_time, last, capacity, compressor,
+        shapes_of(options.params, options.last_params, width, options.shard), options.shard,
+        stand.has_channels, compressors(options.block),
+    )  # fmt: skip
+    mean = Mean(sample_of(model.shapes, local.params), stand)
+    means = {name: mean.costs(spec, capacity) for name, spec in model.compressors.items()}
+    costs = fit_costs(stand.world_size, samples, lost, local, means, copies=options.shard == 1)
     steps = predict(costs, model)
+    fastest = min(model.compressors, key=lambda name: steps[name].seconds)
+    took = mean.rehearsal(model.compressors[fastest], capacity)
     return Result(
         options=options,
         place=place(options),
@@ -160,11 +173,13 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         local=local,
         costs=costs,
         model=model,
+        width=width,
         steps=steps,
         rehearsal=(local.rehearsal, rehearse(costs, model, local.params).seconds),
-        break_even={name: break_even(costs, model, name) for name in OURS},
+        mean_rehearsal=(fastest, mean.params, took, rehearse_mean(costs, model, fastest, mean.shapes)),
+        break_even={name: break_even(costs, model, name) for name in (*OURS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
-        advice=recommend(steps, bf16_available=options.backend == "nccl", shard=options.shard),
+        advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors),
     )
 
 
@@ -180,7 +195,12 @@ def make_stand(options: Options, control: TorchBackend) -> Stand:
 
 
 def fit_costs(
-    world_size: int, samples: dict[str, list[Sample]], lost: dict[str, list[Sample]], local: Local, copies: bool
+    world_size: int,
+    samples: dict[str, list[Sample]],
+    lost: dict[str, list[Sample]],
+    local: Local,
+    means: dict[str, dict[str, float]],
+    copies: bool,
 ) -> Costs:
     """Lines through what was measured. Without ``copies``, gradients are sent from where FSDP2 has them."""
     loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
@@ -191,6 +211,7 @@ def fit_costs(
         adamw=local.adamw,
         copies=local.copies if copies else dict.fromkeys(local.copies, 0.0),
         onebit=local.onebit,
+        means=means,
     )
 
 

@@ -71,6 +71,11 @@ class Stand:
             return self.backend, self.backend
         return self._lines[place % CHANNELS], self._lines[CHANNELS + place % CHANNELS]
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether there are such channels: without, nothing starts in backward that others have to answer."""
+        return bool(self._lines)
+
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks; the ranks are at the same place then."""
         message = torch.tensor(values, dtype=torch.float64)

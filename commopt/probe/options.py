@@ -38,6 +38,7 @@ class Options:
         shard: ranks over which FSDP2 cuts the model, those of a machine; 1 for a model that every rank holds whole.
         step_time: seconds of forward, backward and optimizer on one device, without communication.
         last_params: of ``params``, how many are in one tensor whose gradient is complete only when backward ends.
+        width: of the model, a transformer; None for the usual one of its size.
         block: elements that share a scale, of :class:`commopt.compress.Sign`.
         max_mb: largest message, in MB (2**20 bytes).
         device: "cpu" or "cuda".
@@ -49,6 +50,7 @@ class Options:
     shard: int
     step_time: float
     last_params: int
+    width: int | None
     block: int
     max_mb: float
     device: str
@@ -110,6 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--last-params", type=parse_count, default=0, metavar="PARAMS",
         help="size of the largest tensor whose gradient comes last in backward, such as a tied embedding; nothing "
         "hides its communication (default: 0)")  # fmt: skip
+    add("--width", type=parse_count,
+        help="columns of most matrices of the model, which is taken for a transformer: on the shapes depends what low "
+        "rank sends (default: one layer for each 64)")  # fmt: skip
     add("--block", type=int, default=2048, help="elements that share a scale (default: 2048)")
     add("--max-mb", type=float, default=64.0, metavar="MB",
         help="largest message; slow networks stop earlier (default: 64)")  # fmt: skip
@@ -140,6 +145,8 @@ def check(options: Options) -> None:
         raise ProbeError(f"--shard: {options.shard} is not allowed, it must be at least 1")
     if options.last_params > options.params:
         raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
+    if options.width is not None and options.width < 1:
+        raise ProbeError(f"--width: {options.width} is not allowed, it must be at least 1")
     if not 0.0625 <= options.max_mb <= 1024:
         raise ProbeError(f"--max-mb: {options.max_mb:g} is not allowed, it must be from 0.0625 to 1024")
     if options.backend not in BACKENDS[options.device]:

@@ -1,8 +1,9 @@
 """Latency, bandwidth and costs -> seconds per step, break-even bandwidth, advice. Pure functions on numbers.
 
 A step is played on a :class:`Clock` that has one computing device and one link. DistributedDataParallel sends each
-bucket when backward has filled it; so does OneBitAdam with ``overlap=True``, else it begins after backward. What is
-assumed:
+bucket when backward has filled it; so does OneBitAdam with ``overlap=True``, else it begins after backward. Compressed
+means of gradients begin when DDP has filled a bucket, or, where FSDP2 cuts the model, when the gradients are there; the
+last bucket always after backward. What is assumed:
 
 * two thirds of forward and backward are backward, and gradients arrive evenly in it, but for ``last_params``;
 * the link carries one message after another, each in the time its line says;
@@ -12,15 +13,20 @@ assumed:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
 
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor
 from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.probe.clock import Clock, Costs, Step
+from commopt.probe.compressors import Spec
 from commopt.probe.fit import Line
+from commopt.probe.messages import Exchange, Shapes, buckets_of, exchanges, presence_bytes, turns
 
 BACKWARD = 2 / 3
 """Share of backward in the time of forward and backward."""
@@ -32,28 +38,6 @@ SLOWEST, FASTEST = 1e3, 1e13
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Measured costs.
-
-    Attributes:
-        world_size: ranks.
-        link: by verb, the seconds of a message as a line in the bytes that a rank sends.
-        loss: by verb, the seconds of computing that are lost while a message is under way, as such a line.
-        adamw: seconds of torch.optim.AdamW, per parameter.
-        copies: seconds that DDP spends on copying gradients into buckets and back, per parameter, by collective.
-        onebit: seconds of a compressed step of OneBitAdam per parameter, by the collective that follows; "end" is the
-            rest.
-    """
-
-    world_size: int
-    link: dict[str, Line]
-    loss: dict[str, Line]
-    adamw: float
-    copies: dict[str, float]
-    onebit: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Model:
     """The model that is trained.
 
@@ -61,8 +45,12 @@ class Model:
         params: parameters.
         step_time: seconds of forward, backward and AdamW on one device.
         last_params: of ``params``, how many are one tensor whose gradient comes last.
-        bucket_bytes: most bytes of float32 in a bucket of OneBitAdam.
+        bucket_bytes: most bytes of float32 in a bucket of OneBitAdam, and of compressed gradients.
         compressor: of OneBitAdam.
+        shapes: of the tensors, all parameters together; for compressed gradients alone.
+        shard: ranks that FSDP2 cuts it over.
+        early: whether buckets of compressed gradients may start in backward.
+        compressors: of gradients, by name.
     """
 
     params: int
@@ -70,55 +58,10 @@ class Model:
     last_params: int
     bucket_bytes: int
     compressor: Compressor
-
-
-@dataclass(frozen=True)
-class Step:
-    """A predicted step: its seconds, those of them that communication costs, and the bytes that a rank sends."""
-
-    seconds: float
-    communication: float
-    nbytes: int
-
-
-class Clock:
-    """A device that computes and a link that carries messages one after another, in simulated time."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self.now = 0.0
-        self.work = 0.0
-        self.nbytes = 0
-        self._under_way: deque[tuple[float, float]] = deque()  # end of each message, speed of computing until then
-
-    def compute(self, work: float) -> None:
-        """``work`` seconds of computing, as long as they take beside what is under way."""
-        self.work += work
-        while self._under_way:
-            end, speed = self._under_way[0]
-            if work <= max(0.0, end - self.now) * speed:
-                self.now += work / speed if work else 0.0
-                return
-            work -= max(0.0, end - self.now) * speed
-            self.now = max(self.now, end)
-            self._under_way.popleft()
-        self.now += work
-
-    def wait(self, arrival: float) -> None:
-        """Until ``arrival``."""
-        self.now = max(self.now, arrival)
-
-    def send(self, verb: str, nbytes: int) -> float:
-        """Starts a message of which a rank sends ``nbytes``; when it will have arrived."""
-        seconds, lost = self.costs.link[verb](nbytes), self.costs.loss[verb](nbytes)
-        start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
-        self._under_way.append((start + seconds, max(0.0, 1 - lost / seconds) if seconds else 1.0))
-        self.nbytes += nbytes
-        return start + seconds
-
-    def step(self) -> Step:
-        """The step that ends now."""
-        return Step(self.now, self.now - self.work, self.nbytes)
+    shapes: Shapes = ()
+    shard: int = 1
+    early: bool = True
+    compressors: dict[str, Spec] = field(default_factory=dict)
 
 
 def split(params: int, last: int, *capacities: int) -> list[int]:
@@ -160,59 +103,112 @@ def ddp(costs: Costs, model: Model, verb: str = "all_reduce", itemsize: int = 4)
 
 
 class Messages:
-    """Messages of OneBitAdam that are in flight, in the order in which they were sent."""
+    """Messages of a compressed mean that are in flight, in the order in which they were sent.
 
-    def __init__(self, clock: Clock, model: Model) -> None:
-        self.clock, self.model, self.per = clock, model, clock.costs.onebit
-        self.out: list[tuple[float, int]] = []  # when it arrives, and how many parameters it is about
-        self.back: list[tuple[float, int]] = []
+    Args:
+        clock: the device and the link.
+        per: seconds per parameter before what goes out, before what comes back, and at the end.
+    """
 
-    def launch(self, bucket: int) -> None:
-        for n in pieces(bucket, self.model.bucket_bytes):
-            self.clock.compute(self.per["all_to_all"] * n)
-            self.out.append((self._send("all_to_all", n), n))
+    def __init__(self, clock: Clock, per: Sequence[float]) -> None:
+        self.clock, self.per = clock, per
+        self.out: list[tuple[float, Exchange]] = []  # when it arrives, and what it is
+        self.back: list[tuple[float, Exchange]] = []
+
+    def launch(self, several: Sequence[Exchange]) -> None:
+        for exchange in several:
+            self.clock.compute(self.per[0] * exchange.params)
+            self.out.append((self._send(exchange, 0), exchange))
 
     def turn(self, until: float = float("inf")) -> None:
-        """Sends back the means of all that arrives up to ``until``."""
+        """Goes on with all that arrives up to ``until``: sends back, where something is."""
         while self.out and self.out[0][0] <= until:
-            arrival, n = self.out.pop(0)
-            self.clock.wait(arrival)
-            self.clock.compute(self.per["all_gather"] * n)
-            self.back.append((self._send("all_gather", n), n))
+            arrival, exchange = self.out.pop(0)
+            if len(exchange.sent) > 1:
+                self.clock.wait(arrival)
+                self.clock.compute(self.per[1] * exchange.params)
+                arrival = self._send(exchange, 1)
+            self.back.append((arrival, exchange))
 
-    def end(self) -> None:
-        """Applies what has arrived, when all ranks have confirmed what they received."""
+    def arrive(self) -> None:
+        """Waits for all that is under way."""
         for arrival, _ in self.back:
             self.clock.wait(arrival)
-        self.clock.wait(self.clock.send("all_gather", (self.clock.costs.world_size - 1) * CONFIRMATION_BYTES))
-        for _, n in self.back:
-            self.clock.compute(self.per["end"] * n)
 
-    def _send(self, verb: str, n: int) -> float:
-        return self.clock.send(verb, row_bytes(n, self.clock.costs.world_size, self.model.compressor))
+    def end(self) -> None:
+        """Applies what has arrived."""
+        for _, exchange in self.back:
+            self.clock.compute(self.per[2] * exchange.params)
+
+    def _send(self, exchange: Exchange, number: int) -> float:
+        return self.clock.send(*exchange.sent[number])
 
 
 def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     """OneBitAdam in its compressed phase."""
-    clock = Clock(costs)
-    messages = Messages(clock, model)
+    clock, per = Clock(costs), costs.onebit
+    messages = Messages(clock, (per["all_to_all"], per["all_gather"], per["end"]))
     backward = begin(clock, model)
     buckets = split(model.params, model.last_params, model.bucket_bytes)
     early = len(buckets) - 1 if overlap else 0
     for i, n in enumerate(buckets):
         clock.compute(backward * n)
         if i < early:
-            messages.launch(n)
+            messages.launch(both_ways(n, costs, model))
             messages.turn(clock.now)
     clock.compute(costs.onebit["agreement"] * model.params)
     agreed = clock.send("all_gather", (costs.world_size - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES))
     if not overlap:
         clock.wait(agreed)
     for n in buckets[early:]:
-        messages.launch(n)
+        messages.launch(both_ways(n, costs, model))
     messages.turn()
     clock.wait(agreed)
+    messages.arrive()
+    clock.wait(clock.send("all_gather", (costs.world_size - 1) * CONFIRMATION_BYTES))
     messages.end()
+    return clock.step()
+
+
+def gradients(costs: Costs, model: Model, name: str) -> Step:
+    """AdamW on compressed means of gradients: the mean of the steps that take turns."""
+    count = turns(model.compressors[name])
+    steps = [one_mean(costs, model, name, turn) for turn in range(count)]
+    return Step(
+        sum(step.seconds for step in steps) / count,
+        sum(step.communication for step in steps) / count,
+        sum(step.nbytes for step in steps) // count,
+        sum(step.wire for step in steps) / count,
+    )
+
+
+def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
+    """A step of AdamW on the mean number ``turn`` of gradients, which ``model.compressors[name]`` compresses."""
+    clock, per = Clock(costs), costs.means[name]
+    copy = costs.copies["all_reduce"] / 2
+    messages = Messages(clock, (per["out"], per.get("back", 0.0), per["end"]))
+    backward = begin(clock, model)
+    sizes = [bucket.numel for bucket in buckets_of(model.shapes, costs.world_size, model.bucket_bytes)]
+    waiting = list(exchanges(model.shapes, model.compressors[name], costs.world_size, model.bucket_bytes, turn))
+    arrived = launched = 0
+    for n in sizes if model.shard > 1 else split(model.params, model.last_params, *DDP_BUCKETS):
+        clock.compute((backward + copy) * n)
+        arrived += n
+        while model.early and len(waiting) > 1 and launched + sizes[-len(waiting)] <= arrived:
+            launched += sizes[-len(waiting)]
+            messages.launch(waiting.pop(0))
+        messages.turn(clock.now)
+    ranks = costs.world_size * model.shard
+    clock.compute(per["presence"] * model.params)
+    clock.wait(clock.send("all_gather", presence_bytes(model.shapes, ranks)))
+    for bucket in waiting:
+        messages.launch(bucket)
+    messages.turn()
+    messages.arrive()
+    if model.shard > 1:  # whether the means of all parts are finite
+        clock.wait(clock.send("all_gather", ranks - 1))
+    messages.end()
+    clock.compute(copy * model.params + adamw_seconds(costs, model))
     return clock.step()
 
 
@@ -234,6 +230,15 @@ def pieces(n: int, bucket_bytes: int) -> list[int]:
     return [n * (i + 1) // count - n * i // count for i in range(count)]
 
 
+def both_ways(n: int, costs: Costs, model: Model) -> list[Exchange]:
+    """What OneBitAdam sends of a bucket of ``n`` parameters."""
+    several = []
+    for piece in pieces(n, model.bucket_bytes):
+        nbytes = row_bytes(piece, costs.world_size, model.compressor)
+        several.append(Exchange(piece, (("all_to_all", nbytes), ("all_gather", nbytes))))
+    return several
+
+
 def row_bytes(n: int, world_size: int, compressor: Compressor) -> int:
     """Bytes that a rank sends in each of the two collectives of a bucket of ``n`` parameters."""
     rows = -(-n // (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -247,17 +252,31 @@ METHODS: dict[str, Callable[[Costs, Model], Step]] = {
     "onebit_adam": onebit,
     "onebit_adam_overlap": lambda costs, model: onebit(costs, model, overlap=True),
 }
-"""The methods by name."""
+"""The methods by name, but for compressed gradients."""
+
+
+def methods(model: Model) -> dict[str, Callable[[Costs, Model], Step]]:
+    """All methods by name, those of ``model.compressors`` too."""
+    return METHODS | {name: partial(gradients, name=name) for name in model.compressors}
 
 
 def predict(costs: Costs, model: Model) -> dict[str, Step]:
     """A step with each method."""
-    return {name: method(costs, model) for name, method in METHODS.items()}
+    return {name: method(costs, model) for name, method in methods(model).items()}
 
 
 def rehearse(costs: Costs, model: Model, params: int) -> Step:
     """OneBitAdam.step() alone, of ``params`` parameters."""
     return onebit(costs, replace(model, params=params, last_params=0, step_time=costs.adamw * params))
+
+
+def rehearse_mean(costs: Costs, model: Model, name: str, shapes: Shapes) -> float:
+    """Seconds of a mean alone, without DDP, of gradients of ``shapes`` that are all there."""
+    params = sum(torch.Size(shape).numel() for shape in shapes)
+    alone = replace(costs, adamw=0.0, copies=dict.fromkeys(costs.copies, 0.0))
+    return gradients(
+        alone, replace(model, params=params, last_params=0, step_time=0.0, shapes=shapes, shard=1), name
+    ).seconds
 
 
 def at_bandwidth(costs: Costs, bits_per_second: float) -> Costs:
@@ -282,9 +301,11 @@ def break_even(costs: Costs, model: Model, method: str = "onebit_adam") -> float
     if costs.link["all_reduce"].per_byte <= 0:
         return None
 
+    step = methods(model)[method]
+
     def pays(bits_per_second: float) -> bool:
         there = at_bandwidth(costs, bits_per_second)
-        return METHODS[method](there, model).seconds < ddp(there, model).seconds
+        return step(there, model).seconds < ddp(there, model).seconds
 
     low, high = SLOWEST, FASTEST
     if pays(high):

@@ -8,13 +8,15 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commopt.probe.advice import NAMES, SHARDED, rival
+from commopt.probe.advice import CRITERION, NAMES, SHARDED, WORTH, rival
+from commopt.probe.clock import Costs, Step
+from commopt.probe.compressors import label
 from commopt.probe.fit import Line
 from commopt.probe.inside import Inside
 from commopt.probe.local import Local
 from commopt.probe.measure import Sample
 from commopt.probe.options import Options
-from commopt.probe.predict import Costs, Model, Step, adamw_seconds
+from commopt.probe.predict import Model, adamw_seconds
 
 WIDTH = 96
 COLLECTIVES = {
@@ -39,8 +41,11 @@ class Result:
         misfit: median relative error of each line, by collective.
         local: costs on the device.
         costs, model: what the predictions were made from.
+        width: of the model, a transformer.
         steps: a predicted step, by method.
         rehearsal: seconds of a compressed OneBitAdam.step() of ``local.params`` parameters, measured and predicted.
+        mean_rehearsal: of a compressed mean of gradients: the compressor, how many parameters, seconds measured and
+            predicted.
         break_even: bit/s, by method; see :func:`commopt.probe.predict.break_even`.
         run: how much faster than DDP a run is with 20 and with 15 % warm-up, by method.
         advice: the recommendation.
@@ -56,8 +61,10 @@ class Result:
     local: Local
     costs: Costs
     model: Model
+    width: int
     steps: dict[str, Step]
     rehearsal: tuple[float, float]
+    mean_rehearsal: tuple[str, int, float, float]
     break_even: dict[str, float | None]
     run: dict[str, tuple[float, float]]
     advice: str
@@ -92,12 +99,16 @@ def render(result: Result) -> str:
         *_device(result),
         "",
         f"{'a step of your model':28}{'seconds':>10}{'network':>10}{'MB sent':>10}{versus:>18}{'15-20 % warm-up':>18}",
-        *(_step(result, name) for name in steps),
+        *(_step(result, name) for name in steps if name not in result.model.compressors),
+        "",
+        *_gradients(result),
         "",
         *_check(result),
         *_break_even(result),
         "",
         "recommendation: " + result.advice,
+        "",
+        "found by: " + CRITERION,
     ]
     return "".join(
         part + "\n" for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])
@@ -164,12 +175,49 @@ def _step(result: Result, name: str) -> str:
     )
 
 
+def _gradients(result: Result) -> list[str]:
+    """What :func:`commopt.compress_gradients` would make of it, by compressor."""
+    other = rival(result.options.shard)
+    head = f"{'AdamW, gradients by':20}{'seconds':>9}{'computing':>10}{'wire':>9}{'MB sent':>9}{'x ' + other:>7}"
+    return [
+        f"{head}  faster than {other}",
+        *(_gradient(result, name) for name in result.model.compressors),
+        f"without warm-up, {'in ' + other if other == 'DDP' else 'between machines, FSDP2 inside'}; low rank as of a "
+        f"transformer {result.width} wide (--width)",
+    ]
+
+
+def _gradient(result: Result, name: str) -> str:
+    step, per = result.steps[name], result.costs.means[name]
+    computing = sum(per.values()) * result.model.params
+    speed = result.steps["ddp"].seconds / step.seconds
+    return (
+        f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>10.4g}{step.wire:>9.4g}"
+        f"{step.nbytes / 1e6:>9.4g}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
+    )
+
+
+def verdict(speed: float, break_even: float | None) -> str:
+    """Whether a method that is ``speed`` times as fast as DDP is faster, and below which bandwidth it is."""
+    here = "yes" if speed >= WORTH else "hardly" if speed > 1 else "NO, SLOWER"
+    if break_even is None:
+        return f"{here}; rate unknown"
+    if math.isinf(break_even):
+        return f"{here}; at any rate"
+    return f"{here}; below {rate(break_even)}" if break_even > 0 else f"{here}; at no rate"
+
+
 def _check(result: Result) -> list[str]:
     measured, predicted = result.rehearsal
     out = [
         f"check: OneBitAdam.step() of {count(result.local.params)} parameters took {seconds(measured)} over this "
         f"network, {seconds(predicted)} by these figures"
     ]
+    name, params, measured, predicted = result.mean_rehearsal
+    out.append(
+        f"check: a mean of the gradients of {count(params)} parameters by {label(name, result.model.compressors)} took "
+        f"{seconds(measured)} over this network, {seconds(predicted)} by these figures"
+    )
     if adamw_seconds(result.costs, result.model) >= result.options.step_time:
         out.append(
             f"note: AdamW alone takes {seconds(result.local.adamw * result.model.params)} here, no less than "
@@ -183,7 +231,9 @@ def _break_even(result: Result) -> list[str]:
     out = [
         f"break-even, as bandwidth of an all-reduce (now {now}); a step is faster than {rival(result.options.shard)}'s"
     ]
-    return out + [f"  {NAMES[name]:26}{_below(value, result)}" for name, value in result.break_even.items()]
+    return out + [
+        f"  {NAMES[name]:26}{_below(value, result)}" for name, value in result.break_even.items() if name in NAMES
+    ]
 
 
 def _below(value: float | None, result: Result) -> str:

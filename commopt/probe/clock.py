@@ -1,0 +1,86 @@
+"""One computing device and one link, in simulated time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from commopt.probe.fit import Line
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs.
+
+    Attributes:
+        world_size: ranks.
+        link: by verb, the seconds of a message as a line in the bytes that a rank sends.
+        loss: by verb, the seconds of computing that are lost while a message is under way, as such a line.
+        adamw: seconds of torch.optim.AdamW, per parameter.
+        copies: seconds that DDP spends on copying gradients into buckets and back, per parameter, by collective.
+        onebit: seconds of a compressed step of OneBitAdam per parameter, by the collective that follows; "end" is the
+            rest.
+        means: seconds of a compressed mean of gradients per parameter, by compressor, and by what follows: "presence",
+            "out", "back" (:mod:`commopt.probe.messages`); "end" is the rest.
+    """
+
+    world_size: int
+    link: dict[str, Line]
+    loss: dict[str, Line]
+    adamw: float
+    copies: dict[str, float]
+    onebit: dict[str, float]
+    means: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: its seconds, those of them that communication costs, and the bytes that a rank sends; and the
+    seconds that the link is busy with these, hidden or not."""
+
+    seconds: float
+    communication: float
+    nbytes: int
+    wire: float = 0.0
+
+
+class Clock:
+    """A device that computes and a link that carries messages one after another, in simulated time."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.work = 0.0
+        self.nbytes = 0
+        self.wire = 0.0
+        self._under_way: deque[tuple[float, float]] = deque()  # end of each message, speed of computing until then
+
+    def compute(self, work: float) -> None:
+        """``work`` seconds of computing, as long as they take beside what is under way."""
+        self.work += work
+        while self._under_way:
+            end, speed = self._under_way[0]
+            if work <= max(0.0, end - self.now) * speed:
+                self.now += work / speed if work else 0.0
+                return
+            work -= max(0.0, end - self.now) * speed
+            self.now = max(self.now, end)
+            self._under_way.popleft()
+        self.now += work
+
+    def wait(self, arrival: float) -> None:
+        """Until ``arrival``."""
+        self.now = max(self.now, arrival)
+
+    def send(self, verb: str, nbytes: int) -> float:
+        """Starts a message of which a rank sends ``nbytes``; when it will have arrived."""
+        seconds, lost = self.costs.link[verb](nbytes), self.costs.loss[verb](nbytes)
+        start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
+        self._under_way.append((start + seconds, max(0.0, 1 - lost / seconds) if seconds else 1.0))
+        self.nbytes += nbytes
+        self.wire += seconds
+        return start + seconds
+
+    def step(self) -> Step:
+        """The step that ends now."""
+        return Step(self.now, self.now - self.work, self.nbytes, self.wire)

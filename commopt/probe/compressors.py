@@ -1,0 +1,57 @@
+"""The compressors of gradients that the probe compares: another one is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from commopt.compress import ACP, BFloat16, Compressor, Float8, Int2, Int4, Int8, PowerSGD, Sign, TopK
+from commopt.compress.low_rank import LowRank
+
+Spec = Compressor | LowRank
+"""What :func:`commopt.compress_gradients` takes."""
+
+COMPRESSORS: dict[str, tuple[str, Spec]] = {
+    "gradients_bfloat16": ("BFloat16()", BFloat16()),
+    "gradients_float8": ("Float8()", Float8()),
+    "gradients_int8": ("Int8()", Int8()),
+    "gradients_int4": ("Int4()", Int4()),
+    "gradients_int2": ("Int2()", Int2()),
+    "gradients_sign": ("Sign()", Sign()),
+    "gradients_topk": ("TopK()", TopK()),
+    "gradients_powersgd4": ("PowerSGD(4)", PowerSGD(4)),
+    "gradients_acp4": ("ACP(4)", ACP(4)),
+}
+"""By name: how one writes it, and what it is."""
+
+FINE = 0.05
+"""Error of a compressor from which on it is a coarse one: 8 bits have less, 4 have more."""
+
+
+def compressors(block: int) -> dict[str, Spec]:
+    """All of them by name; ``block`` is that of :class:`commopt.compress.Sign`."""
+    specs = {name: spec for name, (_, spec) in COMPRESSORS.items()}
+    return {name: replace(spec, block=block) if isinstance(spec, Sign) else spec for name, spec in specs.items()}
+
+
+def label(name: str, specs: Mapping[str, Spec]) -> str:
+    """How one writes the compressor ``name`` of ``specs``."""
+    words, usual = COMPRESSORS[name]
+    spec = specs[name]
+    return f"Sign({spec.block})" if isinstance(spec, Sign) and spec != usual else words
+
+
+@lru_cache(maxsize=64)
+def error(spec: Spec) -> float:
+    """What one message of Gaussian numbers loses of them: root mean square over that of the numbers. 1 for factors of
+    low rank, which noise has none of."""
+    if isinstance(spec, LowRank):
+        return 1.0
+    x = torch.randn(1, 2**14, generator=torch.Generator().manual_seed(0))
+    payload, out = torch.zeros(1, spec.nbytes(x.shape[1]), dtype=torch.uint8), torch.empty_like(x)
+    spec.compress(x, payload)
+    spec.decompress(payload, out)
+    return float((out - x).norm() / x.norm())

@@ -1,0 +1,135 @@
+"""What :func:`commopt.compress_gradients` sends for a mean, in closed form: a model's tensors, and their messages.
+
+presence    all_gather: which parameters have a gradient, a byte for each
+out, back   of a chunk, by a compressor of rows: all_to_all, all_gather
+            of a bucket, by low rank: all_reduce of one factor, and (PowerSGD) of the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from commopt.bucket import ROW_MULTIPLE, Bucket, partition
+from commopt.comm import all_reduce_bytes
+from commopt.compress import ACP, PowerSGD
+from commopt.compress.low_rank import LowRank
+from commopt.probe.compressors import Spec
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors of a model, in its order: the gradient of the first comes last."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives one after another.
+
+    Attributes:
+        params: how many parameters they are about.
+        sent: of each, the verb, and the bytes that a rank sends.
+    """
+
+    params: int
+    sent: tuple[tuple[str, int], ...]
+
+
+def usual_width(params: int) -> int:
+    """Width of a transformer with ``params`` parameters in its layers, if it has a layer for each 64: so GPT-2 and
+    BERT, about."""
+    return max(64, round((params * 64 / 12) ** (1 / 3) / 64) * 64)
+
+
+def shapes_of(params: int, last_params: int, width: int, shard: int = 1) -> Shapes:
+    """The tensors of a transformer of that ``width`` that has ``params`` parameters.
+
+    Args:
+        params: all of them.
+        last_params: of them, those of the tensor that comes first: (rows, width), and a vector of what is left over.
+        width: columns of most matrices; >= 1.
+        shard: ranks that each tensor is cut over, along its rows: the pieces of the first of them.
+    """
+    w = width
+    layer = [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)]
+    layers, rest = divmod(params - last_params, 12 * w * w + 13 * w)
+    out = [*_matrix(last_params, w), *(layers * layer), *_matrix(rest, w)]
+    return tuple((-(-n // shard), *columns) for n, *columns in out)
+
+
+def _matrix(elements: int, width: int) -> list[tuple[int, ...]]:
+    rows, rest = divmod(elements, width)
+    return ([(rows, width)] if rows else []) + ([(rest,)] if rest else [])
+
+
+def sample_of(shapes: Shapes, count: int) -> Shapes:
+    """The tensors whose gradients come first, ``count`` parameters or all; the last of them is cut along its rows, as
+    near to that as whole rows are."""
+    out: list[tuple[int, ...]] = []
+    for n, *columns in reversed(shapes):
+        rows = min(n, -(-count // torch.Size(columns).numel()))
+        if rows > 0:
+            out.append((rows, *columns))
+            count -= torch.Size(out[-1]).numel()
+    return tuple(reversed(out))
+
+
+@lru_cache(maxsize=64)
+def buckets_of(shapes: Shapes, world_size: int, capacity: int) -> Sequence[Bucket]:
+    """The buckets of ``capacity`` bytes, in the order in which they are sent, with parameters that take no memory."""
+    params = [torch.empty(shape, device="meta") for shape in shapes]
+    return [Bucket(run, world_size) for run in partition(params, capacity)]
+
+
+def turns(spec: Spec) -> int:
+    """After how many means the same messages come again."""
+    return 2 if isinstance(spec, ACP) else 1
+
+
+@lru_cache(maxsize=256)
+def exchanges(
+    shapes: Shapes, spec: Spec, world_size: int, capacity: int, turn: int = 0
+) -> Sequence[Sequence[Exchange]]:
+    """What is sent of each bucket.
+
+    Args:
+        shapes: of what a rank holds.
+        spec: the compressor.
+        world_size: ranks that average.
+        capacity: most bytes of a bucket.
+        turn: which mean, of :func:`turns`.
+    """
+    of_bucket = _factors if isinstance(spec, LowRank) else _rows
+    return [of_bucket(bucket, spec, capacity, turn) for bucket in buckets_of(shapes, world_size, capacity)]
+
+
+def _rows(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+    assert not isinstance(spec, LowRank)
+    shard, out = bucket.padded // bucket.world_size, []
+    for start, stop in bucket.split(capacity, spec.chunk_multiple):
+        nbytes = (bucket.world_size - 1) * spec.nbytes(stop - start)
+        params = bucket.numel * stop // shard - bucket.numel * start // shard
+        out.append(Exchange(params, (("all_to_all", nbytes), ("all_gather", nbytes))))
+    return out
+
+
+def _factors(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+    assert isinstance(spec, LowRank)
+    p = q = whole = 0
+    for shape in bucket.shapes:
+        thin = spec.factors_of(shape)
+        if thin is None:
+            whole += shape.numel()
+        else:
+            n, m, r = thin
+            p, q = p + n * r, q + m * r
+    numbers = [p + whole, q] if isinstance(spec, PowerSGD) else [(p, q)[turn] + whole]
+    multiple = bucket.world_size * ROW_MULTIPLE
+    nbytes = [all_reduce_bytes(4 * -(-n // multiple) * multiple, bucket.world_size) for n in numbers if n]
+    return [Exchange(bucket.numel, tuple(("all_reduce", n) for n in nbytes))]
+
+
+def presence_bytes(shapes: Shapes, ranks: int) -> int:
+    """Bytes that a rank sends to say which parameters have a gradient; ``ranks``: all of them."""
+    return (ranks - 1) * len(shapes)

@@ -1,0 +1,355 @@
+"""The probe on compressed gradients: what is sent, to the byte; what is predicted, and what is recommended."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from worlds import on_threads
+
+import commopt
+from commopt.comm import ThreadBackend
+from commopt.compress import ACP, Int8, PowerSGD, Sign
+from commopt.probe.advice import recommend
+from commopt.probe.clock import Costs, Step
+from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
+from commopt.probe.fit import Line
+from commopt.probe.local import Mirrors
+from commopt.probe.means import Mean, Rounds
+from commopt.probe.measure import Stand
+from commopt.probe.messages import Shapes, exchanges, presence_bytes, sample_of, shapes_of, turns, usual_width
+from commopt.probe.options import ProbeError, parse
+from commopt.probe.predict import Model, break_even, gradients, methods, predict, rehearse_mean
+from commopt.probe.report import verdict
+
+NOTHING = Line(0.0, 0.0)
+VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+SMALL = shapes_of(110_013, 9_999, 64)
+BUCKET = 50_000
+"""Bytes, so that SMALL has many buckets, and some are sent in chunks."""
+
+
+def costs(link: Line = NOTHING, world_size: int = 2, per: float = 0.0, copies: float = 0.0) -> Costs:
+    """Every verb over the same link; a mean takes ``per`` seconds a parameter before each message, and at its end."""
+    return Costs(
+        world_size=world_size,
+        link=dict.fromkeys(VERBS, link),
+        loss=dict.fromkeys(VERBS, NOTHING),
+        adamw=1e-9,
+        copies={"all_reduce": copies, "all_reduce_bf16": copies},
+        onebit=dict.fromkeys(("agreement", "all_to_all", "all_gather", "end"), 1e-10),
+        means={name: {"presence": 0.0, "out": per, "back": per, "end": per} for name in COMPRESSORS},
+    )
+
+
+def model(shapes: Shapes = SMALL, step_time: float = 0.0, bucket_bytes: int = BUCKET, shard: int = 1) -> Model:
+    params = sum(math.prod(shape) for shape in shapes)
+    return Model(params, step_time, 0, bucket_bytes, Sign(), shapes, shard, True, compressors(2048))
+
+
+def large(step_time: float = 0.5) -> Model:
+    return model(shapes_of(100_000_000, 0, 768), step_time, 25 * 2**20)
+
+
+class Given(nn.Module):
+    """Float32 parameters of given shapes, whose gradients are ones."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones(shape) for shape in shapes)
+
+    def backward(self) -> None:
+        self.zero_grad()
+        torch.stack([p.sum() for p in self.params]).sum().backward()
+
+
+# what is sent ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_and_collectives_are_those_that_compressed_gradients_count(world_size: int) -> None:
+    """Of every compressor, at every turn, in a step that the probe predicts."""
+
+    def sent(backend: ThreadBackend) -> dict[str, list[tuple[int, int]]]:
+        out = {}
+        for name, spec in compressors(2048).items():
+            net = Given(SMALL)
+            handle = commopt.compress_gradients(net, spec, backend=backend, bucket_mb=BUCKET / 2**20)
+            out[name] = []
+            for _ in range(turns(spec)):
+                net.backward()
+                step = handle.comm_stats()["step"]
+                out[name].append((step["bytes"], step["calls"]))
+            handle.remove()
+        return out
+
+    steps = predict(costs(world_size=world_size), model())
+    for rank in on_threads(world_size, sent):
+        for name, counted in rank.items():
+            spec = COMPRESSORS[name][1]
+            planned = [exchanges(SMALL, spec, world_size, BUCKET, turn) for turn in range(turns(spec))]
+            collectives = [sum(len(e.sent) for bucket in buckets for e in bucket) for buckets in planned]
+            assert [calls for _, calls in counted] == [1 + n for n in collectives], name
+            assert steps[name].nbytes == sum(nbytes for nbytes, _ in counted) // len(counted), name
+    assert any(len(bucket) > 1 for bucket in exchanges(SMALL, Int8(), world_size, BUCKET))  # chunks
+
+
+def test_bytes_of_a_sharded_model() -> None:
+    """What a rank has of every tensor goes to the other replica; and what all four ranks tell each other."""
+    pieces = shapes_of(110_013, 9_999, 64, shard=2)
+
+    def sent(backend: ThreadBackend) -> dict[str, int]:
+        out = {}
+        for name, (_, spec) in COMPRESSORS.items():
+            net, sharded = Given(pieces), backend.sharded(2)
+            sharded.stages = [0] * 4  # the parts are of the same parameters
+            handle = commopt.compress_gradients(net, spec, backend=sharded, bucket_mb=BUCKET / 2**20)
+            out[name] = 0
+            for _ in range(turns(spec)):
+                net.backward()
+                out[name] += handle.comm_stats()["step"]["bytes"]
+        return out
+
+    steps = predict(costs(), model(pieces, shard=2))
+    assert (
+        on_threads(4, sent) == [{name: turns(spec) * steps[name].nbytes for name, (_, spec) in COMPRESSORS.items()}] * 4
+    )
+
+
+def test_bytes_are_those_measured_on_a_network() -> None:
+    """By the NICs of two hosts, which count headers and acknowledgements too."""
+    figures = Path(__file__).parent.parent / "benchmarks" / "network_gradients.json"
+    for run in json.loads(figures.read_text())["runs"]:
+        params, last = run["parameters"], run["vocab"] * run["width"]
+        assert usual_width(params - last) == run["width"]
+        shapes = shapes_of(params, last, run["width"])
+        steps = predict(costs(), replace(model(shapes, bucket_bytes=4 * params // 8), last_params=last))
+        measured = {name: m for name, m in run["methods"].items() if name in COMPRESSORS}
+        assert len(measured) >= 6
+        for name, m in measured.items():
+            spec = COMPRESSORS[name][1]
+            buckets = exchanges(shapes, spec, 2, 4 * params // 8)
+            assert m["collectives"] == 1 + sum(len(e.sent) for bucket in buckets for e in bucket), name
+            assert 1 < m["bytes_per_host"] / steps[name].nbytes < 1.1, name
+
+
+@pytest.mark.parametrize(
+    ("params", "last", "width"), [(5_273_088, 2**21, 256), (100_013, 9_999, 64), (25, 0, 64), (700, 700, 64)]
+)
+@pytest.mark.parametrize("shard", [1, 2])
+def test_the_tensors_have_all_parameters(params: int, last: int, width: int, shard: int) -> None:
+    whole = shapes_of(params, last, width)
+    assert sum(math.prod(shape) for shape in whole) == params
+    pieces = shapes_of(params, last, width, shard)
+    assert [shape[1:] for shape in pieces] == [shape[1:] for shape in whole]
+    assert all(shard * (n - 1) < all_rows <= shard * n for (n, *_), (all_rows, *_) in zip(pieces, whole))
+
+
+def test_usual_widths() -> None:
+    assert usual_width(85_000_000) == 768  # GPT-2 small
+    assert usual_width(302_000_000) in range(960, 1217)  # BERT-Large has 1024
+    assert usual_width(10) == 64
+
+
+def test_a_sample_has_the_first_gradients() -> None:
+    assert sample_of(((9, 5), (7,), (4, 6), (3,)), 16) == ((3, 6), (3,))
+    assert sample_of(((9, 5), (7,)), 1000) == ((9, 5), (7,))
+
+
+# what it costs on the device ------------------------------------------------------------------------------------------
+
+
+class Alone(Stand):
+    """A stand of one process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.device = world_size, torch.device("cpu")
+        self.backend = Mirrors(world_size, self.synchronize)
+
+    def largest(self, values):
+        return list(values)
+
+    def time(self, do):
+        for _ in range(3):
+            do()
+        return 1.0
+
+
+def test_a_mean_is_timed_by_what_follows() -> None:
+    """Every message of every compressor is seen, and the gradients are what they were before each mean."""
+    mean = Mean(SMALL, Alone(3))
+    assert mean.params == 110_013
+    for name, spec in compressors(2048).items():
+        sent = [exchange.sent for bucket in exchanges(SMALL, spec, 3, BUCKET) for exchange in bucket]
+        replies = sum(len(several) - 1 for several in sent)
+        per = mean.costs(spec, BUCKET)
+        assert per.keys() == {"presence", "out", "end"} | ({"back"} if replies else set()), name
+        assert all(seconds > 0 for seconds in per.values()), name
+
+        mirrors = Rounds(3, lambda: None, len(sent))
+        handle = mean.handle(spec, BUCKET, mirrors)
+        for _ in range(turns(spec)):
+            mean.bring()
+            mirrors.reset()
+            mean.take(handle)
+            assert mirrors.messages == sum(map(len, sent)), name
+        assert not any(torch.equal(g, brought) for g, brought in zip(mean.grads, mean.brought) if g.dim() > 1), name
+        handle.remove()
+        mean.bring()
+        assert all(map(torch.equal, mean.grads, mean.brought))
+
+
+# predictions ----------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_slow_link_only_bytes_count() -> None:
+    slow = costs(Line(1e-4, 8e-9 / 1e-4), per=1e-10)
+    steps = predict(slow, large())
+    for name in COMPRESSORS:
+        assert steps["ddp"].seconds / steps[name].seconds == pytest.approx(
+            steps["ddp"].nbytes / steps[name].nbytes, rel=0.02
+        ), name
+    assert steps["ddp"].nbytes / steps["gradients_int8"].nbytes == pytest.approx(32 / 8.25, rel=1e-3)
+    both, one = (steps[name].nbytes for name in ("gradients_powersgd4", "gradients_acp4"))
+    whole = 4 * sum(math.prod(shape) for shape in large().shapes if len(shape) == 1)
+    assert both - whole == pytest.approx(2 * (one - whole), rel=0.01)  # one factor of two; the rest is sent anyway
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"), [("gradients_int8", 3), ("gradients_powersgd4", 3), ("gradients_acp4", 2)]
+)
+def test_messages_of_a_bucket_follow_each_other(name: str, messages: int) -> None:
+    """Presence, there, and, but for ACP, back; then nothing is left to wait for."""
+    one = model(shapes_of(49_984, 0, 64), bucket_bytes=2**20)
+    step = predict(costs(Line(0.25, 0.0)), one)[name]
+    assert step.seconds == step.communication == step.wire == pytest.approx(0.25 * messages)
+
+
+def test_computing_is_counted_once_for_each_parameter() -> None:
+    for name, spec in compressors(2048).items():
+        phases = 2 if isinstance(spec, ACP) else 3
+        step = gradients(costs(per=1e-9, copies=1e-9), large(), name)
+        assert step.seconds == pytest.approx(0.5 + 0.1 * phases + 0.1, rel=0.01), name  # and DDP's copies
+        assert step.communication == pytest.approx(0, abs=1e-9)
+
+
+def test_backward_hides_what_is_sent_early_but_not_the_last_bucket() -> None:
+    fast, whole = costs(Line(0.0, 8e-9 / 20)), large()
+    early, late = (gradients(fast, replace(whole, early=early), "gradients_int8") for early in (True, False))
+    assert late.communication == pytest.approx(late.wire)
+    assert early.communication < 0.3 * late.communication
+    assert early.wire == pytest.approx(late.wire)
+    last = gradients(fast, replace(whole, last_params=90_000_000), "gradients_int8")  # one bucket of DDP's
+    assert last.communication > 0.85 * last.wire
+
+
+def test_a_sharded_model_starts_when_its_gradients_are_there() -> None:
+    """And its ranks, of all parts, also tell each other whether all means are finite."""
+    link = Line(0.0, 8e-9 / 20)
+    whole, cut = (gradients(costs(link), replace(large(), shard=shard), "gradients_bfloat16") for shard in (1, 2))
+    assert cut.communication < whole.communication
+    tensors = len(large().shapes)
+    assert presence_bytes(large().shapes, 4) == 3 * tensors
+    assert cut.nbytes - whole.nbytes == 2 * tensors + 3
+
+
+def test_break_even_of_a_compressor() -> None:
+    dear = costs(Line(1e-4, 8e-9), per=3e-9)
+    at = break_even(dear, large(), "gradients_int8")
+    assert at is not None
+    assert 1e7 < at < 1e11
+    step, ddp = (methods(large())[name] for name in ("gradients_int8", "ddp"))
+    for factor, pays in ((0.8, True), (1.25, False)):
+        there = replace(dear, link=dict.fromkeys(VERBS, Line(1e-4, 8 / (at * factor))))
+        assert (step(there, large()).seconds < ddp(there, large()).seconds) is pays
+    assert break_even(costs(Line(1e-4, 8e-9), per=1.0), large(), "gradients_int8") == 0
+
+
+def test_a_mean_is_rehearsed_without_the_rest_of_a_step() -> None:
+    link = Line(0.25, 0.0)
+    seconds = rehearse_mean(costs(link, per=1e-9, copies=1.0), large(), "gradients_sign", ((64, 64), (64,)))
+    assert seconds == pytest.approx(3 * 0.25 + 3 * 4160e-9)
+
+
+# recommendations ------------------------------------------------------------------------------------------------------
+
+
+def advice(bf16: bool = False, shard: int = 1, **speeds: float) -> str:
+    """With speeds of a step, as multiples of DDP's; all others have 0.1."""
+    names = ["ddp_bf16", "onebit_adam", "onebit_adam_overlap", *COMPRESSORS]
+    steps = {name: Step(1 / speeds.get(name, 0.1), 0.0, 0) for name in names}
+    return recommend(steps | {"ddp": Step(1.0, 0.25, 0)}, bf16, shard, compressors(2048))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        ({}, "do not compress: communication is 25% of a step of DDP"),
+        ({"gradients_sign": 1.04}, "do not compress: .* AdamW on Sign\\(\\), the fastest, would be 1.04 x"),
+        (
+            {"gradients_int8": 1.06},
+            "use AdamW on Int8\\(\\) \\(compress_gradients\\): .* 1.06 x .* little for a predic",
+        ),
+        # what loses more must gain 5 %
+        ({"gradients_bfloat16": 1.5, "gradients_int8": 1.57, "gradients_float8": 1.57}, "use AdamW on BFloat16\\(\\)"),
+        ({"gradients_bfloat16": 1.5, "gradients_int8": 1.58, "gradients_float8": 1.6}, "use AdamW on Int8\\(\\)"),
+        ({"gradients_int8": 2.0, "gradients_int4": 2.09}, "use AdamW on Int8\\(\\)"),
+        ({"gradients_int4": 4.0, "gradients_acp4": 4.1, "gradients_topk": 4.1}, "use AdamW on Int4\\(\\)"),
+        # a run of OneBitAdam is a fifth warm-up: 5 times as fast is 1 / (0.2 + 0.8 / 5) = 2.78
+        ({"onebit_adam": 5.0, "gradients_sign": 2.9}, "use OneBitAdam: .* 5.00 x .* warm-up 2.78 to 3.12 x"),
+        ({"onebit_adam": 5.0, "gradients_int8": 2.7}, "use AdamW on Int8\\(\\) .* with OneBitAdam would be 2.78 x"),
+        (
+            {"onebit_adam": 5.0, "gradients_int8": 2.0, "gradients_acp4": 9.0},
+            "use AdamW on ACP\\(4\\) .* 9.00 x .* without warm-up. It loses much .* compare losses. "
+            "Runs that lose less: with AdamW on Int8\\(\\) 2.00 x and with OneBitAdam 2.78 x.$",
+        ),
+    ],
+)
+def test_what_loses_more_must_gain_more(speeds: dict[str, float], words: str) -> None:
+    assert re.match(words, advice(**speeds)), advice(**speeds)
+
+
+def test_the_bf16_hook_is_one_of_them_where_there_is_one() -> None:
+    assert advice(bf16=True, ddp_bf16=1.5, gradients_int8=1.55).startswith("do not compress to 1 bit: DDP with bf16")
+    assert advice(bf16=False, ddp_bf16=1.5, gradients_int8=1.55).startswith("use AdamW on Int8()")
+    assert "HSDP takes 1 s" in advice(shard=4, gradients_int8=2.0)
+
+
+def test_what_is_coarse_follows_from_the_errors() -> None:
+    errors = {name: error(spec) for name, (_, spec) in COMPRESSORS.items()}
+    fine = {name for name, lost in errors.items() if lost < FINE}
+    assert {"gradients_bfloat16", "gradients_int8", "gradients_float8"} <= fine
+    order = ["bfloat16", "int8", "float8", "int4", "int2", "sign", "topk", "acp4"]
+    values = [errors[f"gradients_{name}"] for name in order]
+    assert values == sorted(values)
+    assert error(PowerSGD(4)) == 1
+
+
+def test_the_table_says_what_is_slower() -> None:
+    assert verdict(0.99, 2e8) == "NO, SLOWER; below 200 Mbit/s"
+    assert verdict(0.5, 0.0) == "NO, SLOWER; at no rate"
+    assert verdict(1.04, 1.1e9) == "hardly; below 1.1 Gbit/s"
+    assert verdict(1.2, math.inf) == "yes; at any rate"
+    assert verdict(1.2, None) == "yes; rate unknown"
+
+
+def test_the_block_of_signs_is_the_one_asked_for() -> None:
+    specs = compressors(128)
+    assert specs["gradients_sign"] == Sign(block=128)
+    assert label("gradients_sign", specs) == "Sign(128)"
+    assert label("gradients_sign", compressors(2048)) == "Sign()"
+    assert specs["gradients_int8"] == Int8()
+
+
+def test_the_width_is_an_option() -> None:
+    words = ["--params=1M", "--step-time=1", "--device=cpu"]
+    assert parse(words).width is None
+    assert parse([*words, "--width=1K"]).width == 1000
+    with pytest.raises(ProbeError, match="--width: 0 is not allowed, it must be at least 1"):
+        parse([*words, "--width=0"])
