@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend, sends_from
 from commopt.comm.torch import ranks_of
-from commopt.compress import Compressor
+from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
@@ -25,6 +25,7 @@ from commopt.gradients.mean import GradientMean
 from commopt.gradients.method import Method
 from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
+from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.optim import checks
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
@@ -95,7 +96,7 @@ class CompressedGradients:
 
 def compress_gradients(
     model: nn.Module,
-    compressor: Compressor | LowRank,
+    compressor: Compressor | LowRank | TopBlocks,
     *,
     process_group: Any = None,
     backend: Backend | None = None,
@@ -130,13 +131,13 @@ def compress_gradients(
     Args:
         model: before the first backward; its parameters where they will stay.
         compressor: the same on every rank: a :class:`commopt.compress.Compressor` such as ``Sign()``, or
-            :class:`commopt.compress.PowerSGD` or :class:`commopt.compress.ACP`.
+            :class:`commopt.compress.PowerSGD`, :class:`commopt.compress.ACP` or :class:`commopt.compress.TopBlocks`.
         process_group: a ProcessGroup or a DeviceMesh; of a DistributedDataParallel model its own, by default. In a mesh
             of (nodes, ranks of a node) only what goes between nodes is compressed.
         backend: in its place, a :class:`commopt.comm.Backend`.
         feedback: whether what compression loses is kept, and sent with the next gradients (error feedback). Without it
             biased compressors, such as Sign, need not converge. Or :class:`commopt.gradients.LoCo`, which keeps it in
-            one byte an element; not with PowerSGD and ACP.
+            one byte an element; not with PowerSGD, ACP and TopBlocks.
         bucket_mb: most MB (2**20 bytes) of a bucket; None chooses.
         reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel.
 
@@ -169,9 +170,11 @@ def compress_gradients(
     return handle
 
 
-def _method(compressor: Compressor | LowRank, feedback: bool | LoCo) -> Method:
+def _method(compressor: Compressor | LowRank | TopBlocks, feedback: bool | LoCo) -> Method:
     if isinstance(compressor, LowRank):
         return Thin(compressor, bool(feedback))
+    if isinstance(compressor, TopBlocks):
+        return AgreedBlocks(compressor, bool(feedback))
     return LoCoRows(compressor, feedback) if isinstance(feedback, LoCo) else Rows(compressor, feedback)
 
 
@@ -193,9 +196,9 @@ def _check(
     """Raises ValueError for what this rank alone can see."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(compressor, (Compressor, LowRank)):
+    if not isinstance(compressor, (Compressor, LowRank, TopBlocks)):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
-    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and isinstance(compressor, LowRank)):
+    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and not isinstance(compressor, Compressor)):
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from commopt.comm import LocalBackend, MessageDamaged, all_reduce_bytes
-from commopt.compress import Compressor
-from commopt.compress.low_rank import LowRank
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
@@ -28,7 +26,7 @@ from commopt.train.config import Config
 from commopt.train.errors import DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
-from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
+from commopt.train.optimizer import OURS, OfGradients, make_optimizer, plan_compression, plan_optimizer
 from commopt.train.parallel import shard
 from commopt.train.world import World
 
@@ -147,7 +145,7 @@ class DataParallel:
         compressor = plan_compression(config)
         self.gradients = None if compressor is None else self.compress(compressor, world)
 
-    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
+    def compress(self, compressor: OfGradients, world: World) -> CompressedGradients:
         """Has means of the gradients compressed."""
         return compress_gradients(self.module, compressor, backend=LocalBackend() if self.alone else None)
 
@@ -225,7 +223,7 @@ class Hybrid(DataParallel):
     mesh; or over the ranks of a replica, and compressed means are taken between these. Bytes are those between the
     replicas."""
 
-    def compress(self, compressor: Compressor | LowRank, world: World) -> CompressedGradients:
+    def compress(self, compressor: OfGradients, world: World) -> CompressedGradients:
         return compress_gradients(self.module, compressor, process_group=world.mesh)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:

@@ -16,7 +16,7 @@ import commopt.compress
 import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
-from commopt.compress import Compressor, RandomBlocks
+from commopt.compress import Compressor, RandomBlocks, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
@@ -27,7 +27,7 @@ from commopt.train.named import NotImported, build, check_arguments, find_class,
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
-OfGradients = Compressor | LowRank
+OfGradients = Compressor | LowRank | TopBlocks
 OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
@@ -81,12 +81,12 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     return cls, extra | args
 
 
-def plan_compression(config: Config) -> Compressor | LowRank | None:
+def plan_compression(config: Config) -> OfGradients | None:
     """The compressor of the mean gradients that a config names, or None. Raises ConfigError for what does not fit."""
     given = config.comm.compress
     if given is None:
         return None
-    named: Compressor | LowRank = make_named(given.name, given.args, "comm.compress", commopt.compress, OfGradients)
+    named: OfGradients = make_named(given.name, given.args, "comm.compress", commopt.compress, OfGradients)
     return named
 
 
