@@ -10,8 +10,8 @@ Where this differs from the paper: what is lacking is taken from the first place
 so that all ranks, and a resumed run, do the same. The mean itself is the first threshold, and where no more than k
 elements reach it, the search goes on below it: the paper's would take the rest blindly, and with many zeros, as in the
 gradient of an embedding, that is nothing. Values are bfloat16 and indices of 16 bits in segments of 65536 elements: 4
-bytes an entry, for the paper's 8. The 9th bit of a value is worth less than twice as many entries are: what rounding
-loses is 0.17 % of what is sent, and stays in the residual with the rest.
+bytes an entry, for the paper's 8. What rounding loses is 0.17 % of what is sent, and stays in the residual with the
+rest: the same bytes are worth more as twice as many entries.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ThresholdTopK(Compressor):
     A payload row is ``[starts of segments][bfloat16 values][16-bit indices]``, as :mod:`commopt.ops.threshold` states
     it: density times what the row has in float32. It is of the row as a whole, so that a bucket is sent in one piece.
 
-    Of a row with inf or NaN, or magnitudes beyond bfloat16, something decodes to inf or NaN on every rank, and it is not
-    sound.
+    Of a row with inf or NaN, or magnitudes beyond bfloat16, something decodes to inf or NaN on every rank, and the row
+    is not sound.
 
     Args:
         density: part of the elements that is sent, 0 < density <= 1; at least one.

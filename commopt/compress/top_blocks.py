@@ -1,5 +1,5 @@
-"""Blocks that matter most, the same on every rank: the structured sparsity of TASC (Dong, Liu and Keutzer). Not for rows
-of bytes, which a rank makes alone: for gradients (:func:`commopt.compress_gradients`), whose ranks agree first.
+"""Blocks that matter most, the same on every rank: the structured sparsity of TASC (Dong, Liu and Keutzer). Not for
+rows of bytes, which a rank makes alone: for gradients (:func:`commopt.compress_gradients`), whose ranks agree first.
 
     c_b = mean_i |a_i,b|^2 / |b|       a_i: the gradient of rank i, and what it owes; of block b, in a small all-reduce
     S   = the K blocks of the largest c_b
@@ -60,8 +60,8 @@ class TopBlocks:
         return square.clamp(max=most).where(square.isfinite(), torch.nan).to(a.dtype)
 
     def choose(self, importance: Tensor, n: int) -> Blocks:
-        """The blocks of ``n`` elements that are sent. ``importance``: (n // block,), the same on every rank; NaN is above
-        all."""
+        """The blocks of ``n`` elements that are sent. ``importance``: (n // block,), the same on every rank; NaN is
+        above all."""
         order = importance.sort(descending=True, stable=True).indices
         whole = order[: self.kept(n)].sort().values
         return Blocks(whole, self.block, n // self.block * self.block, n)

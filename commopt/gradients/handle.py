@@ -198,7 +198,7 @@ def _check(
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(compressor, (Compressor, LowRank, TopBlocks)):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
-    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and not isinstance(compressor, Compressor)):
+    if not isinstance(feedback, bool) and not (isinstance(feedback, LoCo) and isinstance(compressor, Compressor)):
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")

@@ -1,4 +1,4 @@
-"""The operators of top-k by threshold in plain PyTorch: the provider on any device, and the oracle of the native ones."""
+"""Top-k by threshold in plain PyTorch: the provider on any device, and the oracle of the native ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def threshold_is_sound(wire: Tensor, row: ThresholdRow) -> Tensor:
     """
     if row.n == 0:
         return torch.ones((), dtype=torch.bool, device=wire.device)
-    starts, value, index = _parts(wire, row)
+    starts, value, _ = _parts(wire, row)
     edges = torch.nn.functional.pad(starts, (1, 0))
     ordered = (edges.diff() >= 0).all() & (edges >= 0).all() & (edges <= row.k).all()
     place, _ = _decode(wire, row, torch.float32)
