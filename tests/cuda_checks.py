@@ -181,7 +181,9 @@ def check_threshold(
         guard.check()
         results.append((plain, wire, rest, out, masked, mean, x_, error_))
     for a, b in zip(*results):
-        assert same(a.nan_to_num(nan=7.0) if a.is_floating_point() else a, b.nan_to_num(nan=7.0) if b.is_floating_point() else b)
+        assert same(
+            a.nan_to_num(nan=7.0) if a.is_floating_point() else a, b.nan_to_num(nan=7.0) if b.is_floating_point() else b
+        )
 
 
 def momentum_oracle(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float) -> Tensor:

@@ -29,6 +29,7 @@ def four() -> Iterator[Pool]:
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, signs": (2, {"comm": {"compress": {"name": "Sign", "args": {"block": 64}}}, "train": {"accumulate": 2}}),
     "ddp, factors": (2, {"comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}}}}),
+    "ddp, blocks": (2, {"comm": {"compress": {"name": "TopBlocks", "args": {"density": 0.2, "block": 64}}}}),
     "sharded": (4, {"comm": {"compress": {"name": "Sign"}}, "parallel": {"shard": 2}, "train": {"accumulate": 2}}),
 }
 
@@ -75,6 +76,11 @@ def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny
             r"comm\.compress\.args\.rnak: ACP has no such argument",
         ),
         ({"comm": {"compress": {"name": "ACP", "args": {"rank": 0}}}}, r"rank must be an int >= 1, got 0"),
+        ({"comm": {"compress": {"name": "TopBlocks", "args": {"density": 2}}}}, r"density must be .*, got 2"),
+        (
+            {"optim": {"name": "OneBitAdam", "compressor": {"name": "TopBlocks"}}},
+            r"optim\.compressor\.name='TopBlocks'",
+        ),
     ],
 )
 def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -31,7 +31,13 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     """The operators, with ``call(name, *arguments)`` for a function of the library."""
 
     def compress(
-        x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, k: int, rounds: int, live: Tensor | None
+        x: Tensor,
+        error: Tensor | None,
+        new_error: Tensor | None,
+        wire: Tensor,
+        k: int,
+        rounds: int,
+        live: Tensor | None,
     ) -> None:
         pointers = x.data_ptr(), _pointer(error), _pointer(new_error), wire.data_ptr(), _pointer(live)
         pitches = _pitch(x), _pitch(error), _pitch(new_error), _pitch(live)

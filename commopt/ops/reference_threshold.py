@@ -35,7 +35,7 @@ def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None 
     rows, n = out.shape
     place, value = _decode(wire, ThresholdRow(n, k), out.dtype)
     dense = out.new_zeros((rows, n + 1))  # the last column is for entries that count for nothing
-    out.copy_(dense.scatter_(1, place, value)[:, :-1])
+    out.copy_(dense.scatter_(1, place, dense.gather(1, place) + value)[:, :-1])
     if live is not None:
         out.masked_fill_(~unpack_bits(live, n), 0)
 

@@ -304,7 +304,7 @@ int commopt_threshold_decompress(const uint8_t* wire, float* out, const uint8_t*
         float* to = out + r * out_pitch + start;
         std::memset(to, 0, size_t(at.length(segment)) * sizeof(float));
         each_entry(at, wire + r * at.nbytes, segment, [&](int64_t i, float value) {
-            if (mask == nullptr || (mask[i >> 3] >> (i & 7) & 1)) to[i] = value;
+            if (mask == nullptr || (mask[i >> 3] >> (i & 7) & 1)) to[i] += value;
         });
     });
     return 0;

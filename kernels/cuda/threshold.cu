@@ -7,7 +7,6 @@
 constexpr int kIndexed = 65536;  // elements that indices count from the start of
 constexpr int kSummed = 4096;    // of a chunk
 constexpr int kSampled = 31;     // thresholds of a pass
-constexpr u32 kInfinity = 0x7F800000u;  // magnitudes from here on are not finite
 
 // As cuda_threshold.py lays it out: ThresholdRow of threshold_row.py.
 struct ThresholdLayout {
@@ -378,7 +377,7 @@ extern "C" __global__ void threshold_decompress(const __grid_constant__ Threshol
             if (i >= length || (live != nullptr && !(live[i >> 3] >> (i & 7) & 1))) continue;
             if (entry > first && i <= i64(indices[entry - 1])) continue;
             const float v = Number<kBfloat16>::get(codes[entry]);
-            out[i] = of.ranks > 1 ? add(out[i], div(v, float(int(of.ranks)))) : v;
+            out[i] = add(out[i], of.ranks > 1 ? div(v, float(int(of.ranks))) : v);
         }
     }
 }
