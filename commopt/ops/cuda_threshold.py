@@ -91,8 +91,8 @@ def _compress(
     if x.numel() == 0:
         return
     chunks = rows * -(-x.shape[1] // reference.CHUNK)
-    kinds = ((rows * ctypes.sizeof(Search), torch.uint8), (chunks, torch.float64), (2 * chunks, torch.int32))
-    kinds += ((32 * chunks, torch.int32), (2 * chunks, torch.int64))
+    kinds = [(rows * ctypes.sizeof(Search), torch.uint8), (chunks, torch.float64), (2 * chunks, torch.int32)]
+    kinds += [(32 * chunks, torch.int32), (2 * chunks, torch.int64)]
     scratch = [torch.empty(size, dtype=dtype, device=device) for size, dtype in kinds]
     pointers = [_pointer(t) for t in (x, error, new_error, wire, live, *scratch)]
     argument = Compression(
