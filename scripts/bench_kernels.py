@@ -300,6 +300,30 @@ def top_k_cases(n: int) -> list[Case]:
     ]
 
 
+def threshold_cases(n: int) -> list[Case]:
+    """Top-k by threshold on ``n`` elements, 1 of 100; in the other route by torch.topk of all of them."""
+    x, error, usual_error, out = torch.randn(1, n), torch.zeros(1, n), torch.zeros(n), torch.empty(n)
+    k = max(1, n // 100)
+    wires = torch.empty(RANKS, ops.threshold_nbytes(n, k), dtype=torch.uint8)
+    ops.threshold_compress(torch.randn(RANKS, n), wires, k, 20)
+    indices, values = torch.stack([torch.randperm(n)[:k] for _ in range(RANKS)]), torch.randn(RANKS, k)
+    own, per_rank = wires[:1].clone(), wires.shape[1] / n
+    return [
+        Case(
+            "1 % by threshold, with feedback",
+            lambda: ops.threshold_compress_with_feedback(x, error, own, k, 20),
+            lambda: usual_top_k(x.view(n), usual_error, k, n),
+            12 + per_rank,
+        ),
+        Case(
+            f"  decompress_mean ({RANKS} ranks)",
+            lambda: ops.threshold_decompress_mean(wires, out, k),
+            lambda: usual_sparse_mean(indices, values, out),
+            4 + RANKS * per_rank,
+        ),
+    ]
+
+
 def other_cases(n: int) -> list[Case]:
     """Norms and updates on ``n`` elements."""
     x, y, v = torch.randn(n), torch.randn(n), torch.rand(n) + 0.1
@@ -392,7 +416,7 @@ def main() -> None:
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for cases in (sign_cases, joined_cases, int_cases, top_k_cases, other_cases):
+        for cases in (sign_cases, joined_cases, int_cases, top_k_cases, threshold_cases, other_cases):
             for case in cases(n):
                 repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
                 rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))

@@ -134,6 +134,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gradients_acp4_bare": ("AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}, "bare": True}),
     "gradients_int4_bare": ("AdamW on Int4()", compressed, {"name": "Int4", "arguments": {}, "bare": True}),
     "gradients_topk": ("DDP, AdamW on TopK()", compressed, {"name": "TopK", "arguments": {}}),
+    "gradients_threshold": ("DDP, AdamW on ThresholdTopK()", compressed, {"name": "ThresholdTopK", "arguments": {}}),
+    "gradients_blocks": ("DDP, AdamW on TopBlocks()", compressed, {"name": "TopBlocks", "arguments": {}}),
     "gradients_sign": ("DDP, AdamW on Sign()", compressed, {"name": "Sign", "arguments": {}}),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),
     "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from wires import bits_equal, mask_bits, new_wire, unpacked, values
 
 from commopt import ops
-from commopt.ops import reference, reference_top_k
+from commopt.ops import reference, reference_threshold, reference_top_k
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MARGIN = 64
@@ -139,6 +139,51 @@ def check_top_k(
         results.append((plain, wire, rest, out, masked, mean, x_, error_))
     for a, b in zip(*results):
         assert same(a, b)
+
+
+def check_threshold(
+    run: Any, device: Any, rows: int, n: int, part: float, rounds: int, flavour: str, mask: str, seed: int
+) -> None:
+    """As :func:`check_top_k`, of top-k by threshold."""
+    rng, k = np.random.default_rng(seed), max(1, round(part * n))
+    x, error = (
+        torch.from_numpy(rng.integers(-2, 3, (rows, n)).astype(np.float32))
+        if flavour == "ties"
+        else values("normal" if flavour == "wild" else flavour, (rows, n), rng)
+        for _ in range(2)
+    )
+    if flavour == "wild":
+        for bad in (math.nan, math.inf, -math.inf):
+            x[rng.integers(rows), rng.integers(n, size=1 + n // 100)] = bad
+    live, results = mask_bits(mask, rows, n, rng), []
+    rubbish = torch.full((rows, ops.threshold_nbytes(n, k)), 0xA5, dtype=torch.uint8)
+    for provider, where in ((run, device), (reference_threshold, "cpu")):
+        guard = Guarded(where)
+        wide = [guard(torch.nn.functional.pad(t, (5, 3))) for t in (x, error, *[torch.zeros_like(x)] * 3)]
+        x_, error_, rest, out, masked = (t[:, 5 : 5 + n] for t in wide)
+        plain, wire, mean, live_ = guard(rubbish), guard(rubbish), guard(torch.zeros(n), 1), None
+        if live is not None:
+            live_ = guard(live, 1)
+        provider.threshold_compress(x_, plain, k, rounds, live_)
+        provider.threshold_compress_with_feedback(x_, error_, rest, wire, k, rounds, live_)
+        provider.threshold_decompress(wire, out, k)
+        provider.threshold_decompress(wire, masked, k, live_)
+        provider.threshold_decompress_mean(wire, mean, k)
+        for place in (x_, error_):
+            again, before = guard(rubbish), place.clone()
+            provider.threshold_compress_with_feedback(x_, error_, place, again, k, rounds, live_)
+            assert same(again, wire)
+            assert same(place, rest)
+            place.copy_(before)
+        for t in wide:
+            assert not t[:, :5].any()
+            assert not t[:, 5 + n :].any()
+        guard.check()
+        results.append((plain, wire, rest, out, masked, mean, x_, error_))
+    for a, b in zip(*results):
+        assert same(
+            a.nan_to_num(nan=7.0) if a.is_floating_point() else a, b.nan_to_num(nan=7.0) if b.is_floating_point() else b
+        )
 
 
 def momentum_oracle(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float) -> Tensor:

@@ -10,6 +10,8 @@ from mesh_scenes import grid, images, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
 import commopt
 from commopt.compress import ACP, Identity, Int2, Int4, Int8, Sign, TopK
@@ -354,7 +356,11 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     custom.set_custom_reduce_scatter(Own())
     twice = cut(Odd())
     commopt.compress_gradients(twice, Int4())
+    two = Odd()
+    other = FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    fully_shard(two, mesh=mesh["shard"], shard_placement_fn=lambda p: _on(other) if p.ndim == 1 else None)
     cases: dict[str, Any] = {
+        "groups": lambda: commopt.compress_gradients(two, Int4(), inside=Int8(), process_group=mesh),
         "low rank": lambda: commopt.compress_gradients(cut(Odd()), ACP(2)),
         "sum": lambda: commopt.compress_gradients(cut(Odd()), Int4(), reduction="sum"),
         "inside": lambda: commopt.compress_gradients(cut(Odd()), Int4(), inside=Int8()),
@@ -374,6 +380,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         except ValueError as error:
             out[name] = str(error)
     return out
+
+
+def _on(mesh: FSDPMeshInfo) -> ShardPlacementResult:
+    return ShardPlacementResult(Shard(0), mesh)
 
 
 COMPRESSORS = (Sign(16), Int4(block=8), TopK(k=2, chunk=16))

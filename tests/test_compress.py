@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, TopK
+from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, ThresholdTopK, TopK
 from commopt.compress.compressor import align, unpack_bits
 
 
@@ -41,6 +41,9 @@ CASES = [
     TopK(k=5, chunk=32, bits=8),
     TopK(k=2, chunk=64, bits=16),
     TopK(k=1, chunk=16, bits=32),
+    ThresholdTopK(),
+    ThresholdTopK(density=0.3, rounds=5),
+    ThresholdTopK(density=1),
     Rounded(),
     Int8(),
     Int4(block=8, rotate=True),

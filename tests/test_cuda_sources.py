@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from wires import BLOCKS, FLAVOURS, new_wire
 
 from commopt import ops
-from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_top_k, reference, tiles
+from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_threshold, cuda_top_k, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
+THRESHOLD = ["measure", "begin", "count", "step", "tally", "places", "encode"]
 
 
 # compiling ------------------------------------------------------------------------------------------------------------
@@ -173,6 +174,26 @@ def test_top_k(fake, backwards, **case):
     checks.check_top_k(RUN, "cpu", **case)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 2),
+    n=st.one_of(st.integers(1, 40), st.integers(41, 700), st.sampled_from([4095, 4097, 9001])),
+    part=st.sampled_from([0.001, 0.01, 0.1, 0.6, 1]),
+    rounds=st.sampled_from([1, 7, 20, 32]),
+    flavour=st.sampled_from([*FLAVOURS, "ties", "wild"]),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 2**32 - 1),
+    backwards=st.booleans(),
+)
+def test_threshold(fake, backwards, **case):
+    fake.backwards = backwards
+    checks.check_threshold(RUN, "cpu", **case)
+
+
+def test_threshold_in_several_segments():
+    checks.check_threshold(RUN, "cpu", 1, 2 * 65536 + 5000, 0.001, 20, "normal", "none", 0)
+
+
 def test_more_ranks_than_lanes():
     checks.check_many_ranks(RUN, "cpu")
 
@@ -225,11 +246,17 @@ def test_nothing_is_launched_for_nothing(fake, n):
     RUN.topk_compress_with_feedback(x, x.clone(), x, top, 4, 256, 2)
     RUN.topk_decompress(top, x, 4, 256, 2)
     RUN.topk_decompress_mean(top, x[0], 4, 256, 2)
+    k = min(n, 2)
+    few = torch.empty(2, ops.threshold_nbytes(n, k), dtype=torch.uint8)
+    RUN.threshold_compress(x, few, k, 12)
+    RUN.threshold_compress_with_feedback(x, x.clone(), x, few, k, 12)
+    RUN.threshold_decompress(few, x, k)
+    RUN.threshold_decompress_mean(few, x[0], k)
     RUN.pack_nonzero(flat, mask)
     RUN.zero_dead_(flat, mask)
     RUN.momentum(flat, [], [], 0.9, 0.1, flat)
     RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
-    assert len(fake.launches) == (0 if n == 0 else 18)
+    assert len(fake.launches) == (0 if n == 0 else 18 + 28)
     assert float(RUN.square_sum([torch.empty(0)])) == 0.0
 
 
@@ -244,6 +271,10 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
     RUN.topk_compress_with_feedback(x, x * 0, out.clone(), top, 24, 32, 32)
     RUN.topk_decompress(top, out, 24, 32, 32)
     assert checks.same(x, out)
+    few = torch.empty(1, ops.threshold_nbytes(24, 24), dtype=torch.uint8)
+    RUN.threshold_compress_with_feedback(x, x * 0, out.clone(), few, 24, 20)
+    RUN.threshold_decompress(few, out, 24)
+    torch.testing.assert_close(out, x, rtol=2**-8, atol=0)
     assert fake.launches == []
 
 
@@ -287,6 +318,8 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "topk_scales": cuda_top_k.Compression,
         "topk_encode": cuda_top_k.Compression,
         "topk_decompress": cuda_top_k.Decompression,
+        **{f"threshold_{name}": cuda_threshold.Compression for name in THRESHOLD},
+        "threshold_decompress": cuda_threshold.Decompression,
     }
     assert len(sizes) == cuda_module.source().count("__global__")
     for name, struct in sizes.items():

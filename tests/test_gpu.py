@@ -95,6 +95,15 @@ def test_top_k(shape, bits):
         checks.check_top_k(RUN, GPU, 2, n, shape, bits, flavour, mask, seed)
 
 
+@pytest.mark.parametrize("part", [0.001, 0.01, 0.5])
+def test_threshold(part):
+    for seed, (flavour, mask, n) in enumerate(
+        [("normal", "some", 270_001), ("ties", "none", 3000), ("sparse", "blocks", 999), ("wild", "none", 70_000)]
+    ):
+        for rounds in (3, 20, 32):
+            checks.check_threshold(RUN, GPU, 2, n, part, rounds, flavour, mask, seed)
+
+
 def test_more_ranks_than_lanes():
     checks.check_many_ranks(RUN, GPU)
 

@@ -129,7 +129,7 @@ def test_weights_that_were_nan_do_not_stay_so(pool):
 
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
-        assert "makes matrices of one gradient" in found["low rank"]
+        assert "having the same of a gradient" in found["low rank"]
         assert "set_gradient_divide_factor(1.0)" in found["sum"]
         assert "machines of several ranks" in found["inside"]
         assert "got 'int8'" in found["inside what"]
@@ -137,6 +137,7 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "sharded by FSDP2" in found["weights of"]
         assert "averages over the replicas by itself" in found["hybrid"]
         assert "a collective of its own, Own" in found["custom"]
+        assert "2 groups of parameters on different meshes" in found["groups"]
         assert "compressed already" in found["twice"]
         assert "settings or kernel providers" in found["differ"]
         assert ("got 8" if rank == 1 else "rank 1") in found["one rank"]

@@ -503,6 +503,10 @@ def op_arguments() -> dict[str, tuple]:
             *(1e-8, 0.9, 16, live, 0, 37),
         ),
         "sign_decompress_mean": (wire, flat, 16),
+        "threshold_compress": (x, few := torch.zeros(2, ops.threshold_nbytes(37, 3), dtype=U8), 3, 20, live),
+        "threshold_compress_with_feedback": (x, x.clone(), few.clone(), 3, 20, None, x.clone()),
+        "threshold_decompress": (few, x.clone(), 3, live),
+        "threshold_decompress_mean": (few, flat.clone(), 3),
         "topk_compress": (x, top := torch.zeros(2, ops.topk_nbytes(37, 3, 16, 2), dtype=U8), 3, 16, 2, live),
         "topk_compress_with_feedback": (x, x.clone(), top.clone(), 3, 16, 2, None, x.clone()),
         "topk_decompress": (top, x.clone(), 3, 16, 2, live),
@@ -524,7 +528,7 @@ def test_opcheck(name):
     if name == "int_compress_with_feedback":
         x, error, wire, *ways, live, new_error = arguments
         arguments = (x, error, new_error, wire, *ways, live)
-    if name == "topk_compress_with_feedback":
+    if name in ("threshold_compress_with_feedback", "topk_compress_with_feedback"):
         x, error, wire, *form, live, new_error = arguments
         arguments = (x, error, new_error, wire, *form, live)
     torch.library.opcheck(getattr(torch.ops.commopt, name).default, arguments)

@@ -51,6 +51,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
             "parallel": {"shard": 2},
         },
     ),
+    "ddp, blocks": (2, {"comm": {"compress": {"name": "TopBlocks", "args": {"density": 0.2, "block": 64}}}}),
     "sharded": (4, {"comm": {"compress": {"name": "Sign"}}, "parallel": {"shard": 2}, "train": {"accumulate": 2}}),
 }
 
@@ -162,6 +163,11 @@ def test_feedback_on_the_command_line() -> None:
         (
             {"comm": {"compress": {"name": "ACP", "feedback": "LoCo"}}},
             r"comm\.compress\.feedback='LoCo' is not allowed with comm\.compress\.name=ACP: it must be true or false",
+        ),
+        ({"comm": {"compress": {"name": "TopBlocks", "args": {"density": 2}}}}, r"density must be .*, got 2"),
+        (
+            {"optim": {"name": "OneBitAdam", "compressor": {"name": "TopBlocks"}}},
+            r"optim\.compressor\.name='TopBlocks'",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
 from commopt.comm.torch import ranks_of
-from commopt.compress import Compressor
+from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
 from commopt.gradients.fsdp import Group, groups_of
@@ -24,7 +24,7 @@ Groups = tuple[list[Group], list[Group]]
 
 
 def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) -> Groups:
-    """Those of ``model``. Raises ValueError for one that FSDP takes no other collectives for."""
+    """Those of ``model``."""
     out: Groups = [], []
     trained = {id(p) for p in params}
     for group in groups_of(model) if topology.is_sharded else []:
@@ -34,7 +34,7 @@ def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) 
 
 
 def check_exchanges(
-    compressor: Compressor | LowRank,
+    compressor: Compressor | LowRank | TopBlocks,
     inside: Any,
     weights: Any,
     groups: Groups,
@@ -52,10 +52,12 @@ def check_exchanges(
         raise ValueError(f"weights must be None, a commopt.compress.Compressor or Differences(), got {weights!r}")
     if weights is not None and not (whole or replicated):
         raise ValueError(f"weights={weights!r} is for models sharded by FSDP2: no other gathers weights")
-    if whole and isinstance(compressor, LowRank):
+    for group in [*whole, *(replicated if inside or weights else [])]:
+        group.check()
+    if whole and not isinstance(compressor, Compressor):
         raise ValueError(
-            f"{compressor!r} makes matrices of one gradient, and of this model each rank gets other rows: allowed are "
-            'compressors of rows such as Int4(), or replicas, fully_shard(model, mesh=mesh["shard"]), '
+            f"{compressor!r} goes by all ranks having the same of a gradient, and of this model each gets other rows: "
+            'allowed are compressors of rows such as Int4(), or replicas, fully_shard(model, mesh=mesh["shard"]), '
             "process_group=mesh"
         )
     if whole and reduction == "sum":
@@ -63,7 +65,7 @@ def check_exchanges(
             "reduction='sum' is FSDP's to make here: leave it away, and call set_gradient_divide_factor(1.0) on its "
             "modules"
         )
-    nodes = _has_nodes(params, topology) and not isinstance(compressor, LowRank)
+    nodes = _has_nodes(params, topology) and isinstance(compressor, Compressor)
     if inside is not None and not replicated and not nodes:
         raise ValueError(
             f"inside={inside!r} is for machines of several ranks: process_group=mesh of (machines, ranks of each), the "
@@ -83,9 +85,9 @@ def check_model(
     """Raises ValueError for what this rank alone can see."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(compressor, (Compressor, LowRank)):
+    if not isinstance(compressor, (Compressor, LowRank, TopBlocks)):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
-    if not isinstance(feedback, (bool, LoCo)) or (isinstance(feedback, LoCo) and isinstance(compressor, LowRank)):
+    if not isinstance(feedback, bool) and not (isinstance(feedback, LoCo) and isinstance(compressor, Compressor)):
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:
         raise ValueError(f"the {type(model).__name__} has no trainable parameters: there is nothing to average")

@@ -60,7 +60,7 @@ class Group:
 
     Args:
         module: the FSDPModule.
-        theirs: its only parameter group, FSDP's own.
+        theirs: the parameter group, FSDP's own.
 
     Attributes:
         ranks: the process group that the parameters are cut over.
@@ -193,6 +193,22 @@ class Group:
             )
         return arrived
 
+    def check(self) -> None:
+        """Raises ValueError if FSDP takes no other collectives for it, or has others already."""
+        groups = len(self.module._get_fsdp_state()._fsdp_param_groups)
+        if groups > 1:
+            raise ValueError(
+                f"{self.name} has {groups} groups of parameters on different meshes (shard_placement_fn), and FSDP "
+                "takes other collectives for modules of one group only: shard what is on another mesh as a module of "
+                "its own"
+            )
+        for comm in (self._theirs._reduce_scatter_comm, self._theirs._all_gather_comm):
+            if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+                raise ValueError(
+                    f"{self.name} has a collective of its own, {type(comm).__name__}, in whose place gradients or "
+                    "weights would be compressed: leave it away, or call remove() on the handle that has set it"
+                )
+
     def exchange_by(self, reduce_scatter: Any, all_gather: Any) -> Any:
         """Has FSDP call these in place of its own collectives, where they are not None. Returns a function that undoes
         it."""
@@ -216,35 +232,12 @@ class Group:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """The parameter groups of ``model`` that are cut over several ranks and averaged by a reduce-scatter alone.
-
-    Raises:
-        ValueError: for an FSDP module with several groups, or with collectives that are not FSDP's own.
-    """
+    """The parameter groups of ``model`` that are cut over several ranks and averaged by a reduce-scatter alone."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a model has imported it; it takes a second
     if fsdp is None:
         return []
-    out = []
-    for name, module in model.named_modules():
-        if not isinstance(module, fsdp.FSDPModule):
-            continue
-        groups = [group for group in module._get_fsdp_state()._fsdp_param_groups if _is_cut(group)]
-        if len(groups) > 1:
-            raise ValueError(
-                f"{name or type(model).__name__} has {len(groups)} groups of parameters on different meshes "
-                "(shard_placement_fn), and FSDP takes other collectives for modules of one group only: shard what is "
-                "on another mesh as a module of its own"
-            )
-        for group in groups:
-            for comm in (group._reduce_scatter_comm, group._all_gather_comm):
-                if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
-                    raise ValueError(
-                        f"{name or type(model).__name__} has a collective of its own, {type(comm).__name__}, in whose "
-                        "place gradients or weights would be compressed: leave it away, or call remove() on the handle "
-                        "that has set it"
-                    )
-            out.append(Group(module, group))
-    return out
+    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [Group(m, group) for m in sharded for group in m._get_fsdp_state()._fsdp_param_groups if _is_cut(group)]
 
 
 def _is_cut(group: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
 from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend
-from commopt.compress import Compressor
+from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
 from commopt.gradients.checks import Groups, check_exchanges, check_model, fsdp_groups
@@ -27,6 +27,7 @@ from commopt.gradients.method import Method
 from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
+from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.optim.setup import agree_on_setup, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
@@ -108,7 +109,7 @@ class CompressedGradients:
 
 def compress_gradients(
     model: nn.Module,
-    compressor: Compressor | LowRank,
+    compressor: Compressor | LowRank | TopBlocks,
     *,
     process_group: Any = None,
     backend: Backend | None = None,
@@ -147,13 +148,13 @@ def compress_gradients(
     Args:
         model: before the first backward; its parameters where they will stay.
         compressor: the same on every rank: a :class:`commopt.compress.Compressor` such as ``Sign()``, or
-            :class:`commopt.compress.PowerSGD` or :class:`commopt.compress.ACP`.
+            :class:`commopt.compress.PowerSGD`, :class:`commopt.compress.ACP` or :class:`commopt.compress.TopBlocks`.
         process_group: a ProcessGroup or a DeviceMesh; of a DistributedDataParallel model its own, by default. In a mesh
             of (nodes, ranks of a node) only what goes between nodes is compressed.
         backend: in its place, a :class:`commopt.comm.Backend`.
         feedback: whether what compression loses is kept, and sent with the next gradients (error feedback). Without it
             biased compressors, such as Sign, need not converge. Or :class:`commopt.gradients.LoCo`, which keeps it in
-            one byte an element; not with PowerSGD and ACP.
+            one byte an element; not with PowerSGD, ACP and TopBlocks.
         inside: another compressor for gradients inside a machine, without feedback: those that the ranks of a node send
             each other before ``compressor`` takes their part of the mean, or FSDP2's reduce-scatters, if ``compressor``
             goes between replicas. Where there is one node only, all is in full precision.
@@ -204,9 +205,11 @@ def compress_gradients(
     return handle
 
 
-def _method(compressor: Compressor | LowRank, feedback: bool | LoCo, inside: Compressor | None) -> Method:
+def _method(compressor: Compressor | LowRank | TopBlocks, feedback: bool | LoCo, inside: Compressor | None) -> Method:
     if isinstance(compressor, LowRank):
         return Thin(compressor, bool(feedback))
+    if isinstance(compressor, TopBlocks):
+        return AgreedBlocks(compressor, bool(feedback))
     if isinstance(feedback, LoCo):
         return LoCoRows(compressor, feedback, inside)
     return Rows(compressor, feedback, inside)

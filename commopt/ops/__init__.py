@@ -17,7 +17,8 @@ bit otherwise.
 A ``live`` mask, (r, ceil(n / 8)) uint8 in the bit order of the signs, makes the elements with bit 0 count as absent:
 they are not in the scale, their sign bit is 0, their residual is 0. They decode to -s, or to 0 with the same mask.
 
-The wire row of top-k is stated in :mod:`commopt.ops.top_k`.
+The wire row of top-k is stated in :mod:`commopt.ops.top_k`, that of top-k by threshold in
+:mod:`commopt.ops.threshold`.
 
 Environment: ``COMMOPT_NATIVE=0`` keeps to the reference.
 """
@@ -43,6 +44,13 @@ from commopt.ops.integers import (
     int_decompress_mean,
     int_nbytes,
     int_reduce,
+)
+from commopt.ops.threshold import (
+    threshold_compress,
+    threshold_compress_with_feedback,
+    threshold_decompress,
+    threshold_decompress_mean,
+    threshold_nbytes,
 )
 from commopt.ops.top_k import (
     topk_compress,
@@ -73,6 +81,11 @@ __all__ = [
     "sign_nbytes",
     "sign_reduce",
     "square_sum",
+    "threshold_compress",
+    "threshold_compress_with_feedback",
+    "threshold_decompress",
+    "threshold_decompress_mean",
+    "threshold_nbytes",
     "topk_compress",
     "topk_compress_with_feedback",
     "topk_decompress",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference, reference_integers, reference_top_k
+from commopt.ops import reference, reference_integers, reference_threshold, reference_top_k
 
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
@@ -62,9 +62,15 @@ SCHEMAS = {
     ),
     "topk_decompress": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits, Tensor? live=None) -> ()",
     "topk_decompress_mean": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits) -> ()",
+    "threshold_compress": "(Tensor x, Tensor(a!) wire, int k, int rounds, Tensor? live=None) -> ()",
+    "threshold_compress_with_feedback": (
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int rounds, Tensor? live=None) -> ()"
+    ),
+    "threshold_decompress": "(Tensor wire, Tensor(a!) out, int k, Tensor? live=None) -> ()",
+    "threshold_decompress_mean": "(Tensor wire, Tensor(a!) out, int k) -> ()",
 }
 
-_BEGINNINGS = {"int": reference_integers, "topk": reference_top_k}
+_BEGINNINGS = {"int": reference_integers, "topk": reference_top_k, "threshold": reference_threshold}
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     name: getattr(_BEGINNINGS.get(name.partition("_")[0], reference), name) for name in SCHEMAS

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import catalogue, cuda_integers, cuda_top_k, reference
+from commopt.ops import catalogue, cuda_integers, cuda_threshold, cuda_top_k, reference
 from commopt.ops import tiles as t
 from commopt.ops.cuda_module import launch, provider, with_warning
 
@@ -361,6 +361,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
     **cuda_integers.KERNELS,
+    **cuda_threshold.KERNELS,
     **cuda_top_k.KERNELS,
 }
 

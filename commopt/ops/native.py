@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import catalogue, native_integers, native_top_k, reference
+from commopt.ops import catalogue, native_integers, native_threshold, native_top_k, reference
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
     "frozen_adam": [_P, _I64, _P, _F32, _I32],
     **native_integers.SIGNATURES,
+    **native_threshold.SIGNATURES,
     **native_top_k.SIGNATURES,
 }
 _logger = logging.getLogger("commopt")
@@ -301,6 +302,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
     **native_integers.kernels(_call),
+    **native_threshold.kernels(_call),
     **native_top_k.kernels(_call),
 }
 

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue as catalogue  # it defines the operators
+from commopt.ops.checks import REAL, check_rows, describe
 from commopt.ops.reference_top_k import topk_is_sound
 from commopt.ops.top_k_row import TopKRow
 
@@ -48,7 +49,6 @@ __all__ = [
 ]  # fmt: skip
 
 _ops = torch.ops.commopt
-_REAL = (torch.float32, torch.float64)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +110,7 @@ def topk_compress_with_feedback(
     _check(x, "x", wire, k, chunk, bits, live)
     new_error = error if new_error is None else new_error
     for name, y in (("error", error), ("new_error", new_error)):
-        _check_rows(name, y, x.shape, x.dtype, x.device)
+        check_rows(name, y, x.shape, x.dtype, x.device)
     _ops.topk_compress_with_feedback.default(x, error, new_error, wire, k, chunk, bits, live)
 
 
@@ -150,34 +150,21 @@ def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: in
     if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
         raise ValueError(
             "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
-            f"{_describe(out)} and {_describe(wire)}"
+            f"{describe(out)} and {describe(wire)}"
         )
     _check(out.unsqueeze(0), "out", wire[:1], k, chunk, bits, None)
     if not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous, got {_describe(wire)}")
+        raise ValueError(f"wire must be contiguous, got {describe(wire)}")
     _ops.topk_decompress_mean.default(wire, out, k, chunk, bits)
 
 
-def _describe(x: Tensor) -> str:
-    layout = "" if x.is_contiguous() else "strided "
-    return f"{layout}{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
-
-
-def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    rows_apart = (
-        x.dim() == 2 and (x.shape[1] <= 1 or x.stride(1) == 1) and (x.shape[0] <= 1 or x.stride(0) >= x.shape[1])
-    )
-    if x.shape != shape or x.dtype != dtype or x.device != device or not rows_apart:
-        raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {device}, rows contiguous, got {_describe(x)}")
-
-
 def _check(x: Tensor, name: str, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None) -> None:
-    if x.dtype not in _REAL or x.dim() != 2:
-        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {_describe(x)}")
+    if x.dtype not in REAL or x.dim() != 2:
+        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {describe(x)}")
     rows, n = x.shape
-    _check_rows(name, x, (rows, n), x.dtype, x.device)
+    check_rows(name, x, (rows, n), x.dtype, x.device)
     nbytes = topk_nbytes(n, k, chunk, bits, x.dtype)
     if wire.shape != (rows, nbytes) or wire.dtype != torch.uint8 or wire.device != x.device or not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous {(rows, nbytes)} uint8 on {x.device}, got {_describe(wire)}")
+        raise ValueError(f"wire must be contiguous {(rows, nbytes)} uint8 on {x.device}, got {describe(wire)}")
     if live is not None:
-        _check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+        check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)

@@ -17,7 +17,7 @@ import commopt.gradients
 import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
-from commopt.compress import Compressor, RandomBlocks
+from commopt.compress import Compressor, RandomBlocks, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients import Differences, LoCo
 from commopt.optim.plain import PlainOptimizer
@@ -29,7 +29,7 @@ from commopt.train.named import NotImported, build, check_arguments, find_class,
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
-OfGradients = Compressor | LowRank
+OfGradients = Compressor | LowRank | TopBlocks
 OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
@@ -89,11 +89,11 @@ def plan_compression(config: Config) -> dict[str, Any] | None:
     given, key = config.comm.compress, "comm.compress"
     if given is None:
         return None
-    named: Compressor | LowRank = make_named(given.name, given.args, key, commopt.compress, OfGradients)
+    named: OfGradients = make_named(given.name, given.args, key, commopt.compress, OfGradients)
     feedback: Any = given.feedback
     if not isinstance(feedback, bool):
         feedback = make_given(feedback, f"{key}.feedback", commopt.gradients, LoCo)
-        if isinstance(named, LowRank):
+        if not isinstance(named, Compressor):
             raise ConfigError(
                 f"{key}.feedback={given.feedback!r} is not allowed with {key}.name={given.name}: it must be true or "
                 "false"

@@ -4,7 +4,7 @@
 #include "kernels.hpp"
 
 // Changes with every signature of an exported function; commopt/ops/native.py states the same number.
-#define COMMOPT_ABI_VERSION 7
+#define COMMOPT_ABI_VERSION 8
 
 namespace commopt {
 namespace {

@@ -149,6 +149,8 @@ inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, false); }
 
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 inline unsigned __float_as_uint(float x) {

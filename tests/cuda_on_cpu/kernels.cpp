@@ -51,6 +51,8 @@ inline u16 float_to_half(float a) {
 //
 #include "integers.cu"
 #include "top_k.cu"
+//
+#include "threshold.cu"
 
 namespace {
 
@@ -75,6 +77,8 @@ const Kernel kernels[] = {
     KERNEL(total),           KERNEL(frozen_adam),            KERNEL(int_compress),         KERNEL(int_reduce),
     KERNEL(int_decompress),  KERNEL(int_decompress_mean),
     KERNEL(topk_select),     KERNEL(topk_scales),            KERNEL(topk_encode),          KERNEL(topk_decompress),
+    KERNEL(threshold_measure),    KERNEL(threshold_begin), KERNEL(threshold_count),  KERNEL(threshold_step),
+    KERNEL(threshold_tally),      KERNEL(threshold_places), KERNEL(threshold_encode), KERNEL(threshold_decompress),
 };
 
 const Kernel* find(const char* name) {

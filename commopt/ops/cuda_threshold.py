@@ -1,0 +1,152 @@
+"""Native CUDA providers of top-k by threshold: ``kernels/cuda/threshold.cu`` through CuPy. See
+:mod:`commopt.ops.cuda`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import Structure
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_threshold as reference
+from commopt.ops.cuda_module import launch
+from commopt.ops.threshold_row import ThresholdRow
+
+TEAMS = 8
+"""Warps of a block, each with a chunk."""
+LEVELS = 5
+"""Rounds of the search that one pass over the elements serves."""
+THREADS = 256
+"""Of a block that has a segment."""
+
+_P, _I64 = ctypes.c_void_p, ctypes.c_longlong
+_NAMES = ("n", "k", "segments", "values_at", "indices_at", "used", "nbytes")
+
+
+class Layout(Structure):
+    """``struct ThresholdLayout``."""
+
+    _fields_ = [(name, _I64) for name in _NAMES]
+
+
+class Search(Structure):
+    """``struct ThresholdSearch``, of which the device has one for each row."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("base", "top", "left", "right", "low", "high")),
+        ("sampled", ctypes.c_double * 32),
+        ("least", ctypes.c_uint * 32),
+        *((name, _I64) for name in ("above", "wild")),
+        *((name, ctypes.c_uint) for name in ("largest", "none", "low_bits", "high_bits")),
+        ("lacking", _I64),
+    ]
+
+
+class Compression(Structure):
+    """``struct ThresholdCompression``."""
+
+    _fields_ = [
+        ("at", Layout),
+        *((name, _P) for name in ("x", "error", "new_error", "wire", "live")),
+        *((name, _P) for name in ("search", "sums", "extremes", "counts", "before")),
+        *((name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "live_stride")),
+        *((name, _I64) for name in ("levels", "next")),
+    ]
+
+
+class Decompression(Structure):
+    """``struct ThresholdDecompression``."""
+
+    _fields_ = [
+        ("at", Layout),
+        *((name, _P) for name in ("wire", "out", "live")),
+        *((name, _I64) for name in ("rows", "ranks", "out_stride", "live_stride")),
+    ]
+
+
+def _layout(row: ThresholdRow) -> Layout:
+    return Layout(*(getattr(row, name) for name in _NAMES))
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None or x.dim() == 1 else x.stride(0)
+
+
+def _serves(x: Tensor, wire: Tensor) -> bool:
+    """True if the kernels can read x, and numbers where they lie."""
+    return x.dtype == torch.float32 and wire.data_ptr() % 4 == 0
+
+
+def _compress(
+    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, k: int, rounds: int, live: Tensor | None
+) -> None:
+    rows, device = x.shape[0], x.device
+    if x.numel() == 0:
+        return
+    chunks = rows * -(-x.shape[1] // reference.CHUNK)
+    kinds = [(rows * ctypes.sizeof(Search), torch.uint8), (chunks, torch.float64), (2 * chunks, torch.int32)]
+    kinds += [(32 * chunks, torch.int32), (2 * chunks, torch.int64)]
+    scratch = [torch.empty(size, dtype=dtype, device=device) for size, dtype in kinds]
+    pointers = [_pointer(t) for t in (x, error, new_error, wire, live, *scratch)]
+    argument = Compression(
+        _layout(ThresholdRow(x.shape[1], k)), *pointers, rows, *(_stride(t) for t in (x, error, new_error, live)), 0, 0
+    )
+    teams = -(-chunks // TEAMS)
+    launch("threshold_measure", teams, (32, TEAMS), argument, device)
+    launch("threshold_begin", rows, (32, 1), argument, device)
+    passes = [0, *([LEVELS] * (rounds // LEVELS)), *([rounds % LEVELS] if rounds % LEVELS else [])]
+    for levels, after in zip(passes, [*passes[1:], 0]):
+        argument.levels, argument.next = levels, after
+        launch("threshold_count", teams, (32, TEAMS), argument, device)
+        launch("threshold_step", rows, (32, TEAMS), argument, device)
+    launch("threshold_tally", teams, (32, TEAMS), argument, device)
+    launch("threshold_places", rows, (32, 1), argument, device)
+    launch("threshold_encode", teams, (32, TEAMS), argument, device)
+
+
+def _threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
+    if not _serves(x, wire):
+        return reference.threshold_compress(x, wire, k, rounds, live)
+    _compress(x, None, None, wire, k, rounds, live)
+
+
+def _threshold_compress_with_feedback(
+    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+) -> None:
+    if not _serves(x, wire):
+        return reference.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
+    _compress(x, error, new_error, wire, k, rounds, live)
+
+
+def _decompress(wire: Tensor, out: Tensor, row: ThresholdRow, rows: int, ranks: int, live: Tensor | None) -> None:
+    if out.numel():
+        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
+        argument = Decompression(_layout(row), *pointers, rows, ranks, _stride(out), _stride(live))
+        launch("threshold_decompress", rows * row.segments, (THREADS, 1), argument, out.device)
+
+
+def _threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
+    if not _serves(out, wire):
+        return reference.threshold_decompress(wire, out, k, live)
+    _decompress(wire, out, ThresholdRow(out.shape[1], k), out.shape[0], 1, live)
+
+
+def _threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
+    if not _serves(out, wire):
+        return reference.threshold_decompress_mean(wire, out, k)
+    _decompress(wire, out, ThresholdRow(out.shape[0], k), 1, wire.shape[0], None)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "threshold_compress": _threshold_compress,
+    "threshold_compress_with_feedback": _threshold_compress_with_feedback,
+    "threshold_decompress": _threshold_decompress,
+    "threshold_decompress_mean": _threshold_decompress_mean,
+}

@@ -1,0 +1,74 @@
+"""Native CPU providers of top-k by threshold: ``kernels/cpu/threshold.cpp``. See :mod:`commopt.ops.native`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_threshold as reference
+
+_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+SIGNATURES: dict[str, list[Any]] = {
+    "threshold_compress": [_P] * 5 + [_I64] * 8 + [_I32],
+    "threshold_decompress": [_P] * 3 + [_I64] * 5 + [_I32],
+    "threshold_decompress_mean": [_P] * 2 + [_I64] * 3 + [_I32],
+}
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _pitch(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """The operators, with ``call(name, *arguments)`` for a function of the library."""
+
+    def compress(
+        x: Tensor,
+        error: Tensor | None,
+        new_error: Tensor | None,
+        wire: Tensor,
+        k: int,
+        rounds: int,
+        live: Tensor | None,
+    ) -> None:
+        pointers = x.data_ptr(), _pointer(error), _pointer(new_error), wire.data_ptr(), _pointer(live)
+        pitches = _pitch(x), _pitch(error), _pitch(new_error), _pitch(live)
+        call("threshold_compress", *pointers, *x.shape, *pitches, k, rounds)
+
+    def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
+        if x.dtype != torch.float32:
+            return reference.threshold_compress(x, wire, k, rounds, live)
+        compress(x, None, None, wire, k, rounds, live)
+
+    def threshold_compress_with_feedback(
+        x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+    ) -> None:
+        if x.dtype != torch.float32:
+            return reference.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
+        compress(x, error, new_error, wire, k, rounds, live)
+
+    def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
+        if out.dtype != torch.float32:
+            return reference.threshold_decompress(wire, out, k, live)
+        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
+        call("threshold_decompress", *pointers, *out.shape, _pitch(out), _pitch(live), k)
+
+    def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
+        if out.dtype != torch.float32:
+            return reference.threshold_decompress_mean(wire, out, k)
+        call("threshold_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k)
+
+    return {
+        "threshold_compress": threshold_compress,
+        "threshold_compress_with_feedback": threshold_compress_with_feedback,
+        "threshold_decompress": threshold_decompress,
+        "threshold_decompress_mean": threshold_decompress_mean,
+    }

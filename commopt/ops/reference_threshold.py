@@ -1,0 +1,161 @@
+"""Top-k by threshold in plain PyTorch: the provider on any device, and the oracle of the native ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commopt.ops.reference import unpack_bits
+from commopt.ops.threshold_row import SEGMENT, ThresholdRow
+
+CHUNK, LANES = 4096, 16
+"""Sums are over chunks of a row, and then over these: element i of a chunk is in lane i % 16."""
+
+
+def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
+    if x.numel():
+        _encode(x if live is None else x.where(unpack_bits(live, x.shape[1]), 0), wire, k, rounds)
+
+
+def threshold_compress_with_feedback(
+    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+) -> None:
+    if x.numel() == 0:
+        return
+    z = x + error
+    if live is not None:
+        z = z.where(unpack_bits(live, x.shape[1]), 0)
+    index, sent = _encode(z, wire, k, rounds)
+    new_error.copy_(z.scatter(1, index, z.gather(1, index) - sent))
+
+
+def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
+    if out.numel() == 0:
+        return
+    rows, n = out.shape
+    place, value = _decode(wire, ThresholdRow(n, k), out.dtype)
+    dense = out.new_zeros((rows, n + 1))  # the last column is for entries that count for nothing
+    out.copy_(dense.scatter_(1, place, dense.gather(1, place) + value)[:, :-1])
+    if live is not None:
+        out.masked_fill_(~unpack_bits(live, n), 0)
+
+
+def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
+    if out.numel() == 0:
+        return
+    places, values = _decode(wire, ThresholdRow(out.shape[0], k), out.dtype)
+    dense = out.new_zeros(out.shape[0] + 1)
+    for place, share in zip(places, values / wire.shape[0]):  # in rank order; no place occurs twice in a row
+        dense.scatter_(0, place, dense.gather(0, place) + share)
+    out.copy_(dense[:-1])
+
+
+def threshold_is_sound(wire: Tensor, row: ThresholdRow) -> Tensor:
+    """0-d bool: whether rows are such as compression makes of finite numbers.
+
+    Args:
+        wire: (r, row.nbytes) uint8.
+        row: what they are.
+    """
+    if row.n == 0:
+        return torch.ones((), dtype=torch.bool, device=wire.device)
+    starts, value, _ = _parts(wire, row)
+    edges = torch.nn.functional.pad(starts, (1, 0))
+    ordered = (edges.diff() >= 0).all() & (edges >= 0).all() & (edges <= row.k).all()
+    place, _ = _decode(wire, row, torch.float32)
+    return ordered & value.isfinite().all() & (place < row.n).all() & (place.diff() > 0).all()
+
+
+# encoding -------------------------------------------------------------------------------------------------------------
+
+
+def _encode(z: Tensor, wire: Tensor, k: int, rounds: int) -> tuple[Tensor, Tensor]:
+    """Writes C[z] to ``wire``; returns which elements are entries, (r, k), ascending, and what they decode to."""
+    row = ThresholdRow(z.shape[1], k)
+    index = _select(z, k, rounds)
+    value = z.gather(1, index).float().bfloat16()
+    value = value.where(~value.isnan(), torch.nan)  # one NaN for all
+    ends = SEGMENT * torch.arange(1, row.segments, device=z.device).expand(z.shape[0], -1)
+    starts = torch.searchsorted(index, ends.contiguous()).to(torch.int32)
+    wire[:, : row.values_at] = starts.view(torch.uint8)
+    wire[:, row.values_at : row.indices_at] = value.view(torch.uint8)
+    wire[:, row.indices_at : row.used] = (index % SEGMENT).to(torch.uint16).view(torch.uint8)
+    wire[:, row.used :] = 0
+    return index, value.to(z.dtype)
+
+
+def _select(z: Tensor, k: int, rounds: int) -> Tensor:
+    """(r, k) int64, ascending: of each row of (r, n) the elements that the text of the format chooses."""
+    size = z.abs().double()
+    wild = ~(size < 2.0**128)
+    wilds = wild.sum(1, keepdim=True)
+    size = size.where(~wild, torch.inf)
+    tame = size.where(~wild, 0)
+    mean = (_sum(tame) / z.shape[1]).unsqueeze(1)
+    low, high = _bracket(size, mean, tame.amax(1, keepdim=True), k, rounds)
+    crowded = wilds > k
+    low = torch.where(wilds > 0, torch.where(crowded, torch.inf, 0.0), low)
+    high = torch.where(wilds > 0, torch.inf, high)
+    sure = (size >= high) & ~crowded
+    rest = (size >= low) & ~sure
+    window = rest & (rest.cumsum(1) <= k - sure.sum(1, keepdim=True))
+    return (sure | window).nonzero()[:, 1].view(z.shape[0], k)
+
+
+def _bracket(size: Tensor, mean: Tensor, largest: Tensor, k: int, rounds: int) -> tuple[Tensor, Tensor]:
+    """Thresholds (low, high), (r, 1) each: no more than k elements reach ``high``, more than k reach ``low``, unless
+    these are inf and 0."""
+
+    def fits(threshold: Tensor) -> Tensor:
+        return (size >= threshold).sum(1, keepdim=True) <= k
+
+    below = fits(mean)
+    base, top = torch.where(below, 0, mean), torch.where(below, mean, largest)
+    low, high = base, torch.where(below, mean, torch.inf)
+    left, right = torch.zeros_like(mean), torch.ones_like(mean)
+    for _ in range(rounds):
+        middle = (left + right) / 2
+        threshold = base + middle * (top - base)
+        good = fits(threshold)
+        left, right = torch.where(good, left, middle), torch.where(good, middle, right)
+        low, high = torch.where(good, low, threshold), torch.where(good, threshold, high)
+    return low, high
+
+
+def _sum(x: Tensor) -> Tensor:
+    """(r, n) float64, not negative -> (r,), in the order that the module of the operators states."""
+    while x.shape[1] > 1:
+        chunk = min(CHUNK, -(-x.shape[1] // LANES) * LANES)
+        lanes = torch.nn.functional.pad(x, (0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk // LANES, LANES))
+        total = torch.zeros_like(lanes[:, :, 0])
+        for i in range(lanes.shape[2]):
+            total = total + lanes[:, :, i]
+        while total.shape[-1] > 1:
+            half = total.shape[-1] // 2
+            total = total[..., :half] + total[..., half:]
+        x = total[..., 0]
+    return x[:, 0]
+
+
+# decoding -------------------------------------------------------------------------------------------------------------
+
+
+def _parts(wire: Tensor, row: ThresholdRow) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the segments but the first start, (r, segments - 1) int64; values, (r, k) bfloat16; indices, int64."""
+    starts = wire[:, : row.values_at].contiguous().view(torch.int32).to(torch.int64)
+    value = wire[:, row.values_at : row.indices_at].contiguous().view(torch.bfloat16)
+    index = wire[:, row.indices_at : row.used].contiguous().view(torch.uint16).to(torch.int64)
+    return starts, value, index
+
+
+def _decode(wire: Tensor, row: ThresholdRow, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The places of the entries, (r, k), n for one that counts for nothing, and their values."""
+    starts, value, index = _parts(wire, row)
+    starts = starts.clamp(0, row.k)
+    if row.segments > 1:
+        starts = starts.cummax(1).values
+    entry = torch.arange(row.k, device=wire.device).expand(wire.shape[0], -1).contiguous()
+    segment = torch.searchsorted(starts, entry, right=True)
+    counts = segment * SEGMENT + index < row.n
+    counts[:, 1:] &= (index.diff() > 0) | (segment.diff() > 0)
+    return (segment * SEGMENT + index).where(counts, row.n), value.to(dtype)

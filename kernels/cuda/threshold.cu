@@ -1,0 +1,383 @@
+// Top-k by threshold: what is sent, what stays, and what rows on the wire stand for. The format is stated in
+// commopt/ops/threshold.py. A warp works on a chunk, of which it has element 32 j + lane in lane `lane`.
+//
+// Five rounds of the search are one pass over the elements: it counts those that reach any of the 31 thresholds that the
+// five may ask for.
+
+constexpr int kIndexed = 65536;  // elements that indices count from the start of
+constexpr int kSummed = 4096;    // of a chunk
+constexpr int kSampled = 31;     // thresholds of a pass
+
+// As cuda_threshold.py lays it out: ThresholdRow of threshold_row.py.
+struct ThresholdLayout {
+    i64 n, k, segments, values_at, indices_at, used, nbytes;
+
+    __device__ i64 chunks() const { return (n + kSummed - 1) / kSummed; }
+    __device__ int length(i64 chunk) const {
+        return (chunk + 1) * kSummed <= n ? kSummed : int(n - chunk * kSummed);
+    }
+    // Where the entries of a segment start, whatever a row says.
+    __device__ i64 start(const u8* row, i64 segment) const {
+        if (segment >= segments) return k;
+        i64 out = 0;
+        for (i64 s = 0; s < segment; ++s) {
+            i64 given = reinterpret_cast<const int*>(row)[s];
+            if (given > k) given = k;
+            if (given > out) out = given;
+        }
+        return out;
+    }
+};
+
+// Of a row. Thresholds in [low, high): more than k elements reach low, no more than k reach high.
+struct ThresholdSearch {
+    double base, top, left, right, low, high;
+    double sampled[kSampled + 1];
+    u32 least[kSampled + 1];  // of these, the bits of the smallest float that reaches it
+    i64 above;                // elements that reach high
+    i64 wild;                 // that are not finite
+    u32 largest, none;        // none: there is no such high yet
+    u32 low_bits, high_bits;
+    i64 lacking;              // entries below high
+};
+
+struct ThresholdCompression {
+    ThresholdLayout at;
+    const float* x;
+    const float* error;  // null without feedback
+    float* new_error;
+    u8* wire;
+    const u8* live;            // null: all
+    ThresholdSearch* search;   // of each row
+    double* sums;              // of each chunk of each row: of magnitudes
+    u32* extremes;             // its largest magnitude; how many of it are not finite
+    int* counts;               // 32: how many reach each of the thresholds; then [0]: that are sent for sure, [1]: maybe
+    i64* before;               // [0]: entries before the chunk; [1]: elements before it that are sent maybe
+    i64 rows, x_stride, error_stride, new_error_stride, live_stride;
+    i64 levels, next;  // rounds of the pass that was (0: the mean), and of the one that is to come (0: none)
+};
+
+__device__ inline u32 threshold_reaching(double t) {
+    const float near = narrow(t);
+    return magnitude_bits(near) + (widen(near) < t ? 1u : 0u);
+}
+
+// The elements of a chunk: as given, or as the first pass has left them in the place of the residual.
+struct ThresholdItems {
+    const float* from;
+    const u8* live;
+    int length;
+
+    __device__ ThresholdItems(const ThresholdCompression& of, i64 row, i64 chunk) {
+        const i64 start = chunk * kSummed;
+        from = of.error == nullptr ? of.x + row * of.x_stride + start : of.new_error + row * of.new_error_stride + start;
+        live = of.live == nullptr || of.error != nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+        length = of.at.length(chunk);
+    }
+    __device__ float get(int i) const {
+        return i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
+    }
+};
+
+__device__ inline i64 threshold_team() { return i64(blockIdx.x) * blockDim.y + threadIdx.y; }
+
+// Forms z; the sum of magnitudes in 16 lanes, the largest of them, and how many are not finite.
+extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCompression of) {
+    const i64 index = threshold_team(), chunks = of.at.chunks();
+    if (index >= of.rows * chunks) return;
+    const i64 row = index / chunks, start = index % chunks * kSummed;
+    const int length = of.at.length(index % chunks);
+    const float* x = of.x + row * of.x_stride + start;
+    const float* error = of.error == nullptr ? nullptr : of.error + row * of.error_stride + start;
+    float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
+    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+    double sum = 0.0;
+    u32 largest = 0, wild = 0;
+    for (int first = 0; first < length; first += 32) {
+        const int i = first + lane();
+        float z = 0.0f;
+        if (i < length) {
+            if (live == nullptr || live[i >> 3] >> (i & 7) & 1) z = error == nullptr ? x[i] : add(x[i], error[i]);
+            if (rest != nullptr) rest[i] = z;
+        }
+        const u32 size = magnitude_bits(z);
+        const double mine = widen(__uint_as_float(size)), after = __shfl_xor_sync(0xFFFFFFFFu, mine, 16);
+        sum += mine;  // the upper half of the warp has the elements that come after those of the lower
+        sum += after;
+        if (size > largest) largest = size;
+        wild += size >= kInfinity;
+    }
+#pragma unroll
+    for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, step);
+        if (other > largest) largest = other;
+    }
+    wild = warp_sum(wild);
+    if (lane() != 0) return;
+    of.sums[index] = sum;
+    of.extremes[2 * index] = largest;
+    of.extremes[2 * index + 1] = wild;
+}
+
+// What of the chunks comes to, by a warp for a row: the mean, the first threshold.
+extern "C" __global__ void threshold_begin(const __grid_constant__ ThresholdCompression of) {
+    const i64 row = blockIdx.x, chunks = of.at.chunks();
+    double* sums = of.sums + row * chunks;
+    for (i64 n = chunks; n > 1; n = (n + kSummed - 1) / kSummed) {
+        for (i64 start = 0; start < n; start += kSummed) {
+            double sum = 0.0;
+            const i64 end = start + kSummed < n ? start + kSummed : n;
+            for (i64 i = start + (lane() & 15); i < end; i += 16) sum += sums[i];
+#pragma unroll
+            for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+            if (lane() == 0) sums[start / kSummed] = sum;
+            __syncwarp();
+        }
+    }
+    u32 largest = 0;
+    i64 wild = 0;
+    for (i64 i = lane(); i < chunks; i += 32) {
+        const u32* mine = of.extremes + 2 * (row * chunks + i);
+        if (mine[0] > largest) largest = mine[0];
+        wild += mine[1];
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, step);
+        if (other > largest) largest = other;
+    }
+    wild = warp_sum(wild);
+    if (lane() != 0) return;
+    ThresholdSearch& search = of.search[row];
+    search.largest = largest;
+    search.wild = wild;
+    search.sampled[0] = sums[0] / double(of.at.n);
+    search.least[0] = threshold_reaching(search.sampled[0]);
+}
+
+// Of a chunk, by a warp: how many elements reach each of the thresholds.
+extern "C" __global__ void threshold_count(const __grid_constant__ ThresholdCompression of) {
+    const i64 index = threshold_team(), chunks = of.at.chunks();
+    if (index >= of.rows * chunks) return;
+    const u32* least = of.search[index / chunks].least;
+    const ThresholdItems items(of, index / chunks, index % chunks);
+    const int thresholds = of.levels == 0 ? 1 : (1 << of.levels) - 1;
+    int counts[kSampled];
+#pragma unroll
+    for (int j = 0; j < kSampled; ++j) counts[j] = 0;
+    for (int first = 0; first < items.length; first += 32 * kItems) {
+        u32 size[kItems];
+        bool there[kItems];
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+            const int place = first + 32 * i + lane();
+            size[i] = magnitude_bits(items.get(place));
+            there[i] = place < items.length;
+        }
+#pragma unroll
+        for (int j = 0; j < kSampled; ++j) {  // no break: counts are to stay in registers
+            if (j < thresholds) {
+                const u32 bound = least[j];
+#pragma unroll
+                for (int i = 0; i < kItems; ++i) counts[j] += there[i] && size[i] >= bound;
+            }
+        }
+    }
+    int mine = 0;
+#pragma unroll
+    for (int j = 0; j < kSampled; ++j) {
+        if (j < thresholds) {
+            const int all = warp_sum(counts[j]);
+            if (lane() == j) mine = all;
+        }
+    }
+    of.counts[32 * index + lane()] = mine;
+}
+
+// The rounds that have been counted, by a block for a row, and the thresholds of the next ones.
+extern "C" __global__ void threshold_step(const __grid_constant__ ThresholdCompression of) {
+    __shared__ i64 partial[8][32];
+    const i64 row = blockIdx.x, chunks = of.at.chunks(), k = of.at.k;
+    i64 sum = 0;
+    for (i64 chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+        sum += of.counts[32 * (row * chunks + chunk) + lane()];
+    }
+    partial[threadIdx.y][lane()] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0) return;
+    for (u32 team = 1; team < blockDim.y; ++team) sum += partial[team][lane()];
+    partial[0][lane()] = sum;
+    __syncwarp();
+    if (lane() != 0) return;
+    ThresholdSearch& search = of.search[row];
+    const i64* counts = partial[0];
+    if (of.levels == 0) {
+        const double mean = search.sampled[0];
+        const bool below = counts[0] <= k;
+        search.base = below ? 0.0 : mean;
+        search.top = below ? mean : widen(__uint_as_float(search.largest));
+        search.low = search.base;
+        search.high = mean;
+        search.above = below ? counts[0] : 0;
+        search.none = !below;
+        search.left = 0.0;
+        search.right = 1.0;
+    } else {
+        int low = 0, high = 1 << of.levels;
+        const double left = search.left, unit = (search.right - left) / double(high);
+        for (i64 round = 0; round < of.levels; ++round) {
+            const int middle = (low + high) / 2;
+            if (counts[middle - 1] <= k) {
+                high = middle;
+                search.high = search.sampled[middle - 1];
+                search.above = counts[middle - 1];
+                search.none = 0;
+            } else {
+                low = middle;
+                search.low = search.sampled[middle - 1];
+            }
+        }
+        search.left = __dadd_rn(left, __dmul_rn(unit, double(low)));  // exact, as are all halves of halves
+        search.right = __dadd_rn(left, __dmul_rn(unit, double(high)));
+    }
+    if (of.next == 0) {
+        search.low_bits = threshold_reaching(search.low);
+        search.high_bits = search.none ? kInfinity : threshold_reaching(search.high);
+        search.lacking = k - search.above;
+        if (search.wild > k) {
+            search.low_bits = kInfinity;
+            search.high_bits = 0x80000000u;
+            search.lacking = k;
+        } else if (search.wild > 0) {
+            search.low_bits = 0;
+            search.high_bits = kInfinity;
+            search.lacking = k - search.wild;
+        }
+        return;
+    }
+    const double unit = (search.right - search.left) / double(1 << of.next);
+    for (int j = 0; j < (1 << of.next) - 1; ++j) {
+        const double q = __dadd_rn(search.left, __dmul_rn(unit, double(j + 1)));
+        search.sampled[j] = __dadd_rn(search.base, __dmul_rn(q, __dadd_rn(search.top, -search.base)));
+        search.least[j] = threshold_reaching(search.sampled[j]);
+    }
+}
+
+// Of a chunk, by a warp: how many of its elements are sent for sure, and how many may be.
+extern "C" __global__ void threshold_tally(const __grid_constant__ ThresholdCompression of) {
+    const i64 index = threshold_team(), chunks = of.at.chunks();
+    if (index >= of.rows * chunks) return;
+    const ThresholdSearch& search = of.search[index / chunks];
+    const ThresholdItems items(of, index / chunks, index % chunks);
+    int sure = 0, maybe = 0;
+    for (int i = lane(); i < items.length; i += 32) {
+        const u32 size = magnitude_bits(items.get(i));
+        sure += size >= search.high_bits;
+        maybe += size < search.high_bits && size >= search.low_bits;
+    }
+    sure = warp_sum(sure);
+    maybe = warp_sum(maybe);
+    if (lane() < 2) of.counts[32 * index + lane()] = lane() == 0 ? sure : maybe;
+}
+
+// Where the entries of each chunk start, by a warp for a row, of which each lane has a run of chunks.
+extern "C" __global__ void threshold_places(const __grid_constant__ ThresholdCompression of) {
+    __shared__ i64 sums[2][32];
+    const i64 row = blockIdx.x, chunks = of.at.chunks(), each = (chunks + 31) / 32;
+    const i64 first = lane() * each, end = first + each < chunks ? first + each : chunks;
+    i64 sure = 0, maybe = 0;
+    for (i64 chunk = first; chunk < end; ++chunk) {
+        sure += of.counts[32 * (row * chunks + chunk)];
+        maybe += of.counts[32 * (row * chunks + chunk) + 1];
+    }
+    sums[0][lane()] = sure;
+    sums[1][lane()] = maybe;
+    __syncwarp();
+    sure = maybe = 0;
+    for (int other = 0; other < lane(); ++other) {
+        sure += sums[0][other];
+        maybe += sums[1][other];
+    }
+    u8* to = of.wire + row * of.at.nbytes;
+    const i64 lacking = of.search[row].lacking;
+    for (i64 chunk = first; chunk < end; ++chunk) {
+        const i64 index = row * chunks + chunk, entry = sure + (maybe < lacking ? maybe : lacking);
+        of.before[2 * index] = entry;
+        of.before[2 * index + 1] = maybe;
+        if (chunk > 0 && chunk % (kIndexed / kSummed) == 0) {
+            reinterpret_cast<u32*>(to)[chunk / (kIndexed / kSummed) - 1] = u32(entry);
+        }
+        sure += of.counts[32 * index];
+        maybe += of.counts[32 * index + 1];
+    }
+    for (i64 byte = of.at.used + lane(); byte < of.at.nbytes; byte += 32) to[byte] = 0;
+}
+
+// The entries of a chunk, by a warp, and what is left of their elements.
+extern "C" __global__ void threshold_encode(const __grid_constant__ ThresholdCompression of) {
+    const i64 index = threshold_team(), chunks = of.at.chunks();
+    if (index >= of.rows * chunks) return;
+    const i64 row = index / chunks, start = index % chunks * kSummed;
+    const ThresholdSearch& search = of.search[row];
+    const ThresholdItems items(of, row, index % chunks);
+    u8* to = of.wire + row * of.at.nbytes;
+    u16* codes = reinterpret_cast<u16*>(to + of.at.values_at);
+    u16* indices = reinterpret_cast<u16*>(to + of.at.indices_at);
+    float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
+    const u32 ahead = (1u << lane()) - 1;
+    i64 entry = of.before[2 * index], seen = of.before[2 * index + 1];
+    for (int first = 0; first < items.length; first += 32) {
+        const int i = first + lane();
+        const float z = items.get(i);
+        const u32 size = magnitude_bits(z);
+        const bool sure = i < items.length && size >= search.high_bits;
+        const bool maybe = i < items.length && !sure && size >= search.low_bits;
+        const u32 all_maybe = __ballot_sync(0xFFFFFFFFu, maybe);
+        const bool mine = sure || (maybe && seen + __popc(all_maybe & ahead) < search.lacking);
+        const u32 all = __ballot_sync(0xFFFFFFFFu, mine);
+        if (mine) {
+            const i64 place = entry + __popc(all & ahead);
+            const u16 code = Number<kBfloat16>::put(z);
+            codes[place] = code;
+            indices[place] = u16((start + i) % kIndexed);
+            if (rest != nullptr) rest[i] = sub(z, Number<kBfloat16>::get(code));
+        }
+        entry += __popc(all);
+        seen += __popc(all_maybe);
+    }
+}
+
+// Rows of `ranks` wires each, of which the mean is taken.
+struct ThresholdDecompression {
+    ThresholdLayout at;
+    const u8* wire;
+    float* out;
+    const u8* live;  // null: all
+    i64 rows, ranks, out_stride, live_stride;
+};
+
+// A segment, by a block.
+extern "C" __global__ void threshold_decompress(const __grid_constant__ ThresholdDecompression of) {
+    const ThresholdLayout& at = of.at;
+    const i64 row = blockIdx.x / at.segments, segment = blockIdx.x % at.segments, start = segment * kIndexed;
+    const i64 length = at.n - start < kIndexed ? at.n - start : kIndexed;
+    float* out = of.out + row * of.out_stride + start;
+    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+    for (i64 i = threadIdx.x; i < length; i += blockDim.x) out[i] = 0.0f;
+    for (i64 rank = 0; rank < of.ranks; ++rank) {
+        const u8* from = of.wire + (row * of.ranks + rank) * at.nbytes;
+        const u16* codes = reinterpret_cast<const u16*>(from + at.values_at);
+        const u16* indices = reinterpret_cast<const u16*>(from + at.indices_at);
+        const i64 first = at.start(from, segment), end = at.start(from, segment + 1);
+        __syncthreads();  // before it, other threads have written these elements
+        for (i64 entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
+            const i64 i = indices[entry];
+            if (i >= length || (live != nullptr && !(live[i >> 3] >> (i & 7) & 1))) continue;
+            if (entry > first && i <= i64(indices[entry - 1])) continue;
+            const float v = Number<kBfloat16>::get(codes[entry]);
+            out[i] = add(out[i], of.ranks > 1 ? div(v, float(int(of.ranks))) : v);
+        }
+    }
+}
