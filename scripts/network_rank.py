@@ -120,6 +120,19 @@ def hsdp_onebit_adam(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
     return onebit_adam(shard(model, hosts_mesh()["shard"]), process_group=hosts_mesh(), **options)
 
 
+def fsdp(model: nn.Module, weights: Any = None, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Sharded over all hosts; gradients by a compressor of ``name`` and ``arguments``, or in full precision."""
+    sharded = shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    handle = None
+    if arguments:
+        compressor = getattr(commopt.compress, arguments["name"])(**arguments["arguments"])
+        handle = commopt.compress_gradients(sharded, compressor, weights=weights)
+    optimizer = adamw(model)
+    if handle is not None:
+        HANDLES[optimizer] = handle
+    return sharded, optimizer
+
+
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "none": ("AdamW, no communication", none, {}),
     "none_fused": ("AdamW(fused), no communication", none, {"fused": True}),
@@ -137,6 +150,17 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gradients_threshold": ("DDP, AdamW on ThresholdTopK()", compressed, {"name": "ThresholdTopK", "arguments": {}}),
     "gradients_blocks": ("DDP, AdamW on TopBlocks()", compressed, {"name": "TopBlocks", "arguments": {}}),
     "gradients_sign": ("DDP, AdamW on Sign()", compressed, {"name": "Sign", "arguments": {}}),
+    "fsdp": ("FSDP2 over the hosts, AdamW", fsdp, {}),
+    "fsdp_int8": (
+        "FSDP2 over the hosts, AdamW on Int8(), weights by Int8()",
+        fsdp,
+        {"name": "Int8", "arguments": {}, "weights": commopt.compress.Int8()},
+    ),
+    "fsdp_int4": (
+        "FSDP2 over the hosts, AdamW on Int4(), weights by Differences()",
+        fsdp,
+        {"name": "Int4", "arguments": {}, "weights": commopt.gradients.Differences()},
+    ),
     "onebit_adam": ("OneBitAdam", onebit_adam, {}),
     "onebit_adam_overlap": ("OneBitAdam(overlap=True)", onebit_adam, {"overlap": True}),
     "onebit_adam_ddp": ("OneBitAdam attached to DDP", onebit_adam, {"attached": True}),
