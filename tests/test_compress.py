@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, ThresholdTopK, TopK
-from commopt.compress.compressor import align, unpack_bits
+from commopt.compress.compressor import align
+from commopt.ops.reference import unpack_bits
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,6 @@ def align(nbytes: int) -> int:
     return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
 
 
-def unpack_bits(bits: Tensor, n: int) -> Tensor:
-    """(..., ceil(n / 8)) uint8, least significant bit first -> (..., n) bool."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., :n].bool()
-
-
 @dataclass(frozen=True)
 class Momentum:
     """beta m + alpha g, not formed yet.
@@ -96,6 +90,15 @@ def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:
     return None if active is None else active[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
 
 
+def zero_inactive_(x: Tensor, active: Tensor | None) -> None:
+    """Makes the inactive elements of (r, n) 0: those whose bits in ``active``, (r, ceil(n / 8)) uint8, are 0."""
+    if active is not None and x.shape[1] % 8 == 0 and x.is_contiguous():
+        ops.zero_dead_(x.view(-1), active.view(-1))
+    elif active is not None:  # the bits of a row begin at a whole byte
+        for row, bits in zip(x, active):
+            ops.zero_dead_(row, bits)
+
+
 class Compressor(ABC):
     """Rows of floats, shape (r, n), <-> rows of bytes, shape (r, nbytes(n)), each row decodable by itself.
 
@@ -154,11 +157,7 @@ class Compressor(ABC):
             out[:, slice(*chunk)] = part
             return
         self.decompress(payload, out)
-        if active is not None and n % 8 == 0:
-            ops.zero_dead_(out.view(-1), active.view(-1))
-        elif active is not None:  # the bits of a row begin at a whole byte
-            for row, bits in zip(out, active):
-                ops.zero_dead_(row, bits)
+        zero_inactive_(out, active)
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
@@ -175,13 +174,10 @@ class Compressor(ABC):
             new_error: like error, written; None is ``error`` itself, which otherwise is unchanged.
         """
         rest = torch.add(x, error, out=error if new_error is None else new_error)
-        if active is not None:
-            rest.mul_(unpack_bits(active, x.shape[1]))
+        zero_inactive_(rest, active)
         self.compress(rest, payload)
         sent = torch.empty_like(rest)
-        self.decompress(payload, sent)
-        if active is not None:
-            sent.mul_(unpack_bits(active, x.shape[1]))
+        self.decompress_active(payload, sent, active)
         rest.sub_(sent)
 
     def compress_momentum(
