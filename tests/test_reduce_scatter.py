@@ -1,0 +1,163 @@
+"""The compressed reduce-scatter of a group of parameters, on threads, against the loop of its papers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from worlds import on_threads
+
+from commopt.compress import Int4, Int8, Sign
+from commopt.gradients import LoCo
+from commopt.gradients.fsdp import Place
+from commopt.gradients.reduce_scatter import GroupMean
+
+SHAPES = [((5, 3), 0), ((8,), 0), ((2, 4), 1), ((1, 2), 0)]
+"""Of parameters, and along what they are cut over 4 ranks: uneven, even, by columns, and with pieces of nothing."""
+W = 4
+
+
+def places() -> list[Place]:
+    out: list[Place] = []
+    for shape, dim in SHAPES:
+        start = out[-1].stop if out else 0
+        cut = [-(-n // W) if i == dim else n for i, n in enumerate(shape)]
+        out.append(Place(torch.Size(shape), dim, start, start + int(torch.tensor(cut).prod())))
+    return out
+
+
+@dataclass
+class Plain:
+    """As :class:`commopt.gradients.fsdp.Group`, of no module; with all gradients, or with those of ``present``."""
+
+    present: list[int]
+    params: list[Any] = field(default_factory=list)
+    places: list[Place] = field(default_factory=places)
+    name: str = "net"
+    world_size: int = W
+    dtype: torch.dtype = torch.float64
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def columns(self) -> int:
+        return self.places[-1].stop
+
+    def divided_by(self, dtype: torch.dtype) -> float:
+        return 2.0
+
+    def with_gradient(self, columns: int) -> list[int]:
+        return self.present
+
+    def columns_of(self, present: list[int]) -> Tensor:
+        return torch.cat([torch.arange(self.places[i].start, self.places[i].stop) for i in present])
+
+    def mask(self, present: list[int]) -> Tensor | None:
+        used = [self.places[i].columns(torch.ones(self.places[i].shape.numel()), W) for i in present]
+        rows = torch.cat(used, 1).bool().tolist()
+        bits = [[sum(v << k for k, v in enumerate(row[i : i + 8])) for i in range(0, len(row), 8)] for row in rows]
+        return torch.tensor(bits, dtype=torch.uint8)
+
+
+def drawn(step: int, rank: int, present: list[int]) -> Tensor:
+    """The rows that FSDP would hand over: gradients cut, with zeros for padding, halved."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    whole = [torch.randn(place.shape.numel(), generator=draw, dtype=torch.float64) for place in places()]
+    return torch.cat([places()[i].columns(whole[i], W) for i in present], 1) / 2
+
+
+STEPS = [[0, 1, 2, 3], [0, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]]
+
+
+def decoded(compressor: Any, row: list[float]) -> list[float]:
+    """What a row becomes on the wire."""
+    x = torch.tensor([row], dtype=torch.float64)
+    payload = torch.empty(1, compressor.nbytes(len(row), x.dtype), dtype=torch.uint8)
+    compressor.compress(x, payload)
+    out = torch.empty_like(x)
+    compressor.decompress(payload, out)
+    return [float(v) for v in out[0]]
+
+
+def loop(compressor: Any, feedback: Any) -> list[list[list[float]]]:
+    """By step and rank, the sum that it gets; on lists. Padding is no part of anything, but has a place on the wire."""
+    columns = places()[-1].stop
+    used = torch.cat([p.columns(torch.ones(p.shape.numel()), W) for p in places()], 1).bool().tolist()
+    owed = [[[0.0] * columns for _ in range(W)] for _ in range(W)]  # by rank and row
+    out = []
+    for step, present in enumerate(STEPS):
+        at = [c for i in present for c in range(places()[i].start, places()[i].stop)]
+        sums = [[0.0] * len(at) for _ in range(W)]
+        for rank in range(W):
+            given = drawn(step, rank, present).tolist()
+            for row in range(W):
+                e, before = owed[rank][row], list(owed[rank][row])
+                z = [2 * g + (e[c] if used[row][c] else 0.0) for g, c in zip(given[row], at)]
+                sent = decoded(compressor, z)
+                sums[row] = [a + b / 2 for a, b in zip(sums[row], sent)]
+                for c, value, s in zip(at, z, sent):
+                    lost = value - s if used[row][c] else 0.0
+                    e[c] = lost if feedback is True else 0.0
+                    if isinstance(feedback, LoCo):
+                        e[c] = feedback.beta * before[c] + (1 - feedback.beta) * lost
+            if isinstance(feedback, LoCo):
+                flat = decoded(Int8(), [v for row in owed[rank] for v in row])
+                owed[rank] = [flat[i * columns : (i + 1) * columns] for i in range(W)]
+                if feedback.reset_every is not None and (step + 1) % feedback.reset_every == 0:
+                    owed[rank] = [[0.0] * columns for _ in range(W)]
+        out.append(sums)
+    return out
+
+
+@pytest.mark.parametrize("feedback", [True, False, LoCo(0.6, 3)], ids=["feedback", "none", "LoCo"])
+@pytest.mark.parametrize("compressor", [Int4(block=8), Int8(block=8, rotate=True)], ids=["int4", "int8"])
+def test_it_is_the_loop_of_the_papers(compressor, feedback):
+    def run(backend):
+        out = []
+        group = Plain([])
+        mean = GroupMean(group, backend, compressor, feedback, lambda: None)
+        for step, present in enumerate(STEPS):
+            group.present = present
+            given = drawn(step, backend.rank, present)
+            mine = given.new_empty(given.shape[1])
+            mean(mine, given.view(-1), None, dist.ReduceOp.SUM)
+            mean.end(sound=True)
+            out.append(mine)
+        return out
+
+    expected = loop(compressor, feedback)
+    for rank, found in enumerate(on_threads(W, run)):
+        for step, mine in enumerate(found):
+            # a sum in another order
+            assert torch.allclose(mine, torch.tensor(expected[step][rank], dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_a_mean_that_is_not_sound_leaves_what_is_owed():
+    """And gradients are NaN then; a second mean before the end goes on from the first."""
+
+    def run(backend):
+        group = Plain([0, 1, 2, 3], params=[torch.nn.Parameter(torch.zeros(3))])
+        group.params[0].grad = torch.ones(3)
+        mean = GroupMean(group, backend, Sign(16), True, lambda: None)
+        given = drawn(0, backend.rank, group.present)
+        mine = given.new_empty(given.shape[1])
+
+        def take() -> Tensor:
+            mean(mine, given.view(-1), None, dist.ReduceOp.SUM)
+            return mine.clone()
+
+        assert mean.owed is not None
+        first = take()
+        mean.end(sound=False)
+        nothing, nan = bool(mean.owed.read().any()), bool(group.params[0].grad.isnan().all())
+        again, second = take(), take()
+        mean.forget()
+        return first, again, second, nothing, nan, bool(mean.owed.read().any())
+
+    for first, again, second, nothing, nan, after in on_threads(W, run):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, second)
+        assert (nothing, nan, after) == (False, True, False)
