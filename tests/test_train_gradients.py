@@ -132,7 +132,5 @@ def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], me
 
 @pytest.mark.parametrize("feedback", ["", None])
 def test_feedback_must_be_something(feedback: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"comm\.compress\.feedback=.* it must be true, false or LoCo"
-    ):
+    with pytest.raises(ConfigError, match=r"comm\.compress\.feedback=.* it must be true, false or LoCo"):
         GradientsConfig("Int4", feedback=feedback)
