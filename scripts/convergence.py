@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Does a compressed run learn what the plain one learns? Every optimizer against its uncompressed counterpart.
+"""Does a compressed run learn what the plain one learns? Every optimizer, and AdamW on compressed means of gradients,
+against its uncompressed counterpart.
 
     scripts/convergence.py [--tasks gpt,bert,digits] [--methods ...] [--seeds 0,1,2] [--ranks 4] [--json FILE]
-    scripts/convergence.py --update-docs     # the tables of docs/convergence.md and README.md, no run
+    scripts/convergence.py --update-docs     # the tables of docs/convergence.md, gradients.md and README.md, no run
 
 The same data, steps, seeds and learning rates for both, on real processes over Gloo (scripts/convergence_tasks.py has
 all settings). Passed is what ends with a mean held-out loss within the spread of its counterpart: no more above the
@@ -75,6 +76,26 @@ def launch(
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+def earlier(path: Path, ranks: int) -> list[Record]:
+    """The runs of a file of figures, of methods that there still are; none without the file."""
+    if not path.exists():
+        return []
+    figures = json.loads(path.read_text())
+    if figures["ranks"] != ranks:
+        raise SystemExit(f"{path} has figures of {figures['ranks']} ranks, these would be of {ranks}")
+    records = [run for row in figures["rows"] for run in row["runs"]]
+    return [
+        record for record in records if record["task"] in TASKS and record["method"] in TASKS[record["task"]].methods
+    ]
+
+
+def merge(old: list[Record], new: list[Record]) -> list[Record]:
+    """The new runs and those of the old ones that were not repeated, in the order of the tasks."""
+    runs = {(record["task"], record["method"], record["seed"]): record for record in (*old, *new)}
+    order = [(task, method) for task in TASKS for method in TASKS[task].methods]
+    return [runs[key] for key in sorted(runs, key=lambda key: (order.index(key[:2]), key[2]))]
+
+
 def summarise(records: list[Record]) -> list[Record]:
     """A row for each task and method: means and spreads, and whether it learns what its counterpart does."""
     rows: dict[tuple[str, str], Record] = {}
@@ -110,6 +131,11 @@ def table(rows: list[Record]) -> str:
     return "\n".join(lines)
 
 
+def shown_gap(row: Record) -> str:
+    """The gap of a row, marked where it is more than the spread."""
+    return f"{row['gap']:+.3f}" + ("" if row["passed"] else " ✗")
+
+
 def summary(rows: list[Record]) -> str:
     """A row for each optimizer as a Markdown table: its gap on every task, and what it sends."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -117,7 +143,7 @@ def summary(rows: list[Record]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for method in dict.fromkeys(row["method"] for row in rows if "gap" in row):
         found = {row["task"]: row for row in rows if row["method"] == method}
-        gaps = [f"{row['gap']:+.3f}" + ("" if row["passed"] else " ✗") for row in found.values()]
+        gaps = [shown_gap(found[task]) if task in found else "" for task in tasks]
         sent = [100 * row["sent"] for row in found.values()]
         low, high = f"{min(sent):.0f}", f"{max(sent):.0f}"
         cells = [method, next(iter(found.values()))["counterpart"], *gaps, low if low == high else f"{low} to {high}"]
@@ -135,8 +161,10 @@ def put(text: str, path: Path) -> None:
 
 
 def update_docs(rows: list[Record], root: Path = ROOT) -> None:
+    of_gradients = [row for row in rows if "compress" in TASKS[row["task"]].methods[row["method"]].comm]
     put(table(rows), root / "docs" / "convergence.md")
-    put(summary(rows), root / "README.md")
+    put(summary(of_gradients), root / "docs" / "gradients.md")
+    put(summary([row for row in rows if row not in of_gradients]), root / "README.md")
 
 
 def arguments() -> argparse.Namespace:
@@ -146,7 +174,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default: 0,1,2)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
     parser.add_argument("--runs", type=Path, help="keep the run folders here, for `commopt report`")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=Path, help="write all figures to this file; what it has of other runs stays")
     parser.add_argument("--check", action="store_true", help="exit with 1 if an optimizer learns less")
     parser.add_argument("--update-docs", action="store_true", help=f"their tables from {FIGURES.name}; no run")
     args = parser.parse_args()
@@ -181,14 +209,16 @@ def main() -> int:
         if method in args.methods
         for seed in args.seeds
     ]
+    old = earlier(args.json, args.ranks) if args.json else []
     with tempfile.TemporaryDirectory() as folder:
         if args.runs is not None:
             args.runs.mkdir(parents=True, exist_ok=True)
-        rows = summarise(launch(runs, args.ranks, args.runs or Path(folder)))
+        records = merge(old, launch(runs, args.ranks, args.runs or Path(folder)))
+    rows, seeds = summarise(records), sorted({record["seed"] for record in records})
     print(table(rows))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"ranks": args.ranks, "seeds": args.seeds, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"ranks": args.ranks, "seeds": seeds, "rows": rows}, indent=1) + "\n")
     return int(args.check and not all(row.get("passed", True) for row in rows))
 
 

@@ -19,12 +19,13 @@ from typing import Any
 import digits
 import torch
 import torch.distributed as dist
-from convergence_tasks import TASKS, Task
+from convergence_tasks import TASKS, Method, Task
 from torch.nn import functional as F
 
-from commopt.train.config import Config, OptimConfig
+from commopt.train.config import CommConfig, Config, OptimConfig, ParallelConfig
 from commopt.train.engine import make_engine
 from commopt.train.loop import learning_rate, train
+from commopt.train.parallel import open_mesh
 from commopt.train.parse import from_dict, parse
 from commopt.train.world import World, open_world
 
@@ -32,19 +33,35 @@ ROOT = Path(__file__).resolve().parent.parent
 images = cache(digits.load)
 
 
-def train_digits(task: Task, optim: OptimConfig, seed: int, world: World) -> dict[str, Any]:
+def configure(task: Task, method: Method, seed: int, folder: Path) -> Config:
+    """The config of a run."""
+    config = Config()
+    if task.config is not None:
+        name, *overrides = task.config
+        config = parse([str(ROOT / "configs" / f"{name}.yaml"), *overrides])
+    run = {"steps": task.steps, "batch_size": task.batch, "seed": seed, "run_dir": str(folder), "keep": 1}
+    often = {"log_every": task.steps // 10, "eval_every": task.steps // 5, "checkpoint_every": task.steps}
+    return replace(
+        config,
+        optim=from_dict({**task.optim, **method.optim}, OptimConfig),
+        comm=from_dict(method.comm, CommConfig),
+        parallel=from_dict(method.parallel, ParallelConfig),
+        train=replace(config.train, **run, **often),
+    )
+
+
+def train_digits(config: Config, world: World) -> dict[str, Any]:
     """Trains the residual network; what it makes of the images held out."""
     (pixels, labels), (new_pixels, new_labels) = images()
-    config = Config(optim=optim)
-    config = replace(config, train=replace(config.train, steps=task.steps))
+    seed, batch = config.train.seed, config.train.batch_size
     torch.manual_seed(seed)
     model = digits.ResNet()
     engine, sent, full = make_engine(config, model, world), 0, 0
     order = torch.Generator().manual_seed(1000 + seed)
-    for step in range(task.steps):
+    for step in range(config.train.steps):
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
-        chosen = torch.randint(0, len(labels), (task.batch,), generator=order)[world.rank :: world.size]
+        chosen = torch.randint(0, len(labels), (batch,), generator=order)[world.rank :: world.size]
         engine.optimizer.zero_grad()
         F.cross_entropy(engine.module(pixels[chosen]), labels[chosen]).backward()
         engine.step()
@@ -56,14 +73,8 @@ def train_digits(task: Task, optim: OptimConfig, seed: int, world: World) -> dic
     return {"heldout_loss": float(loss), "accuracy": float(right), "bytes": sent, "fp32_bytes": full}
 
 
-def train_language(task: Task, optim: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+def train_language(config: Config) -> dict[str, Any]:
     """Trains a language model as ``commopt train`` does."""
-    assert task.config is not None
-    name, *overrides = task.config
-    config = parse([str(ROOT / "configs" / f"{name}.yaml"), *overrides])
-    run = {"steps": task.steps, "batch_size": task.batch, "seed": seed, "run_dir": str(folder), "keep": 1}
-    often = {"log_every": task.steps // 10, "eval_every": task.steps // 5, "checkpoint_every": task.steps}
-    config = replace(config, optim=from_dict(optim, OptimConfig), train=replace(config.train, **run, **often))
     record = train(config)
     return {key: record[key] for key in ("heldout_loss", "bytes", "fp32_bytes")}
 
@@ -75,11 +86,12 @@ def main() -> None:
     with open_world() as world:
         for name, method, seed in runs:
             task = TASKS[name]
-            optim = {**task.optim, **task.methods[method].optim}
+            config = configure(task, task.methods[method], seed, folder / f"{name}-{method}-{seed}")
             if task.config is None:
-                record = train_digits(task, from_dict(optim, OptimConfig), seed, world)
+                with open_mesh(config, world) as held:
+                    record = train_digits(config, held)
             else:
-                record = train_language(task, optim, seed, folder / f"{name}-{method}-{seed}")
+                record = train_language(config)
             if world.is_main:
                 with out.open("a") as file:
                     file.write(json.dumps({"task": name, "method": method, "seed": seed, **record}) + "\n")

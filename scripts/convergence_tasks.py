@@ -1,6 +1,6 @@
-"""What scripts/convergence.py trains: tasks, and the optimizers that are compared on each, with their settings.
+"""What scripts/convergence.py trains: tasks, and the methods that are compared on each, with their settings.
 
-An optimizer and its counterpart have the same learning rate, schedule, momenta and weight decay. What compression adds
+A method and its counterpart have the same learning rate, schedule, momenta and weight decay. What compression adds
 is set once for a task, not by seed.
 """
 
@@ -12,17 +12,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer on a task.
+    """An optimizer on a task, and what it communicates.
 
     Attributes:
         optim: the ``optim`` section of a config, but for what the task sets.
         counterpart: name of the uncompressed method that it is to learn as much as; None for those.
         why: why it learns less on this task, where it does.
+        comm: the ``comm`` section, but for what is as always.
+        parallel: the ``parallel`` section likewise: how the ranks hold the model.
     """
 
     optim: dict[str, Any]
     counterpart: str | None = None
     why: str | None = None
+    comm: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Task:
         steps: of a run.
         batch: samples per step, over all ranks.
         optim: the schedule and clipping: what all methods share of the ``optim`` section of a config.
-        methods: by name.
+        methods: by name, which has no comma.
         config: arguments of ``commopt train`` for a language model; None for the digits.
     """
 
@@ -44,12 +48,27 @@ class Task:
     config: list[str] | None = field(default=None)
 
 
+SDP4BIT = {
+    "name": "Int4",
+    "args": {"rotate": True, "rounding": "stochastic"},
+    "feedback": False,
+    "inside": {"name": "Int8", "args": {"rounding": "stochastic"}},
+}
+"""Of a model on two machines of two ranks: 8 bits inside, rotated 4 bits between."""
+
+DIFFERENCES = {"name": "Int4", "weights": "Differences"}
+"""Of a model cut over all ranks: both of FSDP2's exchanges."""
+
+
 def blocks(ratio: float, block: int) -> dict[str, Any]:
     return {"name": "RandomBlocks", "args": {"ratio": ratio, "block": block}}
 
 
 LOCAL = "each rank takes 4 steps on a quarter of the batch; Adam makes the noise of that as large as the signal"
 LATE = "what is not sent at once acts later, and lr was not lowered for that, as CSER's authors do"
+SHORTER = "Adam's variance has what is owed in it, so that its steps are shorter; the digits want twice the lr"
+NOISY = "a quarter of the momentum's direction is lost, and Adam's variance has that noise in it"
+RARELY = "4 of 256 elements a step: in 200 to 600 steps an element moves 3 to 10 times"
 FEW_ROUNDS = "a sign step has one size, whatever the gradients are; 50 to 150 of them are few"
 
 
@@ -71,8 +90,10 @@ def adam_family(
     rounds = {"variance": {"kappa": kappa, "stop": freeze}, "sync": {"first": 1, "double_every": freeze, "longest": 4}}
     local = {"base": "AdamW", "base_args": betas, "period": 4}
     momentum = {"outer_lr": 0.7, "outer_momentum": 0.5}
+    plain = {"name": "AdamW", **adam, "args": betas}
     return {
-        "AdamW": Method({"name": "AdamW", **adam, "args": betas}),
+        "AdamW": Method(plain),
+        **on_gradients(plain),
         "OneBitAdam": Method({"name": "OneBitAdam", **adam, "args": {**betas, "freeze_step": freeze}}, "AdamW"),
         "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
         "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
@@ -87,6 +108,25 @@ def adam_family(
             {"name": "SlowMo", **adam, "args": {**local, "outer_momentum": 0.2}}, "LocalSGD(AdamW)"
         ),
         "DiLoCo(AdamW)": Method({"name": "DiLoCo", **adam, "args": {**local, **momentum}}, "LocalSGD(AdamW)"),
+    }
+
+
+def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
+    """AdamW, whose ``optim`` section is given, on compressed means of gradients."""
+
+    def on(compress: dict[str, Any], why: str | None = None) -> Method:
+        return Method(optim, "AdamW", why, {"compress": compress})
+
+    return {
+        "AdamW + Int8": on({"name": "Int8"}),
+        "AdamW + Int4": on({"name": "Int4"}),
+        "AdamW + Int4 without feedback": on({"name": "Int4", "feedback": False}),
+        "AdamW + PowerSGD(4)": on({"name": "PowerSGD", "args": {"rank": 4}}, SHORTER),
+        "AdamW + ACP(4)": on({"name": "ACP", "args": {"rank": 4}}, NOISY),
+        "AdamW + Sign": on({"name": "Sign"}, NOISY),
+        "AdamW + TopK": on({"name": "TopK"}, RARELY),
+        "AdamW + SDP4Bit": Method(optim, "AdamW", None, {"compress": SDP4BIT}, {"shard": 2}),
+        "AdamW + Int4 and Differences": Method(optim, "AdamW", None, {"compress": DIFFERENCES}, {"shard": 4}),
     }
 
 

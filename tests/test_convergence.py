@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from convergence_spoilt import SPOILT
 from forks import python
+from torch.nn.functional import cross_entropy
+from worlds import on_threads
+
+from commopt import compress_gradients
+from commopt.comm import ThreadBackend
+from commopt.compress import Compressor, Int2, Sign
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import convergence  # noqa: E402
+import digits  # noqa: E402
 from convergence_tasks import TASKS  # noqa: E402
 
 SEED = 0
@@ -40,14 +48,33 @@ FROZEN = {
 def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
     rows = json.loads(convergence.FIGURES.read_text())["rows"]
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/convergence.md"):
+    methods = {"README.md": "OneBitAdam", "docs/convergence.md": "OneBitAdam", "docs/gradients.md": "AdamW + Int8"}
+    for name, method in methods.items():
         page = (ROOT / name).read_text()
-        (tmp_path / name).write_text(page.replace("| OneBitAdam |", "| another |"))
+        assert f"| {method} |" in page
+        (tmp_path / name).write_text(page.replace(f"| {method} |", "| another |"))
     convergence.update_docs(rows, tmp_path)
-    for name in ("README.md", "docs/convergence.md"):
+    for name in methods:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
     with pytest.raises(SystemExit, match="has no"):
         convergence.put("", ROOT / "LICENSE")
+
+
+def test_figures_of_other_runs_stay(tmp_path: Path) -> None:
+    def run(method: str, seed: int, loss: float) -> dict[str, Any]:
+        made = {"task": "digits", "method": method, "seed": seed, "heldout_loss": loss, "bytes": 1, "fp32_bytes": 2}
+        return made
+
+    path = tmp_path / "figures.json"
+    assert convergence.earlier(path, 4) == []
+    runs = [run("AdamW", 0, 1.0), run("AdamW + Int8", 0, 2.0), run("AdamW + Int8", 1, 3.0), run("of old", 0, 4.0)]
+    path.write_text(json.dumps({"ranks": 4, "seeds": [0, 1], "rows": [{"runs": [one]} for one in runs]}))
+    with pytest.raises(SystemExit, match="has figures of 4 ranks, these would be of 2"):
+        convergence.earlier(path, 2)
+    old = convergence.earlier(path, 4)
+    assert old == runs[:3]
+    again, more = run("AdamW + Int8", 0, 5.0), run("OneBitAdam", 0, 6.0)
+    assert convergence.merge(old, [more, again]) == [runs[0], again, runs[2], more]
 
 
 def learns_less(row: dict[str, Any], method: str) -> bool:
@@ -80,6 +107,37 @@ def test_it_learns_the_digits_as_it_did(rows: dict[str, dict[str, Any]], method:
 def test_a_fault_is_noticed(rows: dict[str, dict[str, Any]], spoilt: str) -> None:
     """Residuals that are forgotten, and models that are never brought together."""
     assert learns_less(rows[spoilt], SPOILT[spoilt][1]), rows[spoilt]
+
+
+def learnt(compressor: Compressor | None, feedback: bool = True) -> float:
+    """The held-out loss of a linear model of the digits, by SGD on compressed means of two ranks' gradients; by exact
+    ones without a compressor."""
+    (pixels, labels), (new_pixels, new_labels) = digits.load()
+    order = torch.randint(0, len(labels), (60, 32), generator=torch.Generator().manual_seed(1000 + SEED))
+
+    def train(backend: ThreadBackend) -> float:
+        model = torch.nn.Linear(64, 10)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        if compressor is not None:
+            compress_gradients(model, compressor, backend=backend, feedback=feedback)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        for chosen in order:
+            mine = chosen[backend.rank :: backend.world_size]
+            optimizer.zero_grad()
+            cross_entropy(model(pixels[mine].flatten(1)), labels[mine]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return float(cross_entropy(model(new_pixels.flatten(1)), new_labels))
+
+    return float(on_threads(1 if compressor is None else 2, train)[0])
+
+
+@pytest.mark.parametrize("compressor", [Sign(), Int2()], ids=repr)
+def test_compressed_gradients_learn_what_exact_ones_do(compressor: Compressor) -> None:
+    """And the limit is one that they miss without error feedback."""
+    limit = learnt(None) + 0.01
+    assert learnt(compressor) < limit < learnt(compressor, feedback=False)
 
 
 @pytest.mark.convergence
