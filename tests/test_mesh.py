@@ -166,7 +166,8 @@ def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path,
     apart start from their mean."""
     flat = shards == 1
     there = pool.over_gloo(replicas * shards, mesh_scenes.loaded, str(folder), shards, flat, str(tmp_path))
-    back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat)
+    once = mesh_scenes.SAVED + 1
+    back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat, "", mesh_scenes.KINDS, once)
     for name in mesh_scenes.KINDS:
         before = owes(saved, name)
         for ranks in (there, back) if replicas > 1 else ():
