@@ -27,7 +27,7 @@ struct Index {
 namespace grid {
 
 constexpr int kMaxThreads = 1024;
-constexpr size_t kStack = (1 << 15) + 448;
+constexpr size_t kStack = (1 << 15) + 448;  // no power of two: all stacks would share a few lines of the cache
 
 struct Barrier {
     unsigned arrived = 0, generation = 0;
