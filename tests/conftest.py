@@ -6,8 +6,11 @@ worlds of processes, and one that waits for what is late leaves the cores to ano
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,20 +27,35 @@ if TYPE_CHECKING:
 # each would spin for one another. What several threads compute is tested where a test asks for them (test_ops.py).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What one process compiles of commopt and of the tests serves all others, and the next run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 FIRST = [
     "test_train_sharded",
     "test_mesh",
     "test_convergence",
+    "test_train_elastic",
     "test_waiting",
     "test_train_lost",
     "test_exit",
     "test_netbed",
     "test_mpi",
+    "test_cuda_sources",
     "test_onebit_lamb",
     "test_nodes",
     "test_train_mpi",
-    "test_train_loop",
+    "test_local_steps",
+    "test_absent",
+    "test_gradients",
+    "test_cser_state",
+    "test_configs",
+    "test_cser",
+    "test_sharded",
+    "test_contract",
     "test_zero_one_adam",
+    "test_train_loop",
+    "test_onebit_adam",
 ]
 """Files that take long, first those of which much is waiting: begun last, they would leave cores to nobody."""
 
@@ -66,6 +84,19 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 pytest.register_assert_rewrite("conformance", "cuda_checks", "runs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker of pytest-xdist reads all test files, and begins with a part of its own: pytest rewrites the asserts
+    of a file where nobody has, which takes longer than to read it."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        files = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        first = int(worker.removeprefix("gw")) * len(files) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        for name in files[first:] + files[:first]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # raised once more where it is collected
+                importlib.import_module(name)
 
 
 @pytest.hookimpl(trylast=True)

@@ -46,8 +46,9 @@ PRELOADED = (
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.utils.tensorboard.writer",
     "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.train.plot",
     "commopt.train.sharded", "commopt.probe.command",
-    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "rich.logging",
-    "rich.progress", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest", "hypothesis",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "tokenizers", "rich.logging", "rich.progress", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "pytest", "hypothesis",
 )  # fmt: skip
 """What processes of the tests import. It must start no thread, and compute nothing: a fork has one thread only."""
 

@@ -168,9 +168,17 @@ def saved(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def loaded(
-    rank: int, world_size: int, folder: str, shards: int, flat: bool, back: str = "", names: Sequence[str] = KINDS
+    rank: int,
+    world_size: int,
+    folder: str,
+    shards: int,
+    flat: bool,
+    back: str = "",
+    names: Sequence[str] = KINDS,
+    later: int = LATER,
 ) -> dict[str, Any]:
-    """What is loaded of that on a mesh of its own; and it is written once more if told where, or else trained on."""
+    """What is loaded of that on a mesh of its own; and it is written once more if told where, or else trained on, until
+    step ``later``."""
     mesh, out = grid(world_size // shards, shards), {}
     for name in names:
         net = sharded(mesh["shard"], seed=1)
@@ -184,7 +192,7 @@ def loaded(
         if back:
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
             continue
-        learn(net, optimizer, range(SAVED, LATER), rank)
+        learn(net, optimizer, range(SAVED, later), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
     return out
 

@@ -82,7 +82,7 @@ def test_overlap_changes_no_bit_where_parameters_come_and_go(cls, settings):
         optimizer = cls(params, 1e-2, overlap=overlap, backend=grouped, bucket_mb=2e-4, **settings)
         assert len(optimizer.buckets) > 2
         early = 0
-        for step in range(20):
+        for step in range(15):  # at 13 there is no gradient at all
             give(params, some_of(some_grads(SIZES, step, backend.rank), step, backend.rank))
             early += optimizer._in_flight.started if optimizer._in_flight is not None else 0
             optimizer.step()

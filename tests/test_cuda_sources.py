@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import inspect
 import logging
 import math
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,24 +34,48 @@ THRESHOLD = ["measure", "begin", "count", "step", "tally", "places", "encode"]
 # compiling ------------------------------------------------------------------------------------------------------------
 
 
-def nvrtc() -> ctypes.CDLL:
-    """NVIDIA's runtime compiler, from its wheel."""
+Compiled = tuple[int, str, str, bytes]
+"""The status (0: good), what the compiler says, PTX, and machine code: the assembler finds what it does not."""
+
+
+def nvrtc() -> Path:
+    """The library of NVIDIA's runtime compiler, from its wheel."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
     found = sorted(lib for folder in folders for lib in folder.glob("*/lib/libnvrtc.so.*"))
     if not found:
         pytest.skip("NVRTC is not installed (the package nvidia-cuda-nvrtc)")
-    for helper in found[-1].parent.glob("libnvrtc-builtins.so.*"):
+    return found[-1]
+
+
+@pytest.fixture
+def compile_cuda(request: pytest.FixtureRequest) -> Callable[[str, str], Compiled]:
+    """``compile_cuda(text, arch)``. What a compiler has once made of a text is kept beside what pytest keeps."""
+
+    def compiled(text: str, arch: str) -> Compiled:
+        library = nvrtc()
+        # As CuPy does it.
+        options = [b"-std=c++17", b"-ftz=true", f"-arch={arch}".encode(), b"--device-as-default-execution-space"]
+        cache, there = getattr(request.config, "cache", None), library.stat()
+        if cache is None:
+            return compiled_by(library, text, options)
+        key = repr((text, options, str(library), there.st_size, there.st_mtime_ns))
+        kept = cache.mkdir("cuda") / hashlib.sha256(key.encode()).hexdigest()
+        if not kept.exists():
+            part = kept.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(compiled_by(library, text, options)))
+            part.replace(kept)
+        outcome: Compiled = pickle.loads(kept.read_bytes())
+        return outcome
+
+    return compiled
+
+
+def compiled_by(library: Path, text: str, options: list[bytes]) -> Compiled:
+    for helper in library.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)  # NVRTC looks for it by name
-    return ctypes.CDLL(str(found[-1]))
-
-
-def compile_cuda(text: str, arch: str) -> tuple[int, str, str, bytes]:
-    """The status (0: good), what the compiler says, PTX, and machine code: the assembler finds what it does not."""
-    compiler, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    compiler, program, size = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_size_t()
     assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"all.cu", 0, None, None) == 0
-    # As CuPy does it.
-    options = [b"-std=c++17", b"-ftz=true", f"-arch={arch}".encode(), b"--device-as-default-execution-space"]
     status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     texts = []
     for what in ["ProgramLog"] + ["PTX", "CUBIN"] * (status == 0):
@@ -61,7 +89,7 @@ def compile_cuda(text: str, arch: str) -> tuple[int, str, str, bytes]:
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
-def test_the_sources_compile(arch):
+def test_the_sources_compile(compile_cuda, arch):
     status, log, ptx, code = compile_cuda(cuda_module.source(), arch)
     assert status == 0, log
     assert log.strip("\0\n") == ""
@@ -72,7 +100,7 @@ def test_the_sources_compile(arch):
     assert code.count(b".text.") >= ptx.count(".entry")
 
 
-def test_a_broken_source_does_not_compile():
+def test_a_broken_source_does_not_compile(compile_cuda):
     status, log, _, _ = compile_cuda(cuda_module.source().replace("__popc(alive)", "__popc(alife)"), "sm_80")
     assert status != 0
     assert "compress.cu" in log

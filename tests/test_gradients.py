@@ -191,15 +191,16 @@ def test_the_mean_of_many_equal_steps_tends_to_the_gradient():
 
     def run(backend: ThreadBackend) -> list[float]:
         out = []
-        for feedback in (True, False):
+        for feedback, steps in ((True, 256), (False, 2)):  # without, each mean is the one before
             model = Given([(200,)])
             commopt.compress_gradients(model, Sign(None), backend=backend, feedback=feedback)
             g = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            total = torch.zeros(200, dtype=torch.float64)
-            for _ in range(256):
+            means = []
+            for _ in range(steps):
                 model.backward([g])
-                total += model.take()[0]
-            out.append(float((total / 256 - g).norm() / g.norm()))
+                means.append(model.take()[0].clone())
+            assert torch.equal(means[0], means[1]) != feedback
+            out.append(float((sum(means) / steps - g).norm() / g.norm()))
         return out
 
     (kept, forgotten), *_ = on_threads(2, run)
@@ -405,15 +406,16 @@ def test_loco_is_the_moving_average_of_what_is_lost(world_size):
 
     def run(backend: ThreadBackend) -> dict[str, float]:
         apart = {}
-        for name, feedback in (("none", False), ("loco", LoCo(0.5, None)), ("all", True)):
+        for name, feedback, steps in (("none", False, 2), ("loco", LoCo(0.5, None), 64), ("all", True, 64)):
             model = Given([(200,)])
             commopt.compress_gradients(model, Int2(8), backend=backend, feedback=feedback)
             g = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            total = torch.zeros(200, dtype=torch.float64)
-            for _ in range(64):
+            means = []
+            for _ in range(steps):
                 model.backward([g])
-                total += model.take()[0]
-            apart[name] = float((total / 64 - g).norm() / g.norm())
+                means.append(model.take()[0].clone())
+            assert torch.equal(means[0], means[1]) == (name == "none")  # and so each that would come
+            apart[name] = float((sum(means) / steps - g).norm() / g.norm())
 
         model = Given([(200,)])
         handle = commopt.compress_gradients(model, Int2(8), backend=backend, feedback=LoCo(0.75, 3))

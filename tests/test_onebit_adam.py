@@ -243,13 +243,14 @@ def test_the_change_of_phase_is_logged_once_and_the_variance_stays_frozen(caplog
 
 
 def test_the_size_of_the_update_does_not_jump_at_the_switch_nor_grow_after_it():
-    """With a gradient of constant size |update| is lr for ever; if the clock of beta2 ran on, it would reach 3.2 lr."""
+    """With a gradient of constant size |update| is lr for ever; if the clock of beta2 ran on, it would be 1.005 lr
+    after its first step, and reach 3.2 lr."""
 
     def run(backend):
         p = nn.Parameter(torch.zeros(1000, dtype=torch.float64))
         optimizer = OneBitAdam([p], lr=1e-3, freeze_step=100, backend=backend)
         sizes = []
-        for _ in range(400):
+        for _ in range(200):
             before = p.detach().clone()
             p.grad = torch.ones_like(p)
             optimizer.step()
@@ -568,12 +569,12 @@ def test_learning_with_one_bit_is_about_as_good_as_with_32():
         optimizer = OneBitAdam(model.parameters(), lr=3e-3, freeze_step=freeze_step, backend=backend)
         logging.getLogger("commopt").setLevel(logging.ERROR)
         for step in range(300):
-            backward(model, step % 8, backend.rank, 2)
+            backward(model, step % 8, backend.rank, backend.world_size)
             optimizer.step()
         return sum(model(tokens(s, 0, 1)).item() for s in range(8)) / 8
 
     first = sum(Toy()(tokens(s, 0, 1)).item() for s in range(8)) / 8
-    plain = on_threads(2, lambda b: run(b, 1000))[0]
+    plain = on_threads(1, lambda b: run(b, 1000))[0]  # the mean over two is that of one with all
     compressed = on_threads(2, lambda b: run(b, 60))[0]
     logging.getLogger("commopt").setLevel(logging.NOTSET)
     assert first - compressed > 0.95 * (first - plain), (first, plain, compressed)

@@ -22,10 +22,19 @@ ZERO_ONE = {
 """Of 12 steps 1 and 2 are exact, 3, 6, 9 and 12 compressed, the others local."""
 
 
+@pytest.fixture(scope="module")
+def whole(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 0/1 Adam that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    pair.run(run, tiny(folder, optim=ZERO_ONE))
+    return folder
+
+
 @pytest.mark.parametrize("step", [4, 8, 9])
-def test_stopped_between_rounds_and_resumed_is_never_stopped(pair: Pair, tiny: Make, tmp_path: Path, step: int) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    pair.run(run, tiny(whole, optim=ZERO_ONE))
+def test_stopped_between_rounds_and_resumed_is_never_stopped(
+    pair: Pair, tiny: Make, whole: Path, tmp_path: Path, step: int
+) -> None:
+    stopped = tmp_path / "stopped"
     pair.run(run_and_stop, tiny(stopped, optim=ZERO_ONE), step, 1)
     between = content(stopped, step, 2)
     pair.run(run, tiny(stopped, optim=ZERO_ONE, resume="auto"))

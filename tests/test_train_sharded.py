@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,11 +63,29 @@ SAME = [
 ]
 
 
+Unsharded = Callable[[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def unsharded(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Unsharded:
+    """Where two ranks with whole models have trained with these sections of a config; once for each."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(sections: dict[str, Any]) -> Path:
+        folder = folders.get(repr(sections))
+        if folder is None:
+            folder = folders[repr(sections)] = tmp_path_factory.mktemp("whole")
+            four.run(run, tiny(folder, **sections), ranks=2)
+        return folder
+
+    return folder_of
+
+
 @pytest.mark.parametrize(
     ("kind", "optim", "parallel"), SAME, ids=[f"{kind} {optim['name']} {parallel}" for kind, optim, parallel in SAME]
 )
 def test_a_sharded_run_is_the_unsharded_one(
-    four: Pool, tiny: Make, tmp_path: Path, kind: str, optim: Any, parallel: dict[str, int]
+    four: Pool, tiny: Make, unsharded: Unsharded, tmp_path: Path, kind: str, optim: Any, parallel: dict[str, int]
 ) -> None:
     """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
     some ranks only."""
@@ -75,12 +93,12 @@ def test_a_sharded_run_is_the_unsharded_one(
     train = {"batch_size": 16, "eval_samples": 9, "checkpoint_every": 12}
     pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
     four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
-    four.run(run, tiny(tmp_path / "whole", model=model, optim=optim, train={**train, "accumulate": 2}), ranks=2)
-    ours, theirs = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    expected = unsharded({"model": model, "optim": optim, "train": {**train, "accumulate": 2}})
+    ours, theirs = losses(tmp_path / "cut"), losses(expected)
     assert len(ours) == 8
     assert ours == pytest.approx(theirs, rel=2e-6)
     assert ours[-1] < ours[0] - 0.1
-    cut, whole = (read_metrics(tmp_path / name)[-1] for name in ("cut", "whole"))
+    cut, whole = (read_metrics(folder)[-1] for folder in (tmp_path / "cut", expected))
     assert cut["tokens_total"] == whole["tokens_total"]
     if parallel == {"shard": 2}:  # half a model each, and so half the bytes
         assert cut["fp32_bytes"] == pytest.approx(whole["fp32_bytes"] / 2, rel=0.01)
@@ -102,14 +120,14 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_stopped_and_resumed_is_never_stopped(four: Pool, tiny: Make, tmp_path: Path, name: str) -> None:
-    """Nor does it matter how often a run is saved: one is after every fourth step, the other where it stops."""
+    """Nor does it matter how often a run is saved: one is after its eighth step, the other where it stops."""
     kind, optim, parallel = RESUMED[name]
-    seldom = {"checkpoint_every": 12}
+    often, seldom = {"checkpoint_every": 8}, {"checkpoint_every": 12}
 
     def config(folder: str, **more: Any) -> Config:
         return tiny(tmp_path / folder, model={"kind": kind}, optim=optim, parallel=parallel, **more)
 
-    four.run(run, config("whole"))
+    four.run(run, config("whole", train=often))
     four.run(run_and_stop, config("parts", train=seldom), 6, 3)
     assert not (tmp_path / "parts/checkpoints/step-00000012").exists()
     for summary in four.run(run, config("parts", resume="auto", train=seldom)):

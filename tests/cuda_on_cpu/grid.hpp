@@ -27,7 +27,7 @@ struct Index {
 namespace grid {
 
 constexpr int kMaxThreads = 1024;
-constexpr size_t kStack = 1 << 15;
+constexpr size_t kStack = (1 << 15) + 448;  // no power of two: all stacks would share a few lines of the cache
 
 struct Barrier {
     unsigned arrived = 0, generation = 0;
@@ -50,9 +50,11 @@ inline uint64_t slots[2][kMaxThreads];
 inline unsigned events;  // barriers passed and fibers done
 inline std::function<void()> kernel;
 
+[[gnu::noinline, noreturn]] inline void go_on(jmp_buf at) { _longjmp(at, 1); }
+
 // Out of the fiber. Not inlined, nor is resume: what a caller has in registers is as it was when they return.
 [[gnu::noinline]] inline void leave() {
-    if (_setjmp(self->at) == 0) _longjmp(scheduler, 1);
+    if (_setjmp(self->at) == 0) go_on(scheduler);
 }
 
 inline void wait(Barrier& barrier, unsigned members) {
@@ -78,13 +80,29 @@ inline void run_fiber() {
 [[gnu::noinline]] inline void resume(Fiber& fiber) {
     if (_setjmp(scheduler) != 0) return;
     self = &fiber;
-    if (fiber.begun) _longjmp(fiber.at, 1);
+    if (fiber.begun) go_on(fiber.at);
     fiber.begun = true;
     static ucontext_t context;
     getcontext(&context);
     context.uc_stack = {&stacks[(&fiber - fibers) * kStack], 0, kStack};
     makecontext(&context, run_fiber, 0);
     setcontext(&context);
+}
+
+// Runs the threads of a warp, from the first-th on, until all of them wait for other warps or have done; returns how many
+// have not. What one warp needs of its stacks fits into the cache nearest to the CPU, what all need does not.
+inline unsigned run_warp(unsigned first, bool backwards) {
+    unsigned left, before;
+    do {
+        before = events;
+        left = 0;
+        for (unsigned i = 0; i < 32; ++i) {
+            Fiber& fiber = fibers[first + (backwards ? 31 - i : i)];
+            if (!fiber.done) resume(fiber);
+            left += !fiber.done;
+        }
+    } while (left > 0 && events != before);
+    return left;
 }
 
 // Runs one block of threads; false if it gets stuck. backwards: the last thread first.
@@ -100,11 +118,7 @@ inline bool run_block(bool backwards) {
     for (unsigned left = threads; left > 0;) {
         const unsigned before = events;
         left = 0;
-        for (unsigned i = 0; i < threads; ++i) {
-            Fiber& fiber = fibers[backwards ? threads - 1 - i : i];
-            if (!fiber.done) resume(fiber);
-            left += !fiber.done;
-        }
+        for (unsigned i = 0; i < threads; i += 32) left += run_warp(backwards ? threads - 32 - i : i, backwards);
         if (events == before) {
             for (Fiber& fiber : fibers) fiber.begun = false;  // what is stuck is given up
             return false;
