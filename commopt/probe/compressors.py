@@ -8,10 +8,23 @@ from functools import lru_cache
 
 import torch
 
-from commopt.compress import ACP, BFloat16, Compressor, Float8, Int2, Int4, Int8, PowerSGD, Sign, TopK
+from commopt.compress import (
+    ACP,
+    BFloat16,
+    Compressor,
+    Float8,
+    Int2,
+    Int4,
+    Int8,
+    PowerSGD,
+    Sign,
+    ThresholdTopK,
+    TopBlocks,
+    TopK,
+)  # fmt: skip
 from commopt.compress.low_rank import LowRank
 
-Spec = Compressor | LowRank
+Spec = Compressor | LowRank | TopBlocks
 """What :func:`commopt.compress_gradients` takes."""
 
 COMPRESSORS: dict[str, tuple[str, Spec]] = {
@@ -22,6 +35,8 @@ COMPRESSORS: dict[str, tuple[str, Spec]] = {
     "gradients_int2": ("Int2()", Int2()),
     "gradients_sign": ("Sign()", Sign()),
     "gradients_topk": ("TopK()", TopK()),
+    "gradients_threshold": ("ThresholdTopK()", ThresholdTopK()),
+    "gradients_blocks": ("TopBlocks()", TopBlocks()),
     "gradients_powersgd4": ("PowerSGD(4)", PowerSGD(4)),
     "gradients_acp4": ("ACP(4)", ACP(4)),
 }
@@ -47,8 +62,8 @@ def label(name: str, specs: Mapping[str, Spec]) -> str:
 @lru_cache(maxsize=64)
 def error(spec: Spec) -> float:
     """What one message of Gaussian numbers loses of them: root mean square over that of the numbers. 1 for factors of
-    low rank, which noise has none of."""
-    if isinstance(spec, LowRank):
+    low rank, which noise has none of, and for blocks, of which none of noise is above the others."""
+    if not isinstance(spec, Compressor):
         return 1.0
     x = torch.randn(1, 2**14, generator=torch.Generator().manual_seed(0))
     payload, out = torch.zeros(1, spec.nbytes(x.shape[1]), dtype=torch.uint8), torch.empty_like(x)

@@ -3,6 +3,7 @@
 presence    all_gather: which parameters have a gradient, a byte for each
 out, back   of a chunk, by a compressor of rows: all_to_all, all_gather
             of a bucket, by low rank: all_reduce of one factor, and (PowerSGD) of the other
+            of a bucket, by blocks: all_reduce of their importances, and of those chosen
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from commopt.bucket import ROW_MULTIPLE, Bucket, partition
 from commopt.comm import all_reduce_bytes
-from commopt.compress import ACP, PowerSGD
+from commopt.compress import ACP, Compressor, PowerSGD, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.probe.compressors import Spec
 
@@ -100,12 +101,12 @@ def exchanges(
         capacity: most bytes of a bucket.
         turn: which mean, of :func:`turns`.
     """
-    of_bucket = _factors if isinstance(spec, LowRank) else _rows
+    of_bucket = _factors if isinstance(spec, LowRank) else _blocks if isinstance(spec, TopBlocks) else _rows
     return [of_bucket(bucket, spec, capacity, turn) for bucket in buckets_of(shapes, world_size, capacity)]
 
 
 def _rows(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
-    assert not isinstance(spec, LowRank)
+    assert isinstance(spec, Compressor)
     shard, out = bucket.padded // bucket.world_size, []
     for start, stop in bucket.split(capacity, spec.chunk_multiple):
         nbytes = (bucket.world_size - 1) * spec.nbytes(stop - start)
@@ -128,6 +129,14 @@ def _factors(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Excha
     multiple = bucket.world_size * ROW_MULTIPLE
     nbytes = [all_reduce_bytes(4 * -(-n // multiple) * multiple, bucket.world_size) for n in numbers if n]
     return [Exchange(bucket.numel, tuple(("all_reduce", n) for n in nbytes))]
+
+
+def _blocks(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+    assert isinstance(spec, TopBlocks)
+    n, block = bucket.padded, spec.block
+    numbers = [n // block, spec.kept(n) * block + n % block]
+    nbytes = [all_reduce_bytes(4 * m, bucket.world_size) for m in numbers if m]
+    return [Exchange(bucket.numel, tuple(("all_reduce", m) for m in nbytes))]
 
 
 def presence_bytes(shapes: Shapes, ranks: int) -> int:
