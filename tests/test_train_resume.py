@@ -136,6 +136,7 @@ def test_numbers_that_stand_for_null_are_no_change(
     folder = {"resume": "auto", "train": {"steps": 1, "checkpoint_every": 1}}
     run(tiny(tmp_path, model={**llama, "kv_heads": 2, "mlp_width": 256}, **folder))
     assert not [entry for entry in caplog.records if "changed since" in entry.getMessage()]
+    caplog.clear()
     older = asdict(tiny(tmp_path))
     for name in ("kv_heads", "mlp_width", "tied"):
         del older["model"][name]
