@@ -316,6 +316,17 @@ def gathered(handle: Any) -> int:
     return int(found["bytes"])
 
 
+def gathered_back_inside(rank: int, world_size: int) -> float:
+    """FSDP keeps pieces of every two ranks after a forward: how far gradients are from those without compression."""
+    x, found = images(0, rank, torch.float32), []
+    for weights in (None, Identity(), Differences(Identity())):
+        net = cut(Odd(torch.float32), reshard_after_forward=2)
+        commopt.compress_gradients(net, Identity(), weights=weights)
+        net(x).square().mean().backward()
+        found.append(torch.cat([g.flatten() for g in gradients(net) if g is not None]))
+    return max(float((g - found[0]).abs().max()) for g in found)
+
+
 def whole_forward(net: nn.Module, x: Tensor) -> Tensor:
     """With the optimizer's weights."""
     other = Odd(torch.float32)

@@ -123,6 +123,11 @@ def test_weights_on_the_wire(pool):
         assert all(sent == (later[0][0], 0) for sent in later)
 
 
+def test_weights_that_fsdp_gathers_from_fewer_ranks_in_backward_are_those_of_the_forward(pool):
+    """``reshard_after_forward=2``."""
+    assert max(pool.over_gloo(4, fsdp_scenes.gathered_back_inside)) == 0
+
+
 def test_weights_that_were_nan_do_not_stay_so(pool):
     assert all(pool.over_gloo(2, fsdp_scenes.replica_is_nan))
 
