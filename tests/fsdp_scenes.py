@@ -354,6 +354,23 @@ def replica_is_nan(rank: int, world_size: int) -> bool:
     return bool(net(x).isfinite().all())
 
 
+def several_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
+    """Modules that FSDP has in one group: how many exchanges there are, and whose they are after they were removed."""
+    net = Odd()
+    fully_shard([net.block.wide, net.block.out])
+    fully_shard(net)
+    handle = commopt.compress_gradients(net, Int4(block=8), weights=Int8())
+    backward(net, 1, rank)
+    assert handle._sharded is not None
+    count = len(handle._sharded.means), len(handle._sharded.weights)
+    handle.remove()
+    group = net.block.out._get_fsdp_state()._fsdp_param_groups[0]
+    left = [type(comm).__name__ for comm in (group._reduce_scatter_comm, group._all_gather_comm)]
+    commopt.compress_gradients(net, Int4(block=8))  # is allowed again
+    backward(net, 1, rank)
+    return {"count": count, "left": left}
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is said about what cannot be."""
     mesh, out = grid(2, world_size // 2), {}

@@ -132,6 +132,12 @@ def test_weights_that_were_nan_do_not_stay_so(pool):
     assert all(pool.over_gloo(2, fsdp_scenes.replica_is_nan))
 
 
+def test_modules_of_one_group_have_one_exchange(pool):
+    """And none when it was removed."""
+    for found in pool.over_gloo(2, fsdp_scenes.several_in_a_group):
+        assert found == {"count": (2, 2), "left": ["DefaultReduceScatter", "DefaultAllGather"]}
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]

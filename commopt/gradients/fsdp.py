@@ -158,7 +158,7 @@ class Group:
             if (group := here()) is not None:
                 group._watch_whole()
 
-        self._handles.append(self.module.register_forward_pre_hook(forward))
+        self._handles += [module.register_forward_pre_hook(forward) for module in self._theirs.modules]
 
     def _watch_whole(self) -> None:
         """After FSDP has made the whole parameters; they are the same objects in every forward."""
@@ -237,7 +237,11 @@ def groups_of(model: nn.Module) -> list[Group]:
     if fsdp is None:
         return []
     sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    return [Group(m, group) for m in sharded for group in m._get_fsdp_state()._fsdp_param_groups if _is_cut(group)]
+    modules: dict[Any, Any] = {}  # several of one group, fully_shard([norm, head]), have the same
+    for module in sharded:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            modules.setdefault(group, module)
+    return [Group(module, group) for group, module in modules.items() if _is_cut(group)]
 
 
 def _is_cut(group: Any) -> bool:
