@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -369,6 +371,29 @@ def several_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
     commopt.compress_gradients(net, Int4(block=8))  # is allowed again
     backward(net, 1, rank)
     return {"count": count, "left": left}
+
+
+def gone(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether a model is freed, whose handle nobody keeps, and until then compressed; or whose handle was removed."""
+    out = {}
+    for name in ("handle is let go", "removed"):
+        net = cut(Odd(torch.float32))
+        handle: Any = commopt.compress_gradients(net, Int4(block=8), weights=Differences())
+        backward(net, 1, rank)
+        if name == "removed":
+            handle.remove()
+        else:
+            mean = handle.mean
+            del handle
+            gc.collect()
+            backward(net, 1, rank)
+            assert mean.steps == 2
+            del mean
+        model = weakref.ref(net)
+        handle = net = None  # type: ignore[assignment]
+        gc.collect()
+        out[name] = model() is None
+    return out
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:

@@ -138,6 +138,11 @@ def test_modules_of_one_group_have_one_exchange(pool):
         assert found == {"count": (2, 2), "left": ["DefaultReduceScatter", "DefaultAllGather"]}
 
 
+def test_models_are_freed(pool):
+    for found in pool.over_gloo(2, fsdp_scenes.gone):
+        assert found == {"handle is let go": True, "removed": True}
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]
