@@ -396,6 +396,31 @@ def gone(rank: int, world_size: int) -> dict[str, bool]:
     return out
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def compiled(rank: int, world_size: int) -> float:
+    """A block that must be one graph: how far gradients are from those of one that is not compiled."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), Residual())
+        if compiles:
+            net[1].compile(backend="aot_eager", fullgraph=True)
+        fully_shard(net[1])
+        fully_shard(net)
+        commopt.compress_gradients(net, Identity(), weights=Identity())
+        net(images(0, rank, torch.float32)).square().mean().backward()
+        found.append(torch.cat([whole(p.grad).flatten() for p in net.parameters()]))
+    return float((found[1] - found[0]).abs().max())
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is said about what cannot be."""
     mesh, out = grid(2, world_size // 2), {}

@@ -143,6 +143,10 @@ def test_models_are_freed(pool):
         assert found == {"handle is let go": True, "removed": True}
 
 
+def test_blocks_may_be_compiled_as_one_graph(pool):
+    assert max(pool.over_gloo(2, fsdp_scenes.compiled)) < 1e-6
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]

@@ -154,6 +154,7 @@ class Group:
         """Sees from now on which parameters get a gradient."""
         here = weakref.ref(self)
 
+        @torch.compiler.disable  # as FSDP's hooks: whoever compiles a block with fullgraph=True means what is inside
         def forward(module: nn.Module, args: Any) -> None:
             if (group := here()) is not None:
                 group._watch_whole()

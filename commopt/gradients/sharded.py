@@ -56,7 +56,7 @@ class ShardedDoor:
         self.fp32_bytes = 0
         self.handle: Any = None
         self._undo: list[Callable[[], None]] = [
-            model.register_forward_pre_hook(self._forward, prepend=True).remove
+            model.register_forward_pre_hook(torch.compiler.disable(self._forward), prepend=True).remove
         ]
         for group in [*self.whole, *self._within]:
             between = group in self.whole
