@@ -421,6 +421,41 @@ def compiled(rank: int, world_size: int) -> float:
     return float((found[1] - found[0]).abs().max())
 
 
+class Two(nn.Module):
+    """Of two equal parameters, which are in one group, the first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def trained_later(rank: int, world_size: int) -> str:
+    """What is said if a frozen parameter gets a gradient in place of another of its size; and that it can."""
+    net = Two()
+    fully_shard(net)
+    handle = commopt.compress_gradients(net, Int4(block=8))
+    x = images(0, rank, torch.float32)
+    net(x).sum().backward()
+    net.zero_grad()
+    net.first.weight.requires_grad_(True)
+    net.second.weight.requires_grad_(False)
+    try:
+        net(x).sum().backward()
+        return "allowed"
+    except RuntimeError as error:
+        said = str(error)
+    net.reset_iter_state()
+    handle.remove()
+    commopt.compress_gradients(net, Int4(block=8))
+    net(x).sum().backward()
+    assert net.first.weight.grad is not None
+    return said
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is said about what cannot be."""
     mesh, out = grid(2, world_size // 2), {}

@@ -147,6 +147,11 @@ def test_blocks_may_be_compiled_as_one_graph(pool):
     assert max(pool.over_gloo(2, fsdp_scenes.compiled)) < 1e-6
 
 
+def test_a_parameter_that_is_trained_later_gets_no_residual_of_another(pool):
+    for said in pool.over_gloo(2, fsdp_scenes.trained_later):
+        assert "was frozen when compress_gradients was called" in said
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]

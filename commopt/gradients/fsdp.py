@@ -72,6 +72,7 @@ class Group:
         self.module, self._theirs = module, theirs
         self.ranks: dist.ProcessGroup = theirs.mesh_info.shard_process_group
         self._of = [p for p in theirs.fsdp_params if p.sharded_param.requires_grad]
+        self._frozen = [p for p in theirs.fsdp_params if not p.sharded_param.requires_grad]
         self.params: list[nn.Parameter] = [p.sharded_param for p in self._of]
         self.places: list[Place] = []
         for p in self._of:
@@ -184,6 +185,11 @@ class Group:
         Raises:
             RuntimeError: if that cannot be told.
         """
+        if any(p.sharded_param.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                f"a parameter of {self.name} is trained that was frozen when compress_gradients was called: call "
+                "remove() on the handle, and compress_gradients again"
+            )
         arrived, self._arrived = sorted(self._arrived), set()
         if columns == self.columns:
             return range(len(self.places))
