@@ -147,6 +147,10 @@ def test_blocks_may_be_compiled_as_one_graph(pool):
     assert max(pool.over_gloo(2, fsdp_scenes.compiled)) < 1e-6
 
 
+def test_without_feedback_it_need_not_be_seen_which_parameters_have_a_gradient(pool):
+    assert all(pool.over_gloo(2, fsdp_scenes.by_another_method))
+
+
 def test_a_parameter_that_is_trained_later_gets_no_residual_of_another(pool):
     for said in pool.over_gloo(2, fsdp_scenes.trained_later):
         assert "was frozen when compress_gradients was called" in said
