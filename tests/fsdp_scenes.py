@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from mesh_scenes import grid, images, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
@@ -316,6 +318,17 @@ def gathered(handle: Any) -> int:
     return int(found["bytes"])
 
 
+def gathered_back_inside(rank: int, world_size: int) -> float:
+    """FSDP keeps pieces of every two ranks after a forward: how far gradients are from those without compression."""
+    x, found = images(0, rank, torch.float32), []
+    for weights in (None, Identity(), Differences(Identity())):
+        net = cut(Odd(torch.float32), reshard_after_forward=2)
+        commopt.compress_gradients(net, Identity(), weights=weights)
+        net(x).square().mean().backward()
+        found.append(torch.cat([g.flatten() for g in gradients(net) if g is not None]))
+    return max(float((g - found[0]).abs().max()) for g in found)
+
+
 def whole_forward(net: nn.Module, x: Tensor) -> Tensor:
     """With the optimizer's weights."""
     other = Odd(torch.float32)
@@ -341,6 +354,117 @@ def replica_is_nan(rank: int, world_size: int) -> bool:
         for p, value in zip(net.parameters(), kept):
             local(p).copy_(value)
     return bool(net(x).isfinite().all())
+
+
+def several_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
+    """Modules that FSDP has in one group: how many exchanges there are, and whose they are after they were removed."""
+    net = Odd()
+    fully_shard([net.block.wide, net.block.out])
+    fully_shard(net)
+    handle = commopt.compress_gradients(net, Int4(block=8), weights=Int8())
+    backward(net, 1, rank)
+    assert handle._sharded is not None
+    count = len(handle._sharded.means), len(handle._sharded.weights)
+    handle.remove()
+    group = net.block.out._get_fsdp_state()._fsdp_param_groups[0]
+    left = [type(comm).__name__ for comm in (group._reduce_scatter_comm, group._all_gather_comm)]
+    commopt.compress_gradients(net, Int4(block=8))  # is allowed again
+    backward(net, 1, rank)
+    return {"count": count, "left": left}
+
+
+def gone(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether a model is freed, whose handle nobody keeps, and until then compressed; or whose handle was removed."""
+    out = {}
+    for name in ("handle is let go", "removed"):
+        net = cut(Odd(torch.float32))
+        handle: Any = commopt.compress_gradients(net, Int4(block=8), weights=Differences())
+        backward(net, 1, rank)
+        if name == "removed":
+            handle.remove()
+        else:
+            mean = handle.mean
+            del handle
+            gc.collect()
+            backward(net, 1, rank)
+            assert mean.steps == 2
+            del mean
+        model = weakref.ref(net)
+        handle = net = None  # type: ignore[assignment]
+        gc.collect()
+        out[name] = model() is None
+    return out
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def compiled(rank: int, world_size: int) -> float:
+    """A block that must be one graph: how far gradients are from those of one that is not compiled."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), Residual())
+        if compiles:
+            net[1].compile(backend="aot_eager", fullgraph=True)
+        fully_shard(net[1])
+        fully_shard(net)
+        commopt.compress_gradients(net, Identity(), weights=Identity())
+        net(images(0, rank, torch.float32)).square().mean().backward()
+        found.append(torch.cat([whole(p.grad).flatten() for p in net.parameters()]))
+    return float((found[1] - found[0]).abs().max())
+
+
+def by_another_method(rank: int, world_size: int) -> bool:
+    """Without feedback nobody has to know which parameters have a gradient, which is not seen here."""
+    block = Block(torch.float32)
+    block.some = lambda x: block.forward(x, False)  # type: ignore[assignment]
+    fully_shard(block)
+    register_fsdp_forward_method(block, "some")
+    commopt.compress_gradients(block, Int4(block=8), feedback=False)
+    block.some(images(0, rank, torch.float32)[:, :7]).sum().backward()
+    return block.out.weight.grad is not None and block.sometimes.weight.grad is None
+
+
+class Two(nn.Module):
+    """Of two equal parameters, which are in one group, the first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def trained_later(rank: int, world_size: int) -> str:
+    """What is said if a frozen parameter gets a gradient in place of another of its size; and that it can."""
+    net = Two()
+    fully_shard(net)
+    handle = commopt.compress_gradients(net, Int4(block=8))
+    x = images(0, rank, torch.float32)
+    net(x).sum().backward()
+    net.zero_grad()
+    net.first.weight.requires_grad_(True)
+    net.second.weight.requires_grad_(False)
+    try:
+        net(x).sum().backward()
+        return "allowed"
+    except RuntimeError as error:
+        said = str(error)
+    net.reset_iter_state()
+    handle.remove()
+    commopt.compress_gradients(net, Int4(block=8))
+    net(x).sum().backward()
+    assert net.first.weight.grad is not None
+    return said
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:

@@ -123,8 +123,37 @@ def test_weights_on_the_wire(pool):
         assert all(sent == (later[0][0], 0) for sent in later)
 
 
+def test_weights_that_fsdp_gathers_from_fewer_ranks_in_backward_are_those_of_the_forward(pool):
+    """``reshard_after_forward=2``."""
+    assert max(pool.over_gloo(4, fsdp_scenes.gathered_back_inside)) == 0
+
+
 def test_weights_that_were_nan_do_not_stay_so(pool):
     assert all(pool.over_gloo(2, fsdp_scenes.replica_is_nan))
+
+
+def test_modules_of_one_group_have_one_exchange(pool):
+    """And none when it was removed."""
+    for found in pool.over_gloo(2, fsdp_scenes.several_in_a_group):
+        assert found == {"count": (2, 2), "left": ["DefaultReduceScatter", "DefaultAllGather"]}
+
+
+def test_models_are_freed(pool):
+    for found in pool.over_gloo(2, fsdp_scenes.gone):
+        assert found == {"handle is let go": True, "removed": True}
+
+
+def test_blocks_may_be_compiled_as_one_graph(pool):
+    assert max(pool.over_gloo(2, fsdp_scenes.compiled)) < 1e-6
+
+
+def test_without_feedback_it_need_not_be_seen_which_parameters_have_a_gradient(pool):
+    assert all(pool.over_gloo(2, fsdp_scenes.by_another_method))
+
+
+def test_a_parameter_that_is_trained_later_gets_no_residual_of_another(pool):
+    for said in pool.over_gloo(2, fsdp_scenes.trained_later):
+        assert "was frozen when compress_gradients was called" in said
 
 
 def test_what_cannot_be_is_said_on_every_rank(pool):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commopt.comm import Backend, Traffic, wait
@@ -75,11 +76,15 @@ class GroupWeights:
 
     @torch.no_grad()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """output <- the rows of all ranks, of which ``input`` is this rank's.
+        """output <- the rows of all ranks, of which ``input`` is this rank's. As FSDP does it, if fewer ranks have them
+        all.
 
         Raises:
             commopt.comm.CollectiveError: if a rank is lost.
         """
+        if group.size() != self._ranks.world_size:  # what was kept of a forward, reshard_after_forward=n
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            return
         rows = output_tensor.view(self._ranks.world_size, -1)
         if self._traffic.in_step:
             self.fp32_bytes += 4 * (len(rows) - 1) * rows.shape[1]

@@ -72,6 +72,7 @@ class Group:
         self.module, self._theirs = module, theirs
         self.ranks: dist.ProcessGroup = theirs.mesh_info.shard_process_group
         self._of = [p for p in theirs.fsdp_params if p.sharded_param.requires_grad]
+        self._frozen = [p for p in theirs.fsdp_params if not p.sharded_param.requires_grad]
         self.params: list[nn.Parameter] = [p.sharded_param for p in self._of]
         self.places: list[Place] = []
         for p in self._of:
@@ -154,11 +155,12 @@ class Group:
         """Sees from now on which parameters get a gradient."""
         here = weakref.ref(self)
 
+        @torch.compiler.disable  # as FSDP's hooks: whoever compiles a block with fullgraph=True means what is inside
         def forward(module: nn.Module, args: Any) -> None:
             if (group := here()) is not None:
                 group._watch_whole()
 
-        self._handles.append(self.module.register_forward_pre_hook(forward))
+        self._handles += [module.register_forward_pre_hook(forward) for module in self._theirs.modules]
 
     def _watch_whole(self) -> None:
         """After FSDP has made the whole parameters; they are the same objects in every forward."""
@@ -183,6 +185,11 @@ class Group:
         Raises:
             RuntimeError: if that cannot be told.
         """
+        if any(p.sharded_param.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                f"a parameter of {self.name} is trained that was frozen when compress_gradients was called: call "
+                "remove() on the handle, and compress_gradients again"
+            )
         arrived, self._arrived = sorted(self._arrived), set()
         if columns == self.columns:
             return range(len(self.places))
@@ -237,7 +244,11 @@ def groups_of(model: nn.Module) -> list[Group]:
     if fsdp is None:
         return []
     sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    return [Group(m, group) for m in sharded for group in m._get_fsdp_state()._fsdp_param_groups if _is_cut(group)]
+    modules: dict[Any, Any] = {}  # several of one group, fully_shard([norm, head]), have the same
+    for module in sharded:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            modules.setdefault(group, module)
+    return [Group(module, group) for group, module in modules.items() if _is_cut(group)]
 
 
 def _is_cut(group: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,8 +34,9 @@ from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
 
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, CompressedGradients] = weakref.WeakKeyDictionary()
-"""Models whose gradients are compressed. Not an attribute of theirs: they are copied and pickled."""
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, Callable[[], CompressedGradients | None]] = weakref.WeakKeyDictionary()
+"""Models whose gradients are compressed. Not an attribute of theirs: they are copied and pickled. Those that FSDP2 has
+sharded are not; their handles refer to their modules, and so are held by them, and not here."""
 
 
 class CompressedGradients:
@@ -103,7 +104,7 @@ class CompressedGradients:
         if self._sharded is not None:
             self._sharded.remove()
         model = self._model()
-        if model is not None and _HANDLES.get(model) is self:
+        if model is not None and _HANDLES.get(model, lambda: None)() is self:
             del _HANDLES[model]
 
 
@@ -201,7 +202,10 @@ def compress_gradients(
             mean.parts.append(sharded)
     handle = CompressedGradients(model, mean, door, sharded)
     topology.traffic.leave_out()
-    _HANDLES[model] = handle
+    if sharded is None:
+        _HANDLES[model] = lambda: handle
+    else:
+        sharded.handle, _HANDLES[model] = handle, weakref.ref(handle)
     return handle
 
 

@@ -183,10 +183,10 @@ class GroupMean:
         self.fp32_bytes += 4 * (world - 1) * x.shape[1]
 
     def _compress(self, x: Tensor, payload: Tensor) -> None:
-        present = self.group.with_gradient(x.shape[1])
         if self.owed is None:
             self.compressor.compress(x, payload)
             return
+        present = self.group.with_gradient(x.shape[1])
         before = self.owed.read()
         mask = self.group.mask(present)
         if len(present) == len(self.group.places):

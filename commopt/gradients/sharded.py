@@ -32,6 +32,9 @@ class ShardedDoor:
         inside: for the gradients of the second, without feedback; None: in full precision.
         weights: for the weights of both; None: in full precision.
         begin: called before a mean is taken, whose end is to come.
+
+    Attributes:
+        handle: what lives as long as the model does, which holds this.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class ShardedDoor:
         self.means: list[GroupMean] = []
         self.weights: list[GroupWeights] = []
         self.fp32_bytes = 0
-        self._undo = [_tells_when_it_trains(model, topology.traffic)]
+        self.handle: Any = None
+        self._undo: list[Callable[[], None]] = [
+            model.register_forward_pre_hook(torch.compiler.disable(self._forward), prepend=True).remove
+        ]
         for group in [*self.whole, *self._within]:
             between = group in self.whole
             ranks = self._counted(topology, group.ranks, inside=not between)
@@ -65,6 +71,10 @@ class ShardedDoor:
             if gather is not None:
                 self.weights.append(gather)
             self._undo.append(group.exchange_by(mean, gather))
+
+    def _forward(self, model: nn.Module, args: Any) -> None:
+        """Before FSDP's hook, which gathers: what is gathered in evaluations is of no step."""
+        self._topology.traffic.in_step = torch.is_grad_enabled()
 
     def _counted(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> Backend:
         if group not in self._ranks:
@@ -169,12 +179,3 @@ def _gather_of(group: Group, ranks: Backend, weights: Compressor | Differences, 
     if isinstance(weights, Differences):
         return GroupDifferences(group, ranks, weights, traffic)
     return GroupWeights(group, ranks, weights, traffic)
-
-
-def _tells_when_it_trains(model: nn.Module, traffic: Traffic) -> Callable[[], None]:
-    """What is gathered in evaluations is of no step. Returns what undoes it."""
-
-    def forward(_: nn.Module, args: Any) -> None:
-        traffic.in_step = torch.is_grad_enabled()
-
-    return model.register_forward_pre_hook(forward, prepend=True).remove  # before FSDP's, which gathers
