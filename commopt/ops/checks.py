@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,28 @@ def check_rows(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     )
     if x.shape != shape or x.dtype != dtype or x.device != device or not rows_apart:
         raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {device}, rows contiguous, got {describe(x)}")
+
+
+def check_sent(name: str, x: Tensor, wire: Tensor, nbytes: Callable[[int], int], live: Tensor | None) -> None:
+    """Raises ValueError unless ``x`` has rows of float32 or float64, and ``wire`` those that they are sent as, of
+    ``nbytes(n)`` bytes for n elements; ``live``: None, or a mask."""
+    if x.dtype not in REAL or x.dim() != 2:
+        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {describe(x)}")
+    rows, n = x.shape
+    check_rows(name, x, (rows, n), x.dtype, x.device)
+    check_like("wire", wire, (rows, nbytes(n)), torch.uint8, x.device)
+    if live is not None:
+        check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+
+
+def check_gathered(out: Tensor, wire: Tensor, nbytes: Callable[[int], int]) -> None:
+    """Raises ValueError unless ``out`` is a row of float32 or float64, and ``wire`` has one of each of several ranks,
+    as for :func:`check_sent`."""
+    if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
+        raise ValueError(
+            "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
+            f"{describe(out)} and {describe(wire)}"
+        )
+    check_sent("out", out.unsqueeze(0), wire[:1], nbytes, None)
+    if not wire.is_contiguous():
+        raise ValueError(f"wire must be contiguous, got {describe(wire)}")

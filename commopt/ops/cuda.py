@@ -18,29 +18,16 @@ from torch import Tensor
 
 from commopt.ops import catalogue, cuda_integers, cuda_threshold, cuda_top_k, reference
 from commopt.ops import tiles as t
+from commopt.ops.arguments import pointer, serves, strides
 from commopt.ops.cuda_module import launch, provider, with_warning
 
 SUM_TILE = 16384
 """Elements of a partial sum of squares."""
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _strides(*tensors: Tensor | None) -> list[int]:
-    """Distances between the rows of each; 0 where there is one row, or no tensor."""
-    return [0 if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
-
-
 def _columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tensor:
     """Some columns of a flat tensor, or of a mask, that is ``rows`` rows end to end; ``unit`` elements to an item."""
     return x.view(rows, -1)[:, start // unit : -(-stop // unit)]
-
-
-def _serves(x: Tensor, *wires: Tensor) -> bool:
-    """True if the kernels can read x, and scales where they lie."""
-    return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
 
 
 def _readable(x: Tensor) -> bool:
@@ -80,14 +67,14 @@ def _compress(
     rows, device, partials = tiling.rows, wire.device, None
     if tiling.tiles_per_block > 1:
         partials = torch.empty((tiling.tiles, 2), dtype=torch.float64, device=device)
-    strides = _strides(error, new_error, live)
-    pointers = [_pointer(x) for x in (error, new_error, wire, live, partials)]
+    apart = strides(error, new_error, live)
+    pointers = [pointer(x) for x in (error, new_error, wire, live, partials)]
     for first, last, argument in pieces:
-        to = t.Compression(tiling.layout(first, last), *pointers, *strides, norm)
+        to = t.Compression(tiling.layout(first, last), *pointers, *apart, norm)
         tiling.launch(name, argument(to), device, first, last)
     if partials is None:
         return
-    to = t.Compression(tiling.layout(0, tiling.tiles), *pointers, *strides, norm)
+    to = t.Compression(tiling.layout(0, tiling.tiles), *pointers, *apart, norm)
     x = min(1024, 32 * -(-tiling.tiles_per_block // 32))
     launch("sign_scales", rows * tiling.nblocks, (x, 1), to, device)
     if error is not None:
@@ -105,7 +92,7 @@ def _compress_rows(
 
 
 def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.sign_compress(x, wire, block, norm, live)
     _compress_rows(x, None, None, wire, block, norm, live)
 
@@ -113,7 +100,7 @@ def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor 
 def _sign_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
 ) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
     _compress_rows(x, error, new_error, wire, block, norm, live)
 
@@ -136,7 +123,7 @@ def _sign_compress_momentum(
     rows, n = wire.shape[0], stop - start
     if n == 0:
         return
-    mine = _contiguous(grads) if _serves(m, wire) else None
+    mine = _contiguous(grads) if serves(m, wire) else None
     if mine is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
@@ -161,7 +148,7 @@ def _sign_compress_momentum(
 def _sign_reduce(
     wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
 ) -> None:
-    if not _serves(error, wires, own):
+    if not serves(error, wires, own):
         return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
     ranks, nbytes = wires.shape
     if error.shape[0]:
@@ -176,12 +163,12 @@ def _sign_reduce(
 def _decompression(
     tiling: t.Tiling, first: int, last: int, wire: Tensor, out: Tensor, live: Tensor | None
 ) -> Structure:
-    pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
-    return t.Decompression(tiling.layout(first, last), *pointers, *_strides(out, live))
+    pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
+    return t.Decompression(tiling.layout(first, last), *pointers, *strides(out, live))
 
 
 def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.sign_decompress(wire, out, block, live)
     if out.numel():
         tiling = t.Tiling.of(out.shape[0], out.shape[1], block, wire.shape[1])
@@ -207,7 +194,7 @@ def _sign_decompress_adam_(
     rows, n = wire.shape[0], stop - start
     if n == 0:
         return
-    mine = _contiguous(params) if _serves(exp_avg, wire) else None
+    mine = _contiguous(params) if serves(exp_avg, wire) else None
     if mine is None:
         reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
         return reference.adam_in_columns_(
@@ -227,7 +214,7 @@ def _sign_decompress_adam_(
 
 
 def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.sign_decompress_mean(wire, out, block)
     ranks, nbytes = wire.shape
     if out.shape[0]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from ctypes import Structure
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from commopt.ops import reference_integers as reference
+from commopt.ops.arguments import pointer, serves
 from commopt.ops.tiles import Layout, Tiling
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_longlong
@@ -41,15 +41,6 @@ class Mean(Structure):
     _fields_ = [("at", Layout), ("how", Coding), ("wires", _P), ("out", _P), ("ranks", _I64)]
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _serves(x: Tensor, *wires: Tensor) -> bool:
-    """True if the kernels can read x, and scales where they lie."""
-    return x.dtype == torch.float32 and all(w.data_ptr() % 4 == 0 for w in wires)
-
-
 def _launch(name: str, x: Tensor, block: int, nbytes: int, argument: Callable[[Structure], Structure]) -> None:
     """Runs a kernel on all blocks of the rows of x, each a tile; its argument is made of ``struct Layout``."""
     if x.numel():
@@ -67,7 +58,7 @@ def int_compress(
     seed: int,
     live: Tensor | None = None,
 ) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.int_compress(x, wire, bits, block, stochastic, rotated, seed, live)
     _compress_rows(x, None, None, wire, block, Coding(bits, stochastic, rotated, seed), live)
 
@@ -84,7 +75,7 @@ def int_compress_with_feedback(
     seed: int,
     live: Tensor | None = None,
 ) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.int_compress_with_feedback(
             x, error, new_error, wire, bits, block, stochastic, rotated, seed, live
         )
@@ -100,7 +91,7 @@ def _compress_rows(
     how: Coding,
     live: Tensor | None,
 ) -> None:
-    pointers = [_pointer(t) for t in (error, new_error, wire, live)]
+    pointers = [pointer(t) for t in (error, new_error, wire, live)]
 
     def argument(at: Structure) -> Structure:
         return CompressRows(Compression(at, how, *pointers), x.data_ptr())
@@ -120,9 +111,9 @@ def int_reduce(
     seed: int,
     live: Tensor | None = None,
 ) -> None:
-    if not _serves(error, wires, own):
+    if not serves(error, wires, own):
         return reference.int_reduce(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
-    how, pointers = Coding(bits, stochastic, rotated, seed), [_pointer(t) for t in (error, new_error, own, live)]
+    how, pointers = Coding(bits, stochastic, rotated, seed), [pointer(t) for t in (error, new_error, own, live)]
 
     def argument(at: Structure) -> Structure:
         return Reduce(Compression(at, how, *pointers), wires.data_ptr(), wires.shape[0])
@@ -131,16 +122,16 @@ def int_reduce(
 
 
 def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.int_decompress(wire, out, bits, block, rotated, live)
-    how, pointers = Coding(bits, False, rotated, 0), [_pointer(t) for t in (wire, out, live)]
+    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (wire, out, live)]
     _launch("int_decompress", out, block, wire.shape[1], lambda at: Decompression(at, how, *pointers))
 
 
 def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.int_decompress_mean(wire, out, bits, block, rotated)
-    how, pointers = Coding(bits, False, rotated, 0), [_pointer(t) for t in (wire, out)]
+    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (wire, out)]
 
     def argument(at: Structure) -> Structure:
         return Mean(at, how, *pointers, wire.shape[0])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_threshold as reference
+from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, layout, pointer, serves, strides
 from commopt.ops.cuda_module import launch
 from commopt.ops.threshold_row import ThresholdRow
 
@@ -50,9 +51,9 @@ class Compression(Structure):
 
     _fields_ = [
         ("at", Layout),
-        *((name, _P) for name in ("x", "error", "new_error", "wire", "live")),
+        *SENT_AND_LEFT,
         *((name, _P) for name in ("search", "sums", "extremes", "counts", "before")),
-        *((name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "live_stride")),
+        *STRIDES,
         *((name, _I64) for name in ("levels", "next")),
     ]
 
@@ -62,26 +63,8 @@ class Decompression(Structure):
 
     _fields_ = [
         ("at", Layout),
-        *((name, _P) for name in ("wire", "out", "live")),
-        *((name, _I64) for name in ("rows", "ranks", "out_stride", "live_stride")),
+        *RECEIVED,
     ]
-
-
-def _layout(row: ThresholdRow) -> Layout:
-    return Layout(*(getattr(row, name) for name in _NAMES))
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.dim() == 1 else x.stride(0)
-
-
-def _serves(x: Tensor, wire: Tensor) -> bool:
-    """True if the kernels can read x, and numbers where they lie."""
-    return x.dtype == torch.float32 and wire.data_ptr() % 4 == 0
 
 
 def _compress(
@@ -94,9 +77,9 @@ def _compress(
     kinds = [(rows * ctypes.sizeof(Search), torch.uint8), (chunks, torch.float64), (2 * chunks, torch.int32)]
     kinds += [(32 * chunks, torch.int32), (2 * chunks, torch.int64)]
     scratch = [torch.empty(size, dtype=dtype, device=device) for size, dtype in kinds]
-    pointers = [_pointer(t) for t in (x, error, new_error, wire, live, *scratch)]
+    pointers = [pointer(t) for t in (x, error, new_error, wire, live, *scratch)]
     argument = Compression(
-        _layout(ThresholdRow(x.shape[1], k)), *pointers, rows, *(_stride(t) for t in (x, error, new_error, live)), 0, 0
+        layout(Layout, ThresholdRow(x.shape[1], k)), *pointers, rows, *strides(x, error, new_error, live), 0, 0
     )
     teams = -(-chunks // TEAMS)
     launch("threshold_measure", teams, (32, TEAMS), argument, device)
@@ -112,7 +95,7 @@ def _compress(
 
 
 def _threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.threshold_compress(x, wire, k, rounds, live)
     _compress(x, None, None, wire, k, rounds, live)
 
@@ -120,26 +103,26 @@ def _threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tens
 def _threshold_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
 ) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
     _compress(x, error, new_error, wire, k, rounds, live)
 
 
 def _decompress(wire: Tensor, out: Tensor, row: ThresholdRow, rows: int, ranks: int, live: Tensor | None) -> None:
     if out.numel():
-        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
-        argument = Decompression(_layout(row), *pointers, rows, ranks, _stride(out), _stride(live))
+        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
+        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, live))
         launch("threshold_decompress", rows * row.segments, (THREADS, 1), argument, out.device)
 
 
 def _threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.threshold_decompress(wire, out, k, live)
     _decompress(wire, out, ThresholdRow(out.shape[1], k), out.shape[0], 1, live)
 
 
 def _threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.threshold_decompress_mean(wire, out, k)
     _decompress(wire, out, ThresholdRow(out.shape[0], k), 1, wire.shape[0], None)
 

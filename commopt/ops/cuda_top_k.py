@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_top_k as reference
+from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, layout, pointer, serves, strides
 from commopt.ops.cuda_module import launch
 from commopt.ops.top_k_row import TopKRow
 
@@ -37,8 +38,9 @@ class Compression(Structure):
 
     _fields_ = [
         ("at", Layout),
-        *((name, _P) for name in ("x", "error", "new_error", "wire", "live", "kept", "means")),
-        *((name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "live_stride")),
+        *SENT_AND_LEFT,
+        *((name, _P) for name in ("kept", "means")),
+        *STRIDES,
     ]
 
 
@@ -47,26 +49,8 @@ class Decompression(Structure):
 
     _fields_ = [
         ("at", Layout),
-        *((name, _P) for name in ("wire", "out", "live")),
-        *((name, _I64) for name in ("rows", "ranks", "out_stride", "live_stride")),
+        *RECEIVED,
     ]
-
-
-def _layout(row: TopKRow) -> Layout:
-    return Layout(*(getattr(row, name) for name in _NAMES))
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.dim() == 1 else x.stride(0)
-
-
-def _serves(x: Tensor, wire: Tensor) -> bool:
-    """True if the kernels can read x, and numbers where they lie."""
-    return x.dtype == torch.float32 and wire.data_ptr() % 4 == 0
 
 
 def _compress(
@@ -77,8 +61,8 @@ def _compress(
         return
     kept = torch.empty((rows, row.entries), dtype=torch.float32, device=device)
     means = torch.empty((rows, row.groups), dtype=torch.float64, device=device)
-    pointers = [_pointer(t) for t in (x, error, new_error, wire, live, kept, means)]
-    argument = Compression(_layout(row), *pointers, rows, *(_stride(t) for t in (x, error, new_error, live)))
+    pointers = [pointer(t) for t in (x, error, new_error, wire, live, kept, means)]
+    argument = Compression(layout(Layout, row), *pointers, rows, *strides(x, error, new_error, live))
     launch("topk_select", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, device)
     if row.scales_of_group:
         launch("topk_scales", -(-rows * row.groups // TEAMS), (32, TEAMS), argument, device)
@@ -86,7 +70,7 @@ def _compress(
 
 
 def _topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.topk_compress(x, wire, k, chunk, bits, live)
     _compress(x, None, None, wire, TopKRow(x.shape[1], k, chunk, bits), live)
 
@@ -101,26 +85,26 @@ def _topk_compress_with_feedback(
     bits: int,
     live: Tensor | None = None,
 ) -> None:
-    if not _serves(x, wire):
+    if not serves(x, wire):
         return reference.topk_compress_with_feedback(x, error, new_error, wire, k, chunk, bits, live)
     _compress(x, error, new_error, wire, TopKRow(x.shape[1], k, chunk, bits), live)
 
 
 def _decompress(wire: Tensor, out: Tensor, row: TopKRow, rows: int, ranks: int, live: Tensor | None) -> None:
     if out.numel():
-        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
-        argument = Decompression(_layout(row), *pointers, rows, ranks, _stride(out), _stride(live))
+        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
+        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, live))
         launch("topk_decompress", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, out.device)
 
 
 def _topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.topk_decompress(wire, out, k, chunk, bits, live)
     _decompress(wire, out, TopKRow(out.shape[1], k, chunk, bits), out.shape[0], 1, live)
 
 
 def _topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
-    if not _serves(out, wire):
+    if not serves(out, wire):
         return reference.topk_decompress_mean(wire, out, k, chunk, bits)
     _decompress(wire, out, TopKRow(out.shape[0], k, chunk, bits), 1, wire.shape[0], None)
 

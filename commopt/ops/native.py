@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue, native_integers, native_threshold, native_top_k, reference
+from commopt.ops.arguments import pointer
 
 ABI_VERSION = 8
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
@@ -84,14 +85,10 @@ def _call(name: str, *arguments: Any) -> None:
         raise MemoryError(f"no memory for the work space of {name}")
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
     if x.dtype != torch.float32:
         return reference.sign_compress(x, wire, block, norm, live)
-    _call("sign_compress", x.data_ptr(), None, None, wire.data_ptr(), _pointer(live), *x.shape, block, norm)
+    _call("sign_compress", x.data_ptr(), None, None, wire.data_ptr(), pointer(live), *x.shape, block, norm)
 
 
 def _sign_compress_with_feedback(
@@ -99,7 +96,7 @@ def _sign_compress_with_feedback(
 ) -> None:
     if x.dtype != torch.float32:
         return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
-    pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+    pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
     _call("sign_compress", *pointers, *x.shape, block, norm)
 
 
@@ -124,7 +121,7 @@ def _sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
         )
     (runs, _), rows = gradients, wire.shape[0]
-    pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+    pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
     shape = rows, m.shape[0] // rows, start, stop, block, norm
     _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
 
@@ -134,14 +131,14 @@ def _sign_reduce(
 ) -> None:
     if error.dtype != torch.float32:
         return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
-    pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), _pointer(live)
+    pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
     _call("sign_reduce", *pointers, wires.shape[0], error.shape[0], block, norm)
 
 
 def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
     if out.dtype != torch.float32:
         return reference.sign_decompress(wire, out, block, live)
-    _call("sign_decompress", wire.data_ptr(), out.data_ptr(), _pointer(live), *out.shape, block)
+    _call("sign_decompress", wire.data_ptr(), out.data_ptr(), pointer(live), *out.shape, block)
 
 
 def _sign_decompress_adam_(
@@ -167,7 +164,7 @@ def _sign_decompress_adam_(
             decay, start, stop,
         )  # fmt: skip
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
-    pointers = wire.data_ptr(), _pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
+    pointers = wire.data_ptr(), pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
     shape = rows, exp_avg.shape[0] // rows, start, stop, block
     _call("sign_decompress_adam", *pointers, len(params), _address(factors), decay, *shape)
     torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_

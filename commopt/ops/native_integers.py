@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_integers as reference
+from commopt.ops.arguments import pointer
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CODING = [_I64, _I32, _I32, _I32, _I64]  # block, bits, stochastic, rotated, seed
@@ -19,10 +20,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "int_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
     "int_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
 }
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
@@ -44,7 +41,7 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         if x.dtype != torch.float32:
             return reference.int_compress(x, wire, bits, block, stochastic, rotated, seed, live)
         coding = block, bits, stochastic, rotated, seed
-        call("int_compress", x.data_ptr(), None, None, wire.data_ptr(), _pointer(live), *x.shape, *coding)
+        call("int_compress", x.data_ptr(), None, None, wire.data_ptr(), pointer(live), *x.shape, *coding)
 
     def int_compress_with_feedback(
         x: Tensor,
@@ -62,7 +59,7 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
             return reference.int_compress_with_feedback(
                 x, error, new_error, wire, bits, block, stochastic, rotated, seed, live
             )
-        pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), _pointer(live)
+        pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
         call("int_compress", *pointers, *x.shape, block, bits, stochastic, rotated, seed)
 
     def int_reduce(
@@ -79,7 +76,7 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     ) -> None:
         if error.dtype != torch.float32:
             return reference.int_reduce(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
-        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), _pointer(live)
+        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
         shape = wires.shape[0], error.shape[0]
         call("int_reduce", *pointers, *shape, block, bits, stochastic, rotated, seed)
 
@@ -93,7 +90,7 @@ def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     ) -> None:
         if out.dtype != torch.float32:
             return reference.int_decompress(wire, out, bits, block, rotated, live)
-        call("int_decompress", wire.data_ptr(), out.data_ptr(), _pointer(live), *out.shape, block, bits, rotated)
+        call("int_decompress", wire.data_ptr(), out.data_ptr(), pointer(live), *out.shape, block, bits, rotated)
 
     def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
         if out.dtype != torch.float32:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_threshold as reference
+from commopt.ops.arguments import pointer, strides
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 SIGNATURES: dict[str, list[Any]] = {
@@ -17,14 +18,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "threshold_decompress": [_P] * 3 + [_I64] * 5 + [_I32],
     "threshold_decompress_mean": [_P] * 2 + [_I64] * 3 + [_I32],
 }
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _pitch(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
 
 
 def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
@@ -39,8 +32,8 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         rounds: int,
         live: Tensor | None,
     ) -> None:
-        pointers = x.data_ptr(), _pointer(error), _pointer(new_error), wire.data_ptr(), _pointer(live)
-        pitches = _pitch(x), _pitch(error), _pitch(new_error), _pitch(live)
+        pointers = x.data_ptr(), pointer(error), pointer(new_error), wire.data_ptr(), pointer(live)
+        pitches = strides(x, error, new_error, live)
         call("threshold_compress", *pointers, *x.shape, *pitches, k, rounds)
 
     def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
@@ -58,8 +51,8 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
         if out.dtype != torch.float32:
             return reference.threshold_decompress(wire, out, k, live)
-        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
-        call("threshold_decompress", *pointers, *out.shape, _pitch(out), _pitch(live), k)
+        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
+        call("threshold_decompress", *pointers, *out.shape, *strides(out, live), k)
 
     def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
         if out.dtype != torch.float32:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_top_k as reference
+from commopt.ops.arguments import pointer, strides
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 SIGNATURES: dict[str, list[Any]] = {
@@ -17,14 +18,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "topk_decompress": [_P] * 3 + [_I64] * 7 + [_I32],
     "topk_decompress_mean": [_P] * 2 + [_I64] * 5 + [_I32],
 }
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _pitch(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
 
 
 def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
@@ -40,8 +33,8 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         bits: int,
         live: Tensor | None,
     ) -> None:
-        pointers = x.data_ptr(), _pointer(error), _pointer(new_error), wire.data_ptr(), _pointer(live)
-        pitches = _pitch(x), _pitch(error), _pitch(new_error), _pitch(live)
+        pointers = x.data_ptr(), pointer(error), pointer(new_error), wire.data_ptr(), pointer(live)
+        pitches = strides(x, error, new_error, live)
         call("topk_compress", *pointers, *x.shape, *pitches, k, chunk, bits)
 
     def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
@@ -66,8 +59,8 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
         if out.dtype != torch.float32:
             return reference.topk_decompress(wire, out, k, chunk, bits, live)
-        pointers = wire.data_ptr(), out.data_ptr(), _pointer(live)
-        call("topk_decompress", *pointers, *out.shape, _pitch(out), _pitch(live), k, chunk, bits)
+        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
+        call("topk_decompress", *pointers, *out.shape, *strides(out, live), k, chunk, bits)
 
     def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
         if out.dtype != torch.float32:

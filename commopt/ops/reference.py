@@ -28,6 +28,29 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
 
 
+def masked(x: Tensor, live: Tensor | None) -> Tensor:
+    """(r, n) with 0 where the bits of ``live`` are 0; itself without a mask."""
+    return x if live is None else x.where(unpack_bits(live, x.shape[1]), 0)
+
+
+def scatter_entries(place: Tensor, value: Tensor, out: Tensor, live: Tensor | None) -> None:
+    """out <- values at their places, (r, entries) each, n for one that counts for nothing, and 0 elsewhere, and where
+    the bits of ``live`` are 0. No other place occurs twice in a row."""
+    rows, n = out.shape
+    dense = out.new_zeros((rows, n + 1))  # the last column is for entries that count for nothing
+    out.copy_(dense.scatter_(1, place, dense.gather(1, place) + value)[:, :-1])
+    if live is not None:
+        out.masked_fill_(~unpack_bits(live, n), 0)
+
+
+def mean_of_entries(place: Tensor, value: Tensor, out: Tensor) -> None:
+    """out, (n,), <- the mean over the rows, as for :func:`scatter_entries`, in their order."""
+    dense = out.new_zeros(out.shape[0] + 1)
+    for at, share in zip(place, value / len(value)):
+        dense.scatter_(0, at, dense.gather(0, at) + share)
+    out.copy_(dense[:-1])
+
+
 def _per_block(x: Tensor, block: int) -> list[Tensor]:
     """(r, n) as views (r, whole blocks, block) and (r, 1, rest); empty ones are left out."""
     whole = x.shape[1] // block * block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import unpack_bits
+from commopt.ops.reference import masked, mean_of_entries, scatter_entries
 from commopt.ops.threshold_row import SEGMENT, ThresholdRow
 
 CHUNK, LANES = 4096, 16
@@ -14,7 +14,7 @@ CHUNK, LANES = 4096, 16
 
 def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
     if x.numel():
-        _encode(x if live is None else x.where(unpack_bits(live, x.shape[1]), 0), wire, k, rounds)
+        _encode(masked(x, live), wire, k, rounds)
 
 
 def threshold_compress_with_feedback(
@@ -22,32 +22,19 @@ def threshold_compress_with_feedback(
 ) -> None:
     if x.numel() == 0:
         return
-    z = x + error
-    if live is not None:
-        z = z.where(unpack_bits(live, x.shape[1]), 0)
+    z = masked(x + error, live)
     index, sent = _encode(z, wire, k, rounds)
     new_error.copy_(z.scatter(1, index, z.gather(1, index) - sent))
 
 
 def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
-    if out.numel() == 0:
-        return
-    rows, n = out.shape
-    place, value = _decode(wire, ThresholdRow(n, k), out.dtype)
-    dense = out.new_zeros((rows, n + 1))  # the last column is for entries that count for nothing
-    out.copy_(dense.scatter_(1, place, dense.gather(1, place) + value)[:, :-1])
-    if live is not None:
-        out.masked_fill_(~unpack_bits(live, n), 0)
+    if out.numel():
+        scatter_entries(*_decode(wire, ThresholdRow(out.shape[1], k), out.dtype), out, live)
 
 
 def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
-    if out.numel() == 0:
-        return
-    places, values = _decode(wire, ThresholdRow(out.shape[0], k), out.dtype)
-    dense = out.new_zeros(out.shape[0] + 1)
-    for place, share in zip(places, values / wire.shape[0]):  # in rank order; no place occurs twice in a row
-        dense.scatter_(0, place, dense.gather(0, place) + share)
-    out.copy_(dense[:-1])
+    if out.numel():
+        mean_of_entries(*_decode(wire, ThresholdRow(out.shape[0], k), out.dtype), out)
 
 
 def threshold_is_sound(wire: Tensor, row: ThresholdRow) -> Tensor:

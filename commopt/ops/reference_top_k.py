@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import pack_bits, unpack_bits
+from commopt.ops.reference import masked, mean_of_entries, pack_bits, scatter_entries, unpack_bits
 from commopt.ops.top_k_row import TopKRow
 
 LANES = 32
@@ -16,7 +16,7 @@ _BITS_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
     if x.numel():
-        _encode(x if live is None else x.where(unpack_bits(live, x.shape[1]), 0), wire, k, chunk, bits)
+        _encode(masked(x, live), wire, k, chunk, bits)
 
 
 def topk_compress_with_feedback(
@@ -31,9 +31,7 @@ def topk_compress_with_feedback(
 ) -> None:
     if x.numel() == 0:
         return
-    z = x + error
-    if live is not None:
-        z = z.where(unpack_bits(live, x.shape[1]), 0)
+    z = masked(x + error, live)
     places, sent = _encode(z, wire, k, chunk, bits)
     rest = torch.nn.functional.pad(z, (0, 1))  # the last column is for entries that carry nothing
     rest.scatter_(1, places, rest.gather(1, places) - sent)
@@ -41,25 +39,13 @@ def topk_compress_with_feedback(
 
 
 def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    if out.numel() == 0:
-        return
-    n = out.shape[1]
-    places, values = _decode(wire, TopKRow(n, k, chunk, bits, out.dtype))
-    dense = out.new_zeros((out.shape[0], n + 1))
-    dense.scatter_(1, places, dense.gather(1, places) + values)
-    out.copy_(dense[:, :-1])
-    if live is not None:
-        out.masked_fill_(~unpack_bits(live, n), 0)
+    if out.numel():
+        scatter_entries(*_decode(wire, TopKRow(out.shape[1], k, chunk, bits, out.dtype)), out, live)
 
 
 def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
-    if out.numel() == 0:
-        return
-    places, values = _decode(wire, TopKRow(out.shape[0], k, chunk, bits, out.dtype))
-    dense = out.new_zeros(out.shape[0] + 1)
-    for at, share in zip(places, values / wire.shape[0]):  # in rank order; no place occurs twice in a row
-        dense.scatter_(0, at, dense.gather(0, at) + share)
-    out.copy_(dense[:-1])
+    if out.numel():
+        mean_of_entries(*_decode(wire, TopKRow(out.shape[0], k, chunk, bits, out.dtype)), out)
 
 
 def topk_is_sound(wire: Tensor, row: TopKRow) -> Tensor:

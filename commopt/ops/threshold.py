@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue as catalogue  # it defines the operators
-from commopt.ops.checks import REAL, check_rows, describe
+from commopt.ops.checks import check_gathered, check_rows, check_sent
 from commopt.ops.reference_threshold import threshold_is_sound
 from commopt.ops.threshold_row import ThresholdRow, check_rounds
 
@@ -78,7 +78,7 @@ def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tenso
     Raises:
         ValueError: a shape, dtype, device, layout, k or rounds is not as above.
     """
-    _check(x, "x", wire, k, live)
+    _check("x", x, wire, k, live)
     check_rounds(rounds)
     _ops.threshold_compress.default(x, wire, k, rounds, live)
 
@@ -104,7 +104,7 @@ def threshold_compress_with_feedback(
     Raises:
         ValueError: a shape, dtype, device, layout, k or rounds is not as above.
     """
-    _check(x, "x", wire, k, live)
+    _check("x", x, wire, k, live)
     check_rounds(rounds)
     new_error = error if new_error is None else new_error
     for name, y in (("error", error), ("new_error", new_error)):
@@ -125,7 +125,7 @@ def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None 
     Raises:
         ValueError: a shape, dtype, device, layout or k is not as above.
     """
-    _check(out, "out", wire, k, live)
+    _check("out", out, wire, k, live)
     _ops.threshold_decompress.default(wire, out, k, live)
 
 
@@ -145,24 +145,9 @@ def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
     Raises:
         ValueError: a shape, dtype, device, layout or k is not as above.
     """
-    if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
-        raise ValueError(
-            "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
-            f"{describe(out)} and {describe(wire)}"
-        )
-    _check(out.unsqueeze(0), "out", wire[:1], k, None)
-    if not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous, got {describe(wire)}")
+    check_gathered(out, wire, lambda n: threshold_nbytes(n, k))
     _ops.threshold_decompress_mean.default(wire, out, k)
 
 
-def _check(x: Tensor, name: str, wire: Tensor, k: int, live: Tensor | None) -> None:
-    if x.dtype not in REAL or x.dim() != 2:
-        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {describe(x)}")
-    rows, n = x.shape
-    check_rows(name, x, (rows, n), x.dtype, x.device)
-    nbytes = threshold_nbytes(n, k)
-    if wire.shape != (rows, nbytes) or wire.dtype != torch.uint8 or wire.device != x.device or not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous {(rows, nbytes)} uint8 on {x.device}, got {describe(wire)}")
-    if live is not None:
-        check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+def _check(name: str, x: Tensor, wire: Tensor, k: int, live: Tensor | None) -> None:
+    check_sent(name, x, wire, lambda n: threshold_nbytes(n, k), live)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue as catalogue  # it defines the operators
-from commopt.ops.checks import REAL, check_rows, describe
+from commopt.ops.checks import check_gathered, check_rows, check_sent
 from commopt.ops.reference_top_k import topk_is_sound
 from commopt.ops.top_k_row import TopKRow
 
@@ -81,7 +81,7 @@ def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: 
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check(x, "x", wire, k, chunk, bits, live)
+    _check("x", x, wire, k, chunk, bits, live)
     _ops.topk_compress.default(x, wire, k, chunk, bits, live)
 
 
@@ -107,7 +107,7 @@ def topk_compress_with_feedback(
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check(x, "x", wire, k, chunk, bits, live)
+    _check("x", x, wire, k, chunk, bits, live)
     new_error = error if new_error is None else new_error
     for name, y in (("error", error), ("new_error", new_error)):
         check_rows(name, y, x.shape, x.dtype, x.device)
@@ -127,7 +127,7 @@ def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, li
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check(out, "out", wire, k, chunk, bits, live)
+    _check("out", out, wire, k, chunk, bits, live)
     _ops.topk_decompress.default(wire, out, k, chunk, bits, live)
 
 
@@ -147,24 +147,9 @@ def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: in
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
-        raise ValueError(
-            "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
-            f"{describe(out)} and {describe(wire)}"
-        )
-    _check(out.unsqueeze(0), "out", wire[:1], k, chunk, bits, None)
-    if not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous, got {describe(wire)}")
+    check_gathered(out, wire, lambda n: topk_nbytes(n, k, chunk, bits, out.dtype))
     _ops.topk_decompress_mean.default(wire, out, k, chunk, bits)
 
 
-def _check(x: Tensor, name: str, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None) -> None:
-    if x.dtype not in REAL or x.dim() != 2:
-        raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {describe(x)}")
-    rows, n = x.shape
-    check_rows(name, x, (rows, n), x.dtype, x.device)
-    nbytes = topk_nbytes(n, k, chunk, bits, x.dtype)
-    if wire.shape != (rows, nbytes) or wire.dtype != torch.uint8 or wire.device != x.device or not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous {(rows, nbytes)} uint8 on {x.device}, got {describe(wire)}")
-    if live is not None:
-        check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+def _check(name: str, x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None) -> None:
+    check_sent(name, x, wire, lambda n: topk_nbytes(n, k, chunk, bits, x.dtype), live)
