@@ -5,10 +5,10 @@
 // nothing to count, as it is known to be too many; from there on there are hardly more elements than are sent. Only
 // where the lower threshold ends up below it are the elements looked through once more.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
+#include "floats.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 
@@ -19,8 +19,6 @@ constexpr int64_t kSegment = 65536;  // what indices count from the start of
 constexpr int64_t kSummed = 4096;    // elements of a partial sum
 constexpr int kLanes = 16;
 constexpr uint32_t kInfinity = 0x7F800000;  // from here on: not finite
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // As ThresholdRow in threshold_row.py.
 struct ThresholdRow {
@@ -47,24 +45,6 @@ struct ThresholdRow {
         return out;
     }
 };
-
-uint32_t magnitude(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits & 0x7FFFFFFF;
-}
-
-float as_float(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
-uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return uint16_t(x == x ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0);
-}
 
 // The bits of the smallest float that is not below t, which is not negative.
 uint32_t reaching(double t) {
@@ -154,8 +134,7 @@ struct ThresholdCompression {
             const uint32_t key = magnitude(lanes[i]);
             std::memcpy(keys + i, &key, 4);
         }
-        std::nth_element(keys, keys + at.k, keys + count, [](uint32_t a, uint32_t b) { return a > b; });
-        return keys[at.k];
+        return kth_largest(keys, count, at.k + 1);
     }
 
     // keys: all magnitudes that reach `bound`, and maybe others.

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "floats.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 
@@ -13,8 +14,6 @@ namespace commopt {
 namespace {
 
 constexpr int kLanes = 32;  // of a sum over a group
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t gcd(int64_t a, int64_t b) { return b == 0 ? a : gcd(b, a % b); }
 
@@ -88,31 +87,7 @@ struct TopKRow {
     }
 };
 
-uint32_t magnitude(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits & 0x7FFFFFFF;
-}
-
-float as_float(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
 float one_nan(float x) { return x == x ? x : as_float(0x7FC00000); }
-
-uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return uint16_t(x == x ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0);
-}
-
-// The k-th largest, of at least k; changes their order.
-uint32_t kth_largest(uint32_t* keys, int64_t count, int64_t k) {
-    std::nth_element(keys, keys + (k - 1), keys + count, [](uint32_t a, uint32_t b) { return a > b; });
-    return keys[k - 1];
-}
 
 // Memory of one task.
 struct Space {

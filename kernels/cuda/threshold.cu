@@ -109,11 +109,7 @@ extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCo
     }
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, step);
-        if (other > largest) largest = other;
-    }
+    largest = warp_max(largest);
     wild = warp_sum(wild);
     if (lane() != 0) return;
     of.sums[index] = sum;
@@ -143,11 +139,7 @@ extern "C" __global__ void threshold_begin(const __grid_constant__ ThresholdComp
         if (mine[0] > largest) largest = mine[0];
         wild += mine[1];
     }
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, step);
-        if (other > largest) largest = other;
-    }
+    largest = warp_max(largest);
     wild = warp_sum(wild);
     if (lane() != 0) return;
     ThresholdSearch& search = of.search[row];

@@ -54,6 +54,15 @@ __device__ inline T warp_sum(T x) {
     return x;
 }
 
+__device__ inline u32 warp_max(u32 x) {
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
+        if (other > x) x = other;
+    }
+    return x;
+}
+
 // The elements of a chunk as a warp has them: SMALL, of up to 32 kItems, in registers.
 template <bool SMALL>
 struct ChunkItems {
@@ -165,11 +174,7 @@ extern "C" __global__ void topk_scales(const __grid_constant__ TopKCompression o
             const u32 mine = magnitude_bits(kept[i]);
             if (mine > largest) largest = mine;
         }
-#pragma unroll
-        for (int step = 16; step > 0; step >>= 1) {
-            const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, step);
-            if (other > largest) largest = other;
-        }
+        largest = warp_max(largest);
         if (lane() == 0) scales[0] = one_nan(narrow(widen(__uint_as_float(largest)) / 127.0));
         return;
     }
