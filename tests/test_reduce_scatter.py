@@ -52,9 +52,6 @@ class Plain:
     def with_gradient(self, columns: int) -> list[int]:
         return self.present
 
-    def columns_of(self, present: list[int]) -> Tensor:
-        return torch.cat([torch.arange(self.places[i].start, self.places[i].stop) for i in present])
-
     def mask(self, present: list[int]) -> Tensor | None:
         used = [self.places[i].columns(torch.ones(self.places[i].shape.numel()), W) for i in present]
         rows = torch.cat(used, 1).bool().tolist()

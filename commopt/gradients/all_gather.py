@@ -25,6 +25,7 @@ from torch import Tensor
 from commopt.comm import Backend, Traffic, wait
 from commopt.compress import Compressor, Int4
 from commopt.gradients.fsdp import Group
+from commopt.ops.checks import REAL
 
 FAR = 0.1
 """Share of its norm by which a piece may have moved, to be sent as a difference."""
@@ -97,7 +98,10 @@ class GroupWeights:
         payload = self._payload(self._computed(mine).unsqueeze(0))
         received = payload.new_empty(len(rows), payload.shape[1])
         self._wait(self._ranks.all_gather(received, payload.view(-1)))
-        rows.copy_(self._decoded(received, rows))
+        if rows.dtype in REAL:
+            self.compressor.decompress(received, rows)
+        else:
+            rows.copy_(self._decoded(received, rows))
 
     def _payload(self, x: Tensor) -> Tensor:
         """C[x], of (1, n)."""

@@ -127,11 +127,6 @@ class Group:
     def averages(self, value: bool) -> None:
         self.module.set_requires_gradient_sync(value, recurse=False)
 
-    def columns_of(self, present: Sequence[int]) -> Tensor:
-        """The columns of some parameters, (n,) int64, ascending."""
-        runs = [torch.arange(self.places[i].start, self.places[i].stop) for i in present]
-        return torch.cat(runs).to(self.device)
-
     def mask(self, present: Sequence[int]) -> Tensor | None:
         """Bit mask of what is no padding in the columns of some parameters, (W, ceil(n / 8)) uint8; None if nothing
         is."""

@@ -65,7 +65,6 @@ class ParameterHooks:
 
     def begin(self) -> None:
         """In a backward, before what has to be ended at its end."""
-        if not self._mean.under_way:
-            self._mean.restart()
+        if self._mean.begin():
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(_End(self._mean))

@@ -91,26 +91,24 @@ class GradientMean:
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[Received] = []
         self._nowhere: set[int] = set()
-        self._forgotten = False
+        self._begun = self._forgotten = False
 
-    def restart(self) -> None:
-        """Leaves a backward that has failed behind."""
+    def begin(self) -> bool:
+        """Before anything of a mean. Returns whether it is the first of it; then :meth:`finish` must be called when the
+        backward ends."""
         if self._forgotten:  # ranks have come equally far with what they have started only at its end
             self._pipeline.finish()
             self._begin()
+        first, self._begun = not self._begun, True
+        return first
 
     # in backward ------------------------------------------------------------------------------------------------------
-
-    @property
-    def under_way(self) -> bool:
-        """Whether gradients have arrived whose mean is not taken yet."""
-        return (bool(self._gradients) or any(part.sound is not None for part in self.parts)) and not self._forgotten
 
     @torch.no_grad()
     def arrive(self, p: Tensor, gradient: Tensor) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
-        self.restart()
+        self.begin()
         index = self._bucket_of[id(p)]
         if index < self._started:
             raise RuntimeError(
@@ -144,7 +142,7 @@ class GradientMean:
                 params = self.buckets[self._started].params
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
             self._pipeline.finish()
-            parts = [part.sound for part in self.parts if part.sound is not None]
+            parts = [mine for part in self.parts if (mine := part.sound) is not None]
             here = sound = all(bool(x) for x in [*parts, *(received.sound for received in self._received)])
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))

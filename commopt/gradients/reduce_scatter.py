@@ -167,7 +167,9 @@ class GroupMean:
             self._begin()
         world = self._ranks.world_size
         divided = self.group.divided_by(input_tensor.dtype)
-        x = input_tensor.view(world, -1).to(self.group.dtype) * divided  # what is owed is of gradients as they are
+        x = input_tensor.view(world, -1).to(self.group.dtype)
+        if divided != 1:
+            x = x * divided  # what is owed is of gradients as they are
         mean = output_tensor if output_tensor.dtype == x.dtype else x.new_empty(x.shape[1])
         steps = compressed_reduce_scatter(
             lambda payload: self._compress(x, payload), mean, self.compressor, self._ranks
@@ -193,10 +195,12 @@ class GroupMean:
             lost = torch.empty_like(before)
             self.compressor.compress_with_feedback(x, before, payload, mask, lost)
         else:  # what is owed to the others stays
-            columns = self.group.columns_of(present)
-            part = before[:, columns]
+            places = [self.group.places[i] for i in present]
+            part = torch.cat([before[:, place.start : place.stop] for place in places], 1)
             self.compressor.compress_with_feedback(x, part, payload, mask)
-            lost = before.index_copy(1, columns, part)
+            lost = before.clone()
+            for place, mine in zip(places, part.split([place.stop - place.start for place in places], 1)):
+                lost[:, place.start : place.stop] = mine
         self.owed.write(lost, before)
 
     # at the end of a backward -----------------------------------------------------------------------------------------
