@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from forks import python
+from isas import ISAS
 from pairs import covering, lists_of
 
 if TYPE_CHECKING:
@@ -117,6 +118,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test on one instruction set, and restores the best one."""
+    from commopt.ops import native
+
+    if not native.use_isa(request.param):
+        pytest.skip(f"this machine or build has no native kernels for {request.param}")
+    yield request.param
+    native.use_isa("")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from given import SIZES, Given, split_all
+from given import SIZES, Given, check_nothing_is_left, check_resumed, made, split_all
 from torch import Tensor, nn
 from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 
@@ -215,27 +215,11 @@ def test_the_mean_of_many_equal_steps_tends_to_the_gradient():
     ids=repr,
 )
 def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(compressor, bad):
+    def spoil(grads: list[Tensor]) -> None:
+        grads[0][2, 1] = bad
+
     def run(backend: ThreadBackend) -> list[Tensor]:
-        model = Given()
-        handle = commopt.compress_gradients(model, compressor, backend=backend, bucket_mb=2e-4)
-        for step in range(3):
-            model.backward(some_grads(SIZES, step, backend.rank))
-        model.take()
-        before = handle.state_dict()["residuals"]["state"]
-        grads = some_grads(SIZES, 3, backend.rank)
-        if backend.rank == 1:
-            grads[0][2, 1] = bad
-        model.backward(grads)
-        out = model.take()
-        assert not out[0].isfinite().all()
-        after = handle.state_dict()["residuals"]["state"]
-        for i in before:
-            assert same_bits(before[i].values(), after[i].values())
-        assert handle.comm_stats()["not_finite"] == 1
-        model.backward(some_grads(SIZES, 4, backend.rank))
-        out += model.take()
-        assert all(g.isfinite().all() for g in out[len(SIZES) :])
-        return out
+        return check_nothing_is_left(lambda: made(backend, compressor), backend.rank, spoil)
 
     results = on_threads(3, run)
     assert all(same_bits(results[0], r) for r in results)
@@ -244,28 +228,7 @@ def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(co
 @pytest.mark.parametrize("half", [1, 4])
 def test_a_resumed_run_is_the_one_never_stopped(half):
     def run(backend: ThreadBackend) -> None:
-        def steps(model: Given, which: range) -> list[Tensor | None]:
-            out = []
-            for step in which:
-                model.backward(incomplete(step, backend.rank))
-                out += model.take()
-            return out
-
-        def made() -> tuple[Given, commopt.gradients.CompressedGradients]:
-            model = Given()
-            return model, commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
-
-        model, handle = made()
-        steps(model, range(half))
-        saved = handle.state_dict()
-        straight = steps(model, range(half, 8))
-        other, second = made()
-        second.load_state_dict(saved)
-        found = steps(other, range(half, 8))
-        assert [g is None for g in found] == [g is None for g in straight]
-        assert same_bits([g for g in found if g is not None], [g for g in straight if g is not None])
-        final, same = (h.state_dict()["residuals"]["state"] for h in (handle, second))
-        assert all(same_bits(final[i].values(), same[i].values()) for i in final)
+        check_resumed(lambda: made(backend, Sign(16)), lambda step: incomplete(step, backend.rank), half)
 
     on_threads(3, run)
 
@@ -462,21 +425,14 @@ def test_loco_is_resumed_to_the_bit_and_leaves_nothing_of_what_is_not_finite(hal
                 out += [g for g in model.take() if g is not None]
             return out
 
-        def made() -> tuple[Given, commopt.gradients.CompressedGradients]:
-            model = Given()
-            feedback = LoCo(0.8, 3)
-            return model, commopt.compress_gradients(
-                model, Int4(16), backend=backend, bucket_mb=2e-4, feedback=feedback
-            )
-
-        model, handle = made()
+        model, handle = made(backend, Int4(16), feedback=LoCo(0.8, 3))
         steps(model, range(half))
         saved = handle.state_dict()
         spoilt = [torch.full_like(g, math.nan) for g in some_grads(SIZES, 0, backend.rank)]
         model.backward(spoilt)
         assert not any(g.isfinite().all() for g in model.take() if g.numel())
         straight = steps(model, range(half, 8))
-        other, second = made()
+        other, second = made(backend, Int4(16), feedback=LoCo(0.8, 3))
         second.load_state_dict(saved)
         assert same_bits(steps(other, range(half, 8)), straight)
         return straight
@@ -562,7 +518,7 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
     """Whatever was on its way by then."""
 
     def run(backend: ThreadBackend) -> None:
-        def made() -> tuple[nn.ModuleList, commopt.gradients.CompressedGradients]:
+        def made_of_layers() -> tuple[nn.ModuleList, commopt.gradients.CompressedGradients]:
             layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
             for i, p in enumerate(layers.parameters()):
                 nn.init.constant_(p, 0.01 * i)
@@ -577,7 +533,7 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
             x.square().sum().backward()
             return [p.grad.clone() for p in layers.parameters()]
 
-        (layers, handle), (straight, _) = made(), made()
+        (layers, handle), (straight, _) = made_of_layers(), made_of_layers()
         for step in range(3):
             if step == 1:
                 with pytest.raises(MemoryError, match="no memory"):

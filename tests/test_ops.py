@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import ISAS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from wires import BLOCKS, FLAVOURS, bits_equal, mask_bits, new_wire, unpacked, values
@@ -30,17 +30,7 @@ from wires import BLOCKS, FLAVOURS, bits_equal, mask_bits, new_wire, unpacked, v
 from commopt import ops
 from commopt.ops import native, reference
 
-ISAS = ["neon", "plain"] if platform.machine() in ("aarch64", "arm64") else ["avx512", "avx2", "plain"]
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    """Runs the test on one instruction set, and restores the best one."""
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine or build has no native kernels for {request.param}")
-    yield request.param
-    native.use_isa("")
 
 
 @pytest.fixture

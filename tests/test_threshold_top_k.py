@@ -4,34 +4,23 @@ reference, and the compressor's laws that are its own. Those of all compressors 
 from __future__ import annotations
 
 import math
-import platform
 
 import numpy as np
 import pytest
 import torch
+from compressor_laws import check_error_feedback_telescopes, check_optimizers_keep_replicas_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_threshold import chosen, encode, nbytes_of
 from torch import Tensor
 from wires import FLAVOURS, bits_equal, mask_bits, unpacked, values
-from worlds import Used, on_threads, params_of, same_bits, train
 
-from commopt import DiLoCo, OneBitAdam, ops
+from commopt import ops
 from commopt.compress import ThresholdTopK
-from commopt.ops import native, reference_threshold
+from commopt.ops import reference_threshold
 
-ISAS = ["neon", "plain"] if platform.machine() in ("aarch64", "arm64") else ["avx512", "avx2", "plain"]
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 WILD = [math.nan, math.inf, -math.inf]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    """Runs the test on one instruction set, and restores the best one."""
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine or build has no native kernels for {request.param}")
-    yield request.param
-    native.use_isa("")
 
 
 def new_wire(rows: int, n: int, k: int) -> Tensor:
@@ -223,16 +212,7 @@ def test_the_search_is_the_papers_where_the_papers_finds_what_it_looks_for():
 
 
 def test_error_feedback_telescopes():
-    compressor, n = ThresholdTopK(0.05), 200
-    g, wire = torch.Generator().manual_seed(0), torch.empty(1, compressor.nbytes(n, F64), dtype=U8)
-    error, sent, given_, out = (torch.zeros(1, n, dtype=F64) for _ in range(4))
-    for _ in range(150):
-        x = torch.randn(1, n, dtype=F64, generator=g) + torch.linspace(0, 1, n, dtype=F64)
-        compressor.compress_with_feedback(x, error, wire)
-        compressor.decompress(wire, out)
-        given_, sent = given_ + x, sent + out
-    torch.testing.assert_close(sent + error, given_, rtol=1e-12, atol=1e-10)
-    assert error.abs().max() < 40  # bounded: every element gets its turn
+    check_error_feedback_telescopes(ThresholdTopK(0.05))
 
 
 def test_damage_is_noticed_and_writes_nowhere_else(isa):
@@ -283,21 +263,7 @@ def test_what_is_not_finite_is_found_however_little_is_sent(bad):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_optimizers_keep_replicas_equal_with_it(overlap):
-    def rank(backend):
-        model, outer, compressor = Used(), Used(), ThresholdTopK(0.1)
-        optimizer = OneBitAdam(
-            model.parameters(), freeze_step=2, compressor=compressor, backend=backend, overlap=overlap
-        )
-        train(model, optimizer, range(5), backend.rank, 2)
-        rounds = DiLoCo(torch.optim.SGD(outer.parameters(), 0.1), period=2, backend=backend, compressor=compressor)
-        train(outer, rounds, range(4), backend.rank, 2)
-        return params_of(model), params_of(outer)
-
-    first, second = on_threads(2, rank)
-    assert same_bits(first[0], second[0])
-    assert same_bits(first[1], second[1])
-    assert not same_bits(first[0], params_of(Used()))
-    assert not same_bits(first[1], params_of(Used()))
+    check_optimizers_keep_replicas_equal(ThresholdTopK(0.1), overlap)
 
 
 @pytest.mark.parametrize(

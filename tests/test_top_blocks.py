@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import given
 import pytest
 import torch
-from given import SIZES, Given, split_all
+from given import SIZES, Given, check_nothing_is_left, check_resumed, split_all
 from torch import Tensor
 from worlds import on_threads, same_bits, some_grads, some_of
 
@@ -27,8 +28,7 @@ def grads(step: int, rank: int) -> list[Tensor | None]:
 
 
 def made(backend: Backend, spec: Any = SPEC, **settings: Any) -> tuple[Given, Any]:
-    model = Given()
-    return model, commopt.compress_gradients(model, spec, backend=backend, **{"bucket_mb": 4e-4, **settings})
+    return given.made(backend, spec, **{"bucket_mb": 4e-4, **settings})
 
 
 # the algorithm on lists -----------------------------------------------------------------------------------------------
@@ -176,26 +176,11 @@ def test_the_mean_of_many_equal_steps_tends_to_the_gradient():
 def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(bad, nodes):
     """However many blocks have such, and wherever they are."""
 
+    def spoil(grads: list[Tensor]) -> None:
+        grads[0][2, 1] = grads[5][3] = grads[5][77] = bad
+
     def run(backend: Backend) -> list[Tensor]:
-        model, handle = made(backend, TopBlocks(0.01, 20))
-        for step in range(3):
-            model.backward(some_grads(SIZES, step, backend.rank))
-        model.take()
-        before = handle.state_dict()["residuals"]["state"]
-        given = some_grads(SIZES, 3, backend.rank)
-        if backend.rank == 1:
-            given[0][2, 1] = given[5][3] = given[5][77] = bad
-        model.backward(given)
-        out = model.take()
-        assert not out[0].isfinite().all()
-        after = handle.state_dict()["residuals"]["state"]
-        for i in before:
-            assert same_bits(before[i].values(), after[i].values())
-        assert handle.comm_stats()["not_finite"] == 1
-        model.backward(some_grads(SIZES, 4, backend.rank))
-        out += model.take()
-        assert all(g.isfinite().all() for g in out[len(SIZES) :])
-        return out
+        return check_nothing_is_left(lambda: made(backend, TopBlocks(0.01, 20)), backend.rank, spoil)
 
     results = on_threads(4, lambda backend: run(backend.nodes(2))) if nodes else on_threads(3, run)
     assert all(same_bits(results[0], r) for r in results)
@@ -277,22 +262,7 @@ def test_a_bucket_smaller_than_a_block_is_sent_as_it_is():
 @pytest.mark.parametrize("half", [1, 4])
 def test_a_resumed_run_is_the_one_never_stopped(half):
     def run(backend: ThreadBackend) -> None:
-        def steps(model: Given, which: range) -> list[Tensor]:
-            out = []
-            for step in which:
-                model.backward(grads(step, backend.rank))
-                out += [g for g in model.take() if g is not None]
-            return out
-
-        model, handle = made(backend)
-        steps(model, range(half))
-        saved = handle.state_dict()
-        straight = steps(model, range(half, 8))
-        other, second = made(backend)
-        second.load_state_dict(saved)
-        assert same_bits(steps(other, range(half, 8)), straight)
-        final, same = (h.state_dict()["residuals"]["state"] for h in (handle, second))
-        assert all(same_bits(final[i].values(), same[i].values()) for i in final)
+        check_resumed(lambda: made(backend), lambda step: grads(step, backend.rank), half)
 
     on_threads(3, run)
 

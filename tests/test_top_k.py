@@ -5,36 +5,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 
 import numpy as np
 import pytest
 import torch
+from compressor_laws import check_error_feedback_telescopes, check_optimizers_keep_replicas_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_top_k import encode, nbytes_of
 from torch import Tensor
 from wires import FLAVOURS, bits_equal, mask_bits, unpacked, values
-from worlds import Used, on_threads, params_of, same_bits, train
+from worlds import on_threads
 
-from commopt import DiLoCo, OneBitAdam, ops
+from commopt import ops
 from commopt.comm import compressed_all_reduce
 from commopt.compress import Feedback, FrozenAdam, Momentum, TopK
-from commopt.ops import native, reference_top_k
+from commopt.ops import reference_top_k
 
-ISAS = ["neon", "plain"] if platform.machine() in ("aarch64", "arm64") else ["avx512", "avx2", "plain"]
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 BITS = [1, 2, 8, 16, 32]
 FORMATS = [(4, 256), (1, 16), (3, 16), (16, 16), (5, 64), (40, 256), (256, 256), (2, 512), (64, 4096), (1, 1024)]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    """Runs the test on one instruction set, and restores the best one."""
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine or build has no native kernels for {request.param}")
-    yield request.param
-    native.use_isa("")
 
 
 def new_wire(rows: int, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = F32) -> Tensor:
@@ -252,16 +242,7 @@ def test_a_chunk_with_nothing_to_send_decodes_to_zeros(isa):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_error_feedback_telescopes(bits):
-    compressor, n = TopK(2, 32, bits), 200
-    g, wire = torch.Generator().manual_seed(0), torch.empty(1, compressor.nbytes(n, F64), dtype=U8)
-    error, sent, given_, out = (torch.zeros(1, n, dtype=F64) for _ in range(4))
-    for _ in range(150):
-        x = torch.randn(1, n, dtype=F64, generator=g) + torch.linspace(0, 1, n, dtype=F64)
-        compressor.compress_with_feedback(x, error, wire)
-        compressor.decompress(wire, out)
-        given_, sent = given_ + x, sent + out
-    torch.testing.assert_close(sent + error, given_, rtol=1e-12, atol=1e-10)
-    assert error.abs().max() < 40  # bounded: every element gets its turn
+    check_error_feedback_telescopes(TopK(2, 32, bits))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -289,21 +270,7 @@ def test_every_rank_gets_the_same_bits(world, bits):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_optimizers_keep_replicas_equal_with_it(overlap):
-    def rank(backend):
-        model, outer = Used(), Used()
-        optimizer = OneBitAdam(
-            model.parameters(), freeze_step=2, compressor=TopK(4, 16), backend=backend, overlap=overlap
-        )
-        train(model, optimizer, range(5), backend.rank, 2)
-        rounds = DiLoCo(torch.optim.SGD(outer.parameters(), 0.1), period=2, backend=backend, compressor=TopK(4, 16))
-        train(outer, rounds, range(4), backend.rank, 2)
-        return params_of(model), params_of(outer)
-
-    first, second = on_threads(2, rank)
-    assert same_bits(first[0], second[0])
-    assert same_bits(first[1], second[1])
-    assert not same_bits(first[0], params_of(Used()))
-    assert not same_bits(first[1], params_of(Used()))
+    check_optimizers_keep_replicas_equal(TopK(4, 16), overlap)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
