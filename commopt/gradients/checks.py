@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
 from commopt.comm.torch import ranks_of
-from commopt.compress import Compressor, TopBlocks
-from commopt.compress.low_rank import LowRank
+from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences
 from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
+from commopt.gradients.method import OfGradients
 from commopt.optim import checks
 from commopt.sharding import is_sharded
 
@@ -34,7 +34,7 @@ def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) 
 
 
 def check_exchanges(
-    compressor: Compressor | LowRank | TopBlocks,
+    compressor: OfGradients,
     inside: Any,
     weights: Any,
     groups: Groups,
@@ -85,7 +85,7 @@ def check_model(
     """Raises ValueError for what this rank alone can see."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(compressor, (Compressor, LowRank, TopBlocks)):
+    if not isinstance(compressor, OfGradients):
         raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
     if not isinstance(feedback, bool) and not (isinstance(feedback, LoCo) and isinstance(compressor, Compressor)):
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")

@@ -23,7 +23,7 @@ from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
 from commopt.gradients.low_rank import Thin
 from commopt.gradients.mean import GradientMean
-from commopt.gradients.method import Method
+from commopt.gradients.method import Method, OfGradients
 from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
@@ -110,7 +110,7 @@ class CompressedGradients:
 
 def compress_gradients(
     model: nn.Module,
-    compressor: Compressor | LowRank | TopBlocks,
+    compressor: OfGradients,
     *,
     process_group: Any = None,
     backend: Backend | None = None,
@@ -209,7 +209,7 @@ def compress_gradients(
     return handle
 
 
-def _method(compressor: Compressor | LowRank | TopBlocks, feedback: bool | LoCo, inside: Compressor | None) -> Method:
+def _method(compressor: OfGradients, feedback: bool | LoCo, inside: Compressor | None) -> Method:
     if isinstance(compressor, LowRank):
         return Thin(compressor, bool(feedback))
     if isinstance(compressor, TopBlocks):

@@ -9,9 +9,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from commopt.comm import Channel, Work
+from commopt.compress import Compressor, TopBlocks
+from commopt.compress.low_rank import LowRank
 from commopt.optim.own import Origin
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
+
+OfGradients = Compressor | LowRank | TopBlocks
+"""What :func:`commopt.compress_gradients` takes to compress with."""
 
 Brought = Sequence[tuple[Tensor, int]]
 """Gradients of this rank, each with where it starts in a flat buffer, ascending."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from commopt.gradients.method import OfGradients
 from commopt.probe.clock import Step
-from commopt.probe.compressors import FINE, Spec, error, label
+from commopt.probe.compressors import FINE, error, label
 from commopt.probe.predict import whole_run
 
 WORTH = 1.05
@@ -80,7 +81,7 @@ class Choice:
 
 
 def choices(
-    steps: Mapping[str, Step], bf16_available: bool, shard: int, specs: Mapping[str, Spec]
+    steps: Mapping[str, Step], bf16_available: bool, shard: int, specs: Mapping[str, OfGradients]
 ) -> tuple[list[Choice], Choice, list[Choice]]:
     """The methods that lose something, the least first: of 16 and 8 bits; OneBitAdam; the coarse ones."""
     ddp = steps["ddp"].seconds
@@ -99,7 +100,7 @@ def choices(
 
 
 def recommend(
-    steps: Mapping[str, Step], bf16_available: bool, shard: int = 1, specs: Mapping[str, Spec] | None = None
+    steps: Mapping[str, Step], bf16_available: bool, shard: int = 1, specs: Mapping[str, OfGradients] | None = None
 ) -> str:
     """Recommends what to do, and says what it brings.
 

@@ -22,12 +22,9 @@ from commopt.compress import (
     TopBlocks,
     TopK,
 )  # fmt: skip
-from commopt.compress.low_rank import LowRank
+from commopt.gradients.method import OfGradients
 
-Spec = Compressor | LowRank | TopBlocks
-"""What :func:`commopt.compress_gradients` takes."""
-
-COMPRESSORS: dict[str, tuple[str, Spec]] = {
+COMPRESSORS: dict[str, tuple[str, OfGradients]] = {
     "gradients_bfloat16": ("BFloat16()", BFloat16()),
     "gradients_float8": ("Float8()", Float8()),
     "gradients_int8": ("Int8()", Int8()),
@@ -46,13 +43,13 @@ FINE = 0.05
 """Error of a compressor from which on it is a coarse one: 8 bits have less, 4 have more."""
 
 
-def compressors(block: int) -> dict[str, Spec]:
+def compressors(block: int) -> dict[str, OfGradients]:
     """All of them by name; ``block`` is that of :class:`commopt.compress.Sign`."""
     specs = {name: spec for name, (_, spec) in COMPRESSORS.items()}
     return {name: replace(spec, block=block) if isinstance(spec, Sign) else spec for name, spec in specs.items()}
 
 
-def label(name: str, specs: Mapping[str, Spec]) -> str:
+def label(name: str, specs: Mapping[str, OfGradients]) -> str:
     """How one writes the compressor ``name`` of ``specs``."""
     words, usual = COMPRESSORS[name]
     spec = specs[name]
@@ -60,7 +57,7 @@ def label(name: str, specs: Mapping[str, Spec]) -> str:
 
 
 @lru_cache(maxsize=64)
-def error(spec: Spec) -> float:
+def error(spec: OfGradients) -> float:
     """What one message of Gaussian numbers loses of them: root mean square over that of the numbers. 1 for factors of
     low rank, which noise has none of, and for blocks, of which none of noise is above the others."""
     if not isinstance(spec, Compressor):

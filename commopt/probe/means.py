@@ -9,7 +9,7 @@ from torch import nn
 
 from commopt.comm import Backend, Work
 from commopt.gradients import CompressedGradients, compress_gradients
-from commopt.probe.compressors import Spec
+from commopt.gradients.method import OfGradients
 from commopt.probe.local import Mirrors
 from commopt.probe.measure import Stand
 from commopt.probe.messages import Shapes, exchanges
@@ -59,7 +59,7 @@ class Mean:
         """How many parameters."""
         return sum(x.numel() for x in self.grads)
 
-    def handle(self, spec: Spec, bucket_bytes: int, backend: Backend) -> CompressedGradients:
+    def handle(self, spec: OfGradients, bucket_bytes: int, backend: Backend) -> CompressedGradients:
         """Averages over ``backend``, without DDP."""
         return compress_gradients(self.model, spec, bucket_mb=bucket_bytes / 2**20, backend=backend)
 
@@ -73,7 +73,7 @@ class Mean:
             handle.mean.arrive(p, g)
         handle.mean.finish()
 
-    def costs(self, spec: Spec, bucket_bytes: int) -> dict[str, float]:
+    def costs(self, spec: OfGradients, bucket_bytes: int) -> dict[str, float]:
         """Seconds per parameter, by what follows; see :class:`Rounds`."""
         stand = self.stand
         sent = exchanges(self.shapes, spec, stand.world_size, bucket_bytes)
@@ -90,7 +90,7 @@ class Mean:
         handle.remove()
         return {{"agreement": "presence"}.get(verb, verb): s / self.params for verb, s in seconds.items()}
 
-    def rehearsal(self, spec: Spec, bucket_bytes: int) -> float:
+    def rehearsal(self, spec: OfGradients, bucket_bytes: int) -> float:
         """Seconds of a mean over the real network."""
         handle = self.handle(spec, bucket_bytes, self.stand.backend)
         self.bring()

@@ -18,7 +18,7 @@ from commopt.bucket import ROW_MULTIPLE, Bucket, partition
 from commopt.comm import all_reduce_bytes
 from commopt.compress import ACP, Compressor, PowerSGD, TopBlocks
 from commopt.compress.low_rank import LowRank
-from commopt.probe.compressors import Spec
+from commopt.gradients.method import OfGradients
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors of a model, in its order: the gradient of the first comes last."""
@@ -83,14 +83,14 @@ def buckets_of(shapes: Shapes, world_size: int, capacity: int) -> Sequence[Bucke
     return [Bucket(run, world_size) for run in partition(params, capacity)]
 
 
-def turns(spec: Spec) -> int:
+def turns(spec: OfGradients) -> int:
     """After how many means the same messages come again."""
     return 2 if isinstance(spec, ACP) else 1
 
 
 @lru_cache(maxsize=256)
 def exchanges(
-    shapes: Shapes, spec: Spec, world_size: int, capacity: int, turn: int = 0
+    shapes: Shapes, spec: OfGradients, world_size: int, capacity: int, turn: int = 0
 ) -> Sequence[Sequence[Exchange]]:
     """What is sent of each bucket.
 
@@ -105,7 +105,7 @@ def exchanges(
     return [of_bucket(bucket, spec, capacity, turn) for bucket in buckets_of(shapes, world_size, capacity)]
 
 
-def _rows(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+def _rows(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
     assert isinstance(spec, Compressor)
     shard, out = bucket.padded // bucket.world_size, []
     for start, stop in bucket.split(capacity, spec.chunk_multiple):
@@ -115,7 +115,7 @@ def _rows(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange
     return out
 
 
-def _factors(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+def _factors(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
     assert isinstance(spec, LowRank)
     p = q = whole = 0
     for shape in bucket.shapes:
@@ -131,7 +131,7 @@ def _factors(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Excha
     return [Exchange(bucket.numel, tuple(("all_reduce", n) for n in nbytes))]
 
 
-def _blocks(bucket: Bucket, spec: Spec, capacity: int, turn: int) -> list[Exchange]:
+def _blocks(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
     assert isinstance(spec, TopBlocks)
     n, block = bucket.padded, spec.block
     numbers = [n // block, spec.kept(n) * block + n % block]

@@ -22,9 +22,9 @@ import torch
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor
+from commopt.gradients.method import OfGradients
 from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.clock import Clock, Costs, Step
-from commopt.probe.compressors import Spec
 from commopt.probe.fit import Line
 from commopt.probe.messages import Exchange, Shapes, buckets_of, exchanges, presence_bytes, turns
 
@@ -61,7 +61,7 @@ class Model:
     shapes: Shapes = ()
     shard: int = 1
     early: bool = True
-    compressors: dict[str, Spec] = field(default_factory=dict)
+    compressors: dict[str, OfGradients] = field(default_factory=dict)
 
 
 def split(params: int, last: int, *capacities: int) -> list[int]:

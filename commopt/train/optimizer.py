@@ -17,9 +17,9 @@ import commopt.gradients
 import commopt.optim
 import commopt.outer
 from commopt.comm import Backend
-from commopt.compress import Compressor, RandomBlocks, TopBlocks
-from commopt.compress.low_rank import LowRank
+from commopt.compress import Compressor, RandomBlocks
 from commopt.gradients import Differences, LoCo
+from commopt.gradients.method import OfGradients
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
@@ -29,7 +29,6 @@ from commopt.train.named import NotImported, build, check_arguments, find_class,
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
-OfGradients = Compressor | LowRank | TopBlocks
 OWN_KEYS = {
     **{name: f"optim.{name}" for name in ("lr", "weight_decay", "max_grad_norm", "compressor")},
     "guard": "optim.max_skipped, optim.check_every and optim.on_difference",
