@@ -56,3 +56,12 @@ def test_an_upward_import_would_be_seen():
     assert imported_rooms("def f():\n    from commopt.optim.base import CommOptimizer") == {"optim"}
     assert imported_rooms("from commopt import ops") == {"ops"}
     assert imported_rooms("import commopt.train.loop as x") == {"train"}
+
+
+def test_no_test_imports_a_test_as_it_is_loaded():
+    """What two files of tests share is in a file of its own, or in conftest.py: one of them may lose it otherwise."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in modules if name.startswith("test_")], f"{path} imports {modules}"

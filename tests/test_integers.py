@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from integer_checks import new_wire
-from test_ops import isa, threads  # noqa: F401  (fixtures)
 from torch import Tensor
 from wires import bits_equal, mask_bits, unpacked
 
@@ -97,11 +96,11 @@ def check_native(**case):
     checks.check(torch.ops.commopt, "cpu", **case)
 
 
-def test_native_equals_reference_bitwise(isa):  # noqa: F811
+def test_native_equals_reference_bitwise(isa):
     check_native()
 
 
-def test_more_ranks_than_any_buffer(isa):  # noqa: F811
+def test_more_ranks_than_any_buffer(isa):
     n, ranks, mean, expected = 1000, 150, torch.empty(1000), torch.empty(1000)
     wire = new_wire(ranks, n, 4, 64)
     ops.int_compress(normal(ranks, n, dtype=F32), wire, 4, 64)
@@ -111,7 +110,7 @@ def test_more_ranks_than_any_buffer(isa):  # noqa: F811
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_results_do_not_depend_on_threads(isa, threads, bits):  # noqa: F811
+def test_results_do_not_depend_on_threads(isa, threads, bits):
     n, seen = 300_001, []
     x, error = normal(2, n, dtype=F32), normal(2, n, seed=1, dtype=F32)
     for count in (1, 2, 3):

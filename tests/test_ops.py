@@ -33,14 +33,6 @@ from commopt.ops import native, reference
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 
 
-@pytest.fixture
-def threads():
-    """Restores the number of threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def oracle_row(z: list[float], alive: list[bool], block: int, norm: int) -> tuple[bytes, list[float]]:
     """One wire row, and what is left of each element, from the definition."""
     n = len(z)
