@@ -15,7 +15,7 @@ from commopt.comm.holding import Holding, ShardedBackend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
-from commopt.comm.pipeline import CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
+from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
@@ -26,6 +26,7 @@ from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
     "CONFIRMATION_BYTES",
+    "STARTED",
     "Backend",
     "BlockSync",
     "Channel",

@@ -54,7 +54,7 @@ def compressed_reduce_scatter(
     compressor.decompress_mean(received, out)
 
 
-def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
+def mean_over_all(x: Tensor, send: Channel, reply: Channel, started: Work | None = None) -> Iterator[Work]:
     """x <- its mean over all ranks, in full precision, in place and with the same bits on every rank.
 
     Where ranks are grouped by nodes: the mean over the node, of which every rank keeps a part; the mean of that between
@@ -64,17 +64,23 @@ def mean_over_all(x: Tensor, send: Channel, reply: Channel) -> Iterator[Work]:
     Args:
         x: (D,), contiguous; D a multiple of the number of ranks.
         send, reply: the ranks, for the first collective and for what follows; see :class:`commopt.comm.Pipeline`.
+        started: yielded when the last collective has started.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
     """
+    before_the_last = () if started is None else (started,)
     if send.intra_node.world_size == 1:
-        yield send.inter_node.all_reduce(x)
+        work = send.inter_node.all_reduce(x)
+        yield from before_the_last
+        yield work
         return
     part = yield from reduce_scatter(x, send.intra_node)
     if send.inter_node.world_size > 1:
         yield reply.inter_node.all_reduce(part)
-    yield reply.intra_node.all_gather(x.view(send.intra_node.world_size, -1), part)
+    work = reply.intra_node.all_gather(x.view(send.intra_node.world_size, -1), part)
+    yield from before_the_last
+    yield work
 
 
 @dataclass(frozen=True)

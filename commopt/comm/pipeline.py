@@ -13,13 +13,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, Work
+from commopt.comm.backend import Backend, Done, Work
 from commopt.comm.watch import Watch, blame, can_tell, first_notice
 
 Task = Iterator[Work]
 
 NAP = 5e-5
 """Seconds between two looks at collectives in flight, when there is nothing else to do."""
+
+STARTED: Work = Done()
+"""A barrier for tasks that may always go on: what they yield when they have started all that they start, so that the
+next ones may start theirs."""
 
 
 class CollectiveError(RuntimeError):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import ROW_MULTIPLE
-from commopt.comm import Channel, Work, mean_over_all
+from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.method import Brought, Received
@@ -227,7 +227,7 @@ def _power(
     mine = [_transposed_times(x, p) for x, p in zip(of_a, ps)]
     for x, p, q in zip(of_a, ps, mine):
         x.addmm_(p, q.t(), alpha=-1)
-    qs, also = yield from _mean_of(mine, [], bucket, reply, reply)
+    qs, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
     new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
     return new, _learnt(new, owed.matrices, "q"), sound & also
 
@@ -241,14 +241,19 @@ def _alternating(
     mine = [x @ basis if even else _transposed_times(x, basis) for x, basis in zip(of_a, bases)]
     for x, basis, factor in zip(of_a, bases, mine):
         x.addmm_(*((factor, basis.t()) if even else (basis, factor.t())), alpha=-1)
-    means, sound = yield from _mean_of(mine, exact, bucket, send, reply)
+    means, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
     both = zip(owed.matrices, means, bases)
     new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis in both]
     return new, _learnt(new, owed.matrices, "p" if even else "q"), sound
 
 
 def _mean_of(
-    mine: Sequence[Tensor], exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
+    mine: Sequence[Tensor],
+    exact: list[Tensor],
+    bucket: StateBucket,
+    send: Channel,
+    reply: Channel,
+    started: Work | None = None,
 ) -> Generator[Work, None, tuple[list[Tensor], Tensor]]:
     """The means of ``mine``, and, in place, of ``exact``: one message. And whether all of it is finite."""
     parts = [*mine, *exact]
@@ -258,7 +263,7 @@ def _mean_of(
     padding = -sum(sizes) % (bucket.world_size * ROW_MULTIPLE)
     end = torch.zeros(padding, dtype=bucket.dtype, device=bucket.device)
     message = torch.cat([*(x.reshape(-1) for x in parts), end])
-    yield from mean_over_all(message, send, reply)
+    yield from mean_over_all(message, send, reply, started)
     means = [piece.view(x.shape) for piece, x in zip(message.split([*sizes, padding]), parts)]
     for x, mean in zip(exact, means[len(mine) :]):
         x.copy_(mean)

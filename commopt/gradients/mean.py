@@ -18,6 +18,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
+    STARTED,
     Channel,
     Pipeline,
     Task,
@@ -26,6 +27,7 @@ from commopt.comm import (
     gather_rows,
     mean_over_all,
     message_device,
+    wait,
 )
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.optim.base import CHANNELS
@@ -85,13 +87,13 @@ class GradientMean:
         self._begin()
 
     def _begin(self) -> None:
-        self._pipeline = Pipeline()
+        self._pipeline = Pipeline(STARTED)
         self._started = 0
         self._gradients: dict[int, Tensor] = {}
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
-        self._received: list[Received] = []
+        self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
-        self._begun = self._forgotten = False
+        self._begun = self._forgotten = self._ended = False
 
     def begin(self) -> bool:
         """Before anything of a mean. Returns whether it is the first of it; then :meth:`finish` must be called when the
@@ -121,12 +123,16 @@ class GradientMean:
             return  # whether others have one is known at the end
         self._waiting[index].discard(id(p))
         self._pipeline.progress()
-        while self._started < len(self.buckets) - 1 and not self._waiting[self._started] and self._may_start_early():
-            self._start_next([])
+        self._start_complete(len(self.buckets) - 1)
 
-    def _may_start_early(self) -> bool:
-        bucket = self.buckets[self._started]
-        return bucket.inside is None and bool(bucket.replicas.channels)
+    def _start_complete(self, stop: int) -> None:
+        """Starts the buckets before ``stop`` whose turn it is, if all their gradients are there, and if they may be
+        sent before other ranks are known to have come as far."""
+        while self._started < stop and not self._waiting[self._started]:
+            bucket = self.buckets[self._started]
+            if bucket.inside is not None or not bucket.replicas.channels:
+                return
+            self._start_next([])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -137,18 +143,22 @@ class GradientMean:
             commopt.comm.CollectiveError: if a rank is lost.
         """
         try:
-            self._nowhere = self._absent()
+            self._find_absent()
             while self._started < len(self.buckets):
                 params = self.buckets[self._started].params
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
-            self._pipeline.finish()
+            self._ended = True
+            for received, outs in self._received:
+                outs += self._written(received)
+            self._pipeline.finish()  # each is written as it comes, while the others are on their way
             parts = [mine for part in self.parts if (mine := part.sound) is not None]
-            here = sound = all(bool(x) for x in [*parts, *(received.sound for received in self._received)])
+            here = sound = all(bool(x) for x in [*parts, *(received.sound for received, _ in self._received)])
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
                 sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
-            for received in self._received:
-                self._write(received, spoil=here and not sound)
+            for received, outs in self._received:
+                if here and not sound:  # no rank takes a step that others do not
+                    torch._foreach_mul_(outs, float("nan"))
                 if sound:
                     received.commit()
                 received.let_go()
@@ -168,16 +178,22 @@ class GradientMean:
         for part in self.parts:
             part.forget()
 
-    def _absent(self) -> set[int]:
-        """The ids of the parameters that have a gradient on no rank."""
+    def _find_absent(self) -> None:
+        """Asks all ranks which parameters have a gradient on none. Of a bucket that is complete here none lacks one, so
+        these are on their way meanwhile, and what waits behind them in the network holds nobody up."""
         if not self._here:
-            return set()
+            return
         lacking = {id(p) for p in self._here if id(p) not in self._gradients}
         lacking.update(i for waiting in self._waiting for i in waiting)  # those of zeros
         row = torch.tensor([id(p) not in lacking for p in self._here], dtype=torch.uint8)
-        table = gather_rows(self._control, row.to(message_device(self._control)), "which gradients the ranks have")
+        row = row.to(message_device(self._control))
+        table, where = row.new_empty(self._control.world_size, row.numel()), "which gradients the ranks have"
+        asked = self._control.all_gather(table, row)
+        self._start_complete(len(self.buckets))
+        self._pipeline.reach(asked, asked, where)
+        wait(asked, where)
         here = table.any(0).tolist()
-        return {id(p) for p, present in zip(self._here, here) if not present}
+        self._nowhere = {id(p) for p, present in zip(self._here, here) if not present}
 
     def _start_next(self, absent: Sequence[int]) -> None:
         index = self._started
@@ -198,7 +214,7 @@ class GradientMean:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:
             received = yield from self.method.mean(bucket, brought, absent, send, reply)
-        self._received.append(received)
+        self._received.append((received, self._written(received) if self._ended else []))
 
     def _in_full(
         self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
@@ -220,15 +236,14 @@ class GradientMean:
 
         return Received(bucket, torch.isfinite(ops.square_sum([mean])), write, commit)
 
-    def _write(self, received: Received, spoil: bool) -> None:
-        """Writes a mean where the gradients were; NaN, if those of another part of the model are not finite, so that
-        no rank takes a step that others do not."""
+    def _written(self, received: Received) -> list[Tensor]:
+        """Where the gradients were, with their mean; the gradients of those that had none here are new."""
         bucket, here = received.bucket, self._gradients
         outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
         received.write(outs)
-        factor = float("nan") if spoil else bucket.factor
-        if factor != 1:
-            torch._foreach_mul_(outs, factor)
+        if bucket.factor != 1:
+            torch._foreach_mul_(outs, bucket.factor)
         for p, out in zip(bucket.params, outs):
             if id(p) not in here and id(p) not in self._nowhere:
                 p.grad = like(out, p)
+        return outs

@@ -55,7 +55,8 @@ class Method(Protocol):
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         """Takes the mean of what the ranks have ``brought``. ``absent``: indices of the parameters that no rank has a
-        gradient of, ascending; what is owed to them stays."""
+        gradient of, ascending; what is owed to them stays. Yields :data:`commopt.comm.STARTED` when its last collective
+        has started."""
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         """What this rank owes, by the number of the parameter, as copies."""

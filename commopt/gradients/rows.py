@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Channel, InFlightChunk, Work, compressed_reduce_scatter, reduce_scatter
+from commopt.comm import STARTED, Backend, Channel, InFlightChunk, Work, compressed_reduce_scatter, reduce_scatter
 from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.flat import Flat
 from commopt.gradients.method import Brought, Received, packed
@@ -52,6 +52,7 @@ class Rows(Flat):
         )
         keep = self.compressed(bucket, feedback, spared)
         in_flight = yield from on_the_way
+        yield STARTED
         sound = torch.ones((), dtype=torch.bool, device=bucket.device)
         for chunk in in_flight:
             yield chunk.work

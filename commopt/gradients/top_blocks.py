@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import Channel, Work, reduce_scatter
+from commopt.comm import STARTED, Channel, Work, reduce_scatter
 from commopt.compress import Feedback, TopBlocks
 from commopt.gradients.flat import Flat
 from commopt.gradients.method import Brought, Received, packed
@@ -53,13 +53,15 @@ class AgreedBlocks(Flat):
         blocks = self.spec.choose(importance, n)
         values = blocks.gather(a)
         blocks.zero_(a)
-        yield first.all_reduce(values)
-        whole = values
+        work, whole = first.all_reduce(values), values
         if local_ranks > 1:
+            yield work
             sent = torch.zeros_like(a)
             blocks.scatter_(sent, values)
             whole = bucket.zeros()
-            yield reply.intra_node.all_gather(whole.view(local_ranks, -1), sent)
+            work = reply.intra_node.all_gather(whole.view(local_ranks, -1), sent)
+        yield STARTED
+        yield work
 
         def write(outs: Sequence[Tensor]) -> None:
             mean = whole
