@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
@@ -54,43 +55,42 @@ class Factors:
 
 
 @dataclass
+class Exact:
+    """Neighbouring parameters of a bucket that are sent in full.
+
+    Attributes:
+        start, stop: in a flat buffer.
+        params: of each the index in the bucket, and where it starts here.
+    """
+
+    start: int
+    stop: int
+    params: list[tuple[int, int]]
+
+
+@dataclass
 class Owed:
     """State of a bucket.
 
     Attributes:
         matrices: those that are sent as factors.
-        whole: of all other parameters, the index in the bucket, and [start, stop) in a flat buffer.
+        exact: all others.
         error: (padded,), what this rank owes; None without feedback.
         spare: (padded,), where the next error is made.
         turn: how many means were taken.
     """
 
     matrices: list[Factors]
-    whole: list[tuple[int, int, int]]
+    exact: list[Exact]
     error: Tensor | None
     spare: Tensor
     turn: int = 0
 
     def plus_error(self, brought: Brought) -> Tensor:
         """``spare``, with the gradients plus what is owed."""
-        a, end = self.spare, 0
-        for g, start in brought:
-            stop = start + g.numel()
-            self._without_gradient(end, start)
-            out = a[start:stop].view(g.shape)
-            if self.error is None:
-                out.copy_(g)
-            else:
-                torch.add(self.error[start:stop].view(g.shape), g, out=out)
-            end = stop
-        self._without_gradient(end, a.numel())
-        return a
-
-    def _without_gradient(self, start: int, stop: int) -> None:
-        if self.error is None:
-            self.spare[start:stop] = 0
-        else:
-            self.spare[start:stop] = self.error[start:stop]
+        before = self.spare.zero_() if self.error is None else self.error
+        ops.momentum(before, [g for g, _ in brought], [start for _, start in brought], 1.0, 1.0, self.spare)
+        return self.spare
 
 
 class Thin:
@@ -107,11 +107,14 @@ class Thin:
         self._made = 0
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
-        matrices, whole = [], []
+        matrices, exact = list[Factors](), list[Exact]()
         for i, (start, shape) in enumerate(zip(bucket.offsets, bucket.shapes)):
             thin = self.spec.factors_of(shape)
             if thin is None:
-                whole.append((i, start, start + shape.numel()))
+                if not exact or exact[-1].stop != start:
+                    exact.append(Exact(start, start, []))
+                exact[-1].params.append((i, start - exact[-1].start))
+                exact[-1].stop = start + shape.numel()
                 continue
             n, m, r = thin
             draw = torch.Generator().manual_seed(self.spec.seed * 1_000_003 + self._made)
@@ -119,7 +122,7 @@ class Thin:
             p, q = (torch.randn(k, r, generator=draw, dtype=torch.float64) for k in (n, m))
             matrices.append(Factors(i, start, p.to(bucket.device, bucket.dtype), q.to(bucket.device, bucket.dtype)))
         error = bucket.zeros() if self.feedback else None
-        self._of[id(bucket)] = Owed(matrices, whole, error, bucket.zeros())
+        self._of[id(bucket)] = Owed(matrices, exact, error, bucket.zeros())
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
@@ -129,17 +132,16 @@ class Thin:
         runs = absent_runs(bucket, absent)
         for start, stop in runs:
             a[start:stop] = 0
-        exact = [a[start:stop].clone() for _, start, stop in owed.whole]
+        exact = [a[run.start : run.stop] for run in owed.exact]
         take = _power if isinstance(self.spec, PowerSGD) else _alternating
-        new, later, sound = yield from take(owed, a, exact, bucket, send, reply)
-        for _, start, stop in owed.whole:
-            a[start:stop] = 0
+        new, later, exact, sound = yield from take(owed, a, exact, bucket, send, reply)
 
         def write(outs: Sequence[Tensor]) -> None:
             for f in new:
                 _write_product(f, outs[f.index])
-            for (i, _, _), value in zip(owed.whole, exact):
-                outs[i].copy_(value.view(outs[i].shape))
+            for run, mean in zip(owed.exact, exact):
+                pieces = [(outs[i], mean[start : start + outs[i].numel()]) for i, start in run.params]
+                torch._foreach_copy_([out for out, _ in pieces], [x.view(out.shape) for out, x in pieces])
 
         def commit() -> None:
             owed.turn += 1
@@ -213,23 +215,24 @@ class Thin:
         return replace(factors, p=p.clone(), q=q.clone())
 
 
-Taken = tuple[list[Factors], list[Factors], Tensor]
-"""Factors of the means, those to go on with, and whether they are finite."""
+Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]
+"""Factors of the means, those to go on with, means of what is sent in full, and whether all are finite."""
 
 
 def _power(
     owed: Owed, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
 ) -> Generator[Work, None, Taken]:
-    """PowerSGD: takes the means, of ``exact`` too, in place; ``a`` becomes what is lost."""
+    """PowerSGD: takes the means, of ``exact`` too, which is part of ``a``; that becomes what is lost."""
     of_a = [f.matrix(a) for f in owed.matrices]
-    ps, sound = yield from _mean_of([x @ f.q for x, f in zip(of_a, owed.matrices)], exact, bucket, send, reply)
-    ps = [_orthonormal(p) for p in ps]
-    mine = [_transposed_times(x, p) for x, p in zip(of_a, ps)]
-    for x, p, q in zip(of_a, ps, mine):
-        x.addmm_(p, q.t(), alpha=-1)
-    qs, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
+    ps = [x @ f.q for x, f in zip(of_a, owed.matrices)]
+    ps, exact, sound = yield from _mean_of(ps, exact, bucket, send, reply, None if of_a else STARTED)
+    ps, mine = [_orthonormal(p) for p in ps], list[Tensor]()
+    for x, p in zip(of_a, ps):  # a matrix at a time: it stays in the cache
+        mine.append(_transposed_times(x, p))
+        x.addmm_(p, mine[-1].t(), alpha=-1)
+    qs, _, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
     new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
-    return new, _learnt(new, owed.matrices, "q"), sound & also
+    return new, _learnt(new, owed.matrices, "q"), exact, sound & also
 
 
 def _alternating(
@@ -238,13 +241,14 @@ def _alternating(
     """ACP: as :func:`_power`, one factor in a turn."""
     of_a, even = [f.matrix(a) for f in owed.matrices], owed.turn % 2 == 0
     bases = [_orthonormal(f.q if even else f.p) for f in owed.matrices]
-    mine = [x @ basis if even else _transposed_times(x, basis) for x, basis in zip(of_a, bases)]
-    for x, basis, factor in zip(of_a, bases, mine):
-        x.addmm_(*((factor, basis.t()) if even else (basis, factor.t())), alpha=-1)
-    means, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
+    mine = list[Tensor]()
+    for x, basis in zip(of_a, bases):  # a matrix at a time: it stays in the cache
+        mine.append(x @ basis if even else _transposed_times(x, basis))
+        x.addmm_(*((mine[-1], basis.t()) if even else (basis, mine[-1].t())), alpha=-1)
+    means, exact, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
     both = zip(owed.matrices, means, bases)
     new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis in both]
-    return new, _learnt(new, owed.matrices, "p" if even else "q"), sound
+    return new, _learnt(new, owed.matrices, "p" if even else "q"), exact, sound
 
 
 def _mean_of(
@@ -254,20 +258,20 @@ def _mean_of(
     send: Channel,
     reply: Channel,
     started: Work | None = None,
-) -> Generator[Work, None, tuple[list[Tensor], Tensor]]:
-    """The means of ``mine``, and, in place, of ``exact``: one message. And whether all of it is finite."""
+) -> Generator[Work, None, tuple[list[Tensor], list[Tensor], Tensor]]:
+    """The means of ``mine`` and of ``exact``, in one message, and whether all of it is finite. ``exact`` becomes 0."""
     parts = [*mine, *exact]
     if not parts:
-        return [], torch.ones((), dtype=torch.bool, device=bucket.device)
+        return [], [], torch.ones((), dtype=torch.bool, device=bucket.device)
     sizes = [x.numel() for x in parts]
     padding = -sum(sizes) % (bucket.world_size * ROW_MULTIPLE)
     end = torch.zeros(padding, dtype=bucket.dtype, device=bucket.device)
     message = torch.cat([*(x.reshape(-1) for x in parts), end])
+    for x in exact:
+        x.zero_()
     yield from mean_over_all(message, send, reply, started)
     means = [piece.view(x.shape) for piece, x in zip(message.split([*sizes, padding]), parts)]
-    for x, mean in zip(exact, means[len(mine) :]):
-        x.copy_(mean)
-    return means[: len(mine)], message.isfinite().all()
+    return means[: len(mine)], means[len(mine) :], message.isfinite().all()
 
 
 def _orthonormal(x: Tensor) -> Tensor:
