@@ -1,13 +1,17 @@
 """Connects an optimizer to a DistributedDataParallel model, so that DDP averages gradients only while that is asked
-for."""
+for. The first step of an optimizer does it by itself, if it finds such a model around its parameters."""
 
 # No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
 
+import functools
+import gc
+import logging
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +19,13 @@ from commopt import ops
 from commopt.comm.torch import ranks_of
 from commopt.gradients.ddp import joining
 from commopt.optim.base import CommOptimizer
+from commopt.optim.packed import PackedOptimizer
+from commopt.optim.wrapped import Attach, look_with
 from commopt.outer import OuterOptimizer
+
+logger = logging.getLogger("commopt")
+
+Ours = CommOptimizer | OuterOptimizer
 
 
 class Attachment:
@@ -28,6 +38,8 @@ class Attachment:
             0-d.
     """
 
+    averaged: dict[int, Tensor]
+
     def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
         self._model = weakref.ref(model)
         self._group = model.process_group
@@ -36,7 +48,7 @@ class Attachment:
     def serve(self, optimizer: CommOptimizer | OuterOptimizer) -> None:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
-        self.averaged: dict[int, Tensor] = {}
+        self.clear()
 
     def is_free(self) -> bool:
         """True if the optimizer has gone."""
@@ -64,7 +76,15 @@ class Attachment:
             )
 
     def clear(self) -> None:
-        self.averaged = {}
+        self.averaged, self._late = {}, False
+
+    def has_averaged(self) -> bool:
+        """True if DDP has averaged the gradients of this step."""
+        return self._late or bool(self.averaged)
+
+    def came_late(self) -> None:
+        """It was made after the backward of this step, in which DDP has averaged all gradients."""
+        self._late = True
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Averages DDP's bucket if the next step wants that for any parameter in it, and if the optimizer has gone;
@@ -85,8 +105,11 @@ class Attachment:
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[attr-defined]
 
 
-def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
+def attach(model: nn.Module, optimizer: Any) -> None:
     """Lets ``optimizer`` decide when ``model`` averages gradients.
+
+    The first ``step()`` does it, if it finds the model around the optimizer's parameters, and says so: to call this is
+    to be certain, and to do it before the first backward.
 
     While the optimizer wants exact averages (warm-up), DDP averages gradients and overlaps that with backward, as
     always. In the compressed phase, and in local steps, it leaves them local and sends nothing. ``no_sync()`` and
@@ -96,29 +119,71 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
     Within ``model.join()`` step() raises RuntimeError, unless it is ``join(throw_on_early_termination=True)``.
 
     Args:
-        model: a DDP model without a communication hook of its own.
-        optimizer: a commopt optimizer of its parameters, over the same ranks.
+        model: a DDP model without a communication hook of its own, or a module with one inside, such as a compiled or
+            a Fabric module; or what ``replicate()`` was applied to, after its first forward.
+        optimizer: a commopt optimizer of its parameters, over the same ranks; or a framework's wrapper around it, that
+            has it as ``.optimizer``.
 
     Raises:
-        ValueError: if ``model`` is no DDP model, or optimizer and model have no parameter in common or different ranks.
+        ValueError: if ``model`` is or has no DDP model, or optimizer and model have no parameter in common or different
+            ranks.
         RuntimeError: from DDP, if a communication hook is registered already.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"attach() connects a DistributedDataParallel; a bare {type(model).__name__} needs no attaching"
-        )
-    if not isinstance(optimizer, (CommOptimizer, OuterOptimizer)):
-        raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
+    ours = _unwrapped(optimizer)
+    _connect(_ddp_of(model, ours), ours)
+
+
+def _unwrapped(optimizer: Any) -> Ours:
+    """The optimizer of commopt that frameworks have wrapped."""
+    inner = optimizer
+    for _ in range(4):
+        if isinstance(inner, Ours):
+            return inner
+        inner = getattr(inner, "optimizer", None)
+    raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
+
+
+def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:
+    """The DDP model that ``model`` is, or has inside, or that averages what it holds."""
+    inside = (
+        [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if isinstance(model, nn.Module) else []
+    )
+    if not inside:
+        params = {id(p) for p in model.parameters()} if isinstance(model, nn.Module) else set()
+        inside = [m for m in _around(optimizer) if any(id(p) in params for p in m._module_parameters)]
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        raise ValueError(f"{type(model).__name__} has {len(inside)} DistributedDataParallel models: attach one of them")
+    raise ValueError(f"attach() connects a DistributedDataParallel; a bare {type(model).__name__} needs no attaching")
+
+
+def _around(optimizer: PackedOptimizer) -> list[DistributedDataParallel]:
+    """The DDP models that average gradients of parameters of ``optimizer``. Looks at all objects there are: seldom."""
+    mine = {id(p) for p in optimizer.params}
+    models = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return [x for x in models if any(id(p) in mine for p in getattr(x, "_module_parameters", ()))]
+
+
+def _why_not(model: DistributedDataParallel, optimizer: Ours) -> str | None:
+    """Why ``optimizer`` cannot decide when ``model`` averages."""
     if optimizer.reduction == "sum":
-        raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
+        return "reduction='sum' and DistributedDataParallel exclude each other: it averages gradients"
     mine = ranks_of(optimizer.topology.backend)
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:
-        raise ValueError(f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}")
+        return f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}"
     if not {id(p) for p in model.parameters()} & set(optimizer.group_of()):
-        raise ValueError("the optimizer holds none of the model's parameters")
+        return "the optimizer holds none of the model's parameters"
+    return None
+
+
+def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:
+    reason = _why_not(model, optimizer)
+    if reason is not None:
+        raise ValueError(reason)
     # DDP keeps its hook for good
-    free = [state for _, state in model._comm_hooks if isinstance(state, Attachment) and state.is_free()]
+    free = _free(model)
     attachment = free[0] if free else Attachment(model, optimizer)
     if free:
         attachment.serve(optimizer)
@@ -126,3 +191,34 @@ def attach(model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptim
         model.register_comm_hook(attachment, Attachment.hook)
     optimizer._attachment = attachment
     optimizer.warn_in_evaluation(model.module)
+
+
+def _free(model: DistributedDataParallel) -> list[Attachment]:
+    return [state for _, state in model._comm_hooks if isinstance(state, Attachment) and state.is_free()]
+
+
+def _look(optimizer: PackedOptimizer) -> Attach | None:
+    """What attaches ``optimizer``, at its first step, to the one model that averages its gradients."""
+    models = _around(optimizer)
+    if len(models) != 1 or not isinstance(optimizer, Ours) or _why_not(models[0], optimizer) is not None:
+        return None
+    if models[0]._comm_hooks and not _free(models[0]):
+        return None
+    return functools.partial(_connect_late, models[0], optimizer)
+
+
+def _connect_late(model: DistributedDataParallel, optimizer: Ours) -> None:
+    try:
+        _connect(model, optimizer)
+    except RuntimeError:  # it has a hook that it does not know of: one of those built in
+        return
+    optimizer._attachment.came_late()
+    if optimizer.topology.rank == 0:
+        logger.warning(
+            "%s: attached to the DistributedDataParallel around its parameters, which from now on averages gradients "
+            "only when they are to be averaged in full precision",
+            type(optimizer).__name__,
+        )
+
+
+look_with(_look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -482,22 +483,20 @@ def test_hyper_parameters_of_a_base_may_differ_between_ranks():
 
 @every_overlapping
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_closure_is_taken_with_overlap_where_nothing_is_sent(name, world_size):
+def test_a_closure_is_run_first_with_overlap(name, world_size):
     def run(backend):
         model, same = Used(), Used()
         optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend, overlap=True)
         reference = EVERY[name](same.parameters(), lr=1e-2, backend=backend)
 
-        def closure():
-            backward(model, 0, backend.rank, world_size)
+        def closure(t):
+            optimizer.zero_grad()
+            backward(model, t, backend.rank, world_size)
             return 5.0
 
-        if world_size > 1:
-            with pytest.raises(ValueError, match="step\\(\\) takes no closure"):
-                optimizer.step(closure)
-            return
-        assert optimizer.step(closure) == 5.0
-        train(same, reference, range(1))
+        for t in range(4):
+            assert optimizer.step(functools.partial(closure, t)) == 5.0
+        train(same, reference, range(4), backend.rank, world_size)
         assert same_bits(params_of(model), params_of(same))
 
     on_threads(world_size, run)

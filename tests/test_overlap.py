@@ -347,10 +347,6 @@ def broken_step(
     assert same_bits(a, b)
 
 
-def test_a_closure():
-    broken_step(lambda m, o: lambda: o.step(lambda: None), ValueError, "step\\(\\) takes no closure")
-
-
 def test_clipping_between_backward_and_step():
     def clip(model, optimizer):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -30,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import CSER, OneBitAdam, attach, comm
+from commopt import CSER, LocalSGD, OneBitAdam, attach, comm
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
 
@@ -225,13 +227,49 @@ def run_mixed(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
-def run_unattached(rank: int, world: int) -> dict[str, Any]:
-    model = ddp(Toy())
-    optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+class Wrapper:
+    """A framework's, around an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def run_unattached(rank: int, world: int, hook: str = "", how: str = "", **settings: Any) -> dict[str, Any]:
+    """A DDP model that nobody attaches, with a hook of its own or none; or that somebody attaches by what wraps it."""
+    inner = Toy()
+    if how == "replicate":
+        model: Any = replicate(inner, find_unused_parameters=True)
+    else:
+        model = ddp(inner)
+    if hook == "python":
+        model.register_comm_hook(None, allreduce_hook)
+    if hook == "builtin":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    kind = settings.pop("kind", OneBitAdam)
+    optimizer = kind(model.parameters(), **{**(SETTINGS if kind is OneBitAdam else {}), **settings})
+    if how == "wrappers":
+        attach(torch.compile(model, backend="eager"), Wrapper(Wrapper(optimizer)))
     with listening() as lines:
         for t in range(STEPS):
-            step(model, optimizer, t, rank, world)
-    return {"params": params_of(model.module), "log": list(lines)}
+            inner.zero_grad()
+            model(tokens(t, rank, world)).backward()
+            if how == "replicate" and t == 0:
+                attach(model, optimizer)
+            optimizer.step()
+    attached, local = optimizer._attachment is not None, params_of(inner)
+    with optimizer.averaged():
+        return {"params": params_of(inner), "local": local, "log": list(lines), "attached": attached}
+
+
+UNATTACHED: dict[str, dict[str, Any]] = {
+    "unattached": {},
+    "unattached, overlapped": {"overlap": True, "max_grad_norm": None},
+    "unattached, hooked": {"hook": "python"},
+    "unattached, built in": {"hook": "builtin"},
+    "unattached, local": {"kind": LocalSGD, "period": 2},
+    "replicated": {"how": "replicate"},
+    "wrapped": {"how": "wrappers"},
+}
 
 
 def run_baseline(rank: int, world: int) -> dict[str, Any]:
@@ -341,7 +379,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "attached, clipped": run_attached(rank, world, max_grad_norm=0.1),
         "crossed": run_crossed(rank, world),
         "mixed": run_mixed(rank, world),
-        "unattached": run_unattached(rank, world),
+        **{name: run_unattached(rank, world, **settings) for name, settings in UNATTACHED.items()},
         "baseline": run_baseline(rank, world),
         "baseline, ours": run_bare(rank, world),
         "nan": run_nan(rank, world),
@@ -408,9 +446,34 @@ def test_attached_ddp_averages_in_warm_up_only_and_each_byte_is_counted(ranks):
     assert not any("already equal" in line for line in a["log"])
 
 
-def test_a_ddp_model_that_is_not_attached_is_reported_once_on_rank_0(ranks):
-    assert sum("commopt.attach" in line for line in ranks[0]["unattached"]["log"]) == 1
-    assert not ranks[1]["unattached"]["log"]
+@pytest.mark.parametrize("scene", ["unattached", "unattached, overlapped", "wrapped"])
+def test_the_first_step_attaches_the_ddp_model_around_the_parameters(ranks, scene):
+    assert ranks[0][scene]["attached"]
+    assert ranks[1][scene]["attached"]
+    assert same_bits(ranks[0][scene]["params"], ranks[0]["attached"]["params"])
+    said = [line for line in ranks[0][scene]["log"] if "attached to the DistributedDataParallel" in line]
+    assert len(said) == (scene != "wrapped")
+    assert not any("already equal" in line for line in ranks[0][scene]["log"])
+    assert not any("attached" in line for line in ranks[1][scene]["log"])
+
+
+def test_local_steps_of_a_ddp_model_that_nobody_has_attached_are_local(ranks):
+    a, b = (r["unattached, local"] for r in ranks)
+    assert a["attached"]
+    assert same_bits(a["params"], b["params"])
+    assert not same_bits(a["local"], b["local"])
+
+
+def test_a_replicated_module_is_attached(ranks):
+    assert ranks[0]["replicated"]["attached"]
+    assert same_bits(ranks[0]["replicated"]["params"], ranks[1]["replicated"]["params"])
+
+
+@pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
+def test_a_ddp_model_that_cannot_be_attached_is_reported_once_on_rank_0(ranks, scene):
+    assert not ranks[0][scene]["attached"]
+    assert sum("commopt.attach" in line for line in ranks[0][scene]["log"]) == 1
+    assert not ranks[1][scene]["log"]
 
 
 def test_warm_up_is_ddp_with_torch_adamw(ranks):

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import binding, checks, comparing, replicas
+from commopt.optim import binding, checks, comparing, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -58,6 +58,7 @@ from commopt.optim.packed import WHOSE, PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.torch_options import OF_ADAM, check_torch_options
 
 logger = logging.getLogger("commopt")
 
@@ -85,6 +86,7 @@ class CommOptimizer(PackedOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead of a process group.
+        torch_options: keywords of torch's optimizer that are taken where they ask for nothing.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -93,6 +95,9 @@ class CommOptimizer(PackedOptimizer):
 
     hyperparams_used_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
     """Hyper-parameters of a group that a bucket's task reads before it yields ``ctx.barrier``."""
+
+    known_options: tuple[str, ...] = OF_ADAM
+    """Names in ``torch_options``."""
 
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
@@ -110,6 +115,7 @@ class CommOptimizer(PackedOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        torch_options: Mapping[str, Any] | None = None,
     ) -> None:
         import_what_torch_imports_late()
         params = binding.in_a_list(params)
@@ -130,12 +136,14 @@ class CommOptimizer(PackedOptimizer):
             self.check_settings()
             check_guard(self.guard)
             super(CommOptimizer, self).__init__(params, {**defaults, WHOSE: self.saved_as(), "step": 0})
+            check_torch_options(type(self).__name__, torch_options or {}, self.known_options, self.param_groups)
 
         self.register_new(construct)
         self._ready = True
 
     def _restart(self) -> None:
         self._attachment: Any = None
+        self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
         self._ready = True
         self._skipped_in_a_row = 0
@@ -236,7 +244,7 @@ class CommOptimizer(PackedOptimizer):
         changes, and it is counted and logged.
 
         Args:
-            closure: reevaluates the model and returns the loss. Not with ``overlap=True``, unless on one rank alone.
+            closure: reevaluates the model and returns the loss; called once, first.
 
         Returns:
             what the closure returned, or None.
@@ -244,8 +252,8 @@ class CommOptimizer(PackedOptimizer):
         Raises:
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
-            ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a closure, a GradScaler, gradients
-                or hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
+            ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a GradScaler, gradients or
+                hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
                 changed then.
             commopt.optim.agreement.OutOfStep: a rank has another learning rate, or is at another step.
             commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
@@ -259,19 +267,15 @@ class CommOptimizer(PackedOptimizer):
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         if self._attachment is not None:
             self._attachment.refuse_join()
-        loss, refused = None, None
+        loss = None
         binding.rebind_if_new(self, "step")
-        if closure is not None and self.overlap and self.topology.world_size > 1:
-            refused = ValueError(
-                "overlap=True sends gradients while backward runs, so step() takes no closure: run the closure before "
-                "step(), or create the optimizer with overlap=False"
-            )
-        elif closure is not None:
+        wrapped.attach_if_wrapped(self)
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         step = self.step_in_flight()
         try:
-            self._take(step, refused)
+            self._take(step)
         except (CollectiveError, OutOfStep):  # what the ranks have started does not fit together any more
             step.pipeline.abandon()
             raise
@@ -290,21 +294,21 @@ class CommOptimizer(PackedOptimizer):
         finally:
             self._in_flight = None
             self.topology.receipt.clear()
-            del step, refused
+            del step
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
             self.topology.traffic.end_step()
         return loss
 
-    def _take(self, step: StepInFlight, refused: Exception | None) -> None:
+    def _take(self, step: StepInFlight) -> None:
         """Takes ``step`` from wherever backward has taken it, and does what follows from it."""
         local, overlapped = self.steps_locally(), self.starts_in_backward()
         if overlapped:
             self._diagnostics.overlap_lost(step.blocking(), self.param_groups, step.started, len(step.buckets))
         if not local:
             self._open_channels()
-        refused = refused or self._follow(step)
+        refused = self._follow(step)
         step.params = [p for bucket in self.buckets for p in bucket.params]
         if self.topology.is_sharded:
             self.settle()
@@ -318,7 +322,7 @@ class CommOptimizer(PackedOptimizer):
             self._diagnostics.dropped(self.dropped_gradients)
 
         def scale(decision: StepDecision) -> float:
-            if decision.already_equal and not (self._attachment is not None and self._attachment.averaged):
+            if decision.already_equal and not (self._attachment is not None and self._attachment.has_averaged()):
                 self._diagnostics.equal_gradients()
             return self._clip(decision) * unscale
 
@@ -439,7 +443,7 @@ class CommOptimizer(PackedOptimizer):
         if self._all_on_one_channel() or self.steps_locally():
             return False
         if self._attachment is None:
-            return True
+            return self._looked or wrapped.found(self) is None
         return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
 
     def why_not_synchronize(self) -> Exception | None:

@@ -53,6 +53,7 @@ from commopt.optim.rules import scaled_gradient, sgd_, square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import MERGED
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.torch_options import OF_SGD
 
 logger = logging.getLogger("commopt")
 
@@ -103,6 +104,8 @@ class CSER(CommOptimizer):
             one number on all ranks. Not with ``overlap=True``.
         bucket_mb, overlap, guard, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not on nodes of
             several ranks.
+        torch_options: ``foreach`` and ``fused``; ``dampening=0`` and ``differentiable=False``: as
+            :class:`torch.optim.SGD` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, if ranks differ in parameters or
@@ -110,6 +113,7 @@ class CSER(CommOptimizer):
     """
 
     hyperparams_used_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
+    known_options = OF_SGD
     step_counters = ("step",)
     rank_local_buffers: tuple[str, ...] = ("momentum_buffer",)
     ever_rank_local: tuple[str, ...] = (PARAMETER, "momentum_buffer")
@@ -136,6 +140,7 @@ class CSER(CommOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -160,6 +165,7 @@ class CSER(CommOptimizer):
             reduction=reduction,
             process_group=process_group,
             backend=backend,
+            torch_options=torch_options,
         )
 
     knows_nodes = False

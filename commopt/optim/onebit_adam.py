@@ -81,7 +81,7 @@ class OneBitAdam(WarmupOptimizer):
             than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
-            a closure, a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
+            a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.
@@ -89,6 +89,8 @@ class OneBitAdam(WarmupOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
+            ``decoupled_weight_decay=True``: as :class:`torch.optim.Adam` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -113,6 +115,7 @@ class OneBitAdam(WarmupOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -133,6 +136,7 @@ class OneBitAdam(WarmupOptimizer):
             reduction=reduction,
             process_group=process_group,
             backend=backend,
+            torch_options=torch_options,
         )
 
     def check_group(self, group: dict[str, Any]) -> None:

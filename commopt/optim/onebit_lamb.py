@@ -97,6 +97,8 @@ class OneBitLamb(WarmupOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
+            ``decoupled_weight_decay=True``: as :class:`torch.optim.Adam` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -129,6 +131,7 @@ class OneBitLamb(WarmupOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -155,6 +158,7 @@ class OneBitLamb(WarmupOptimizer):
             reduction=reduction,
             process_group=process_group,
             backend=backend,
+            torch_options=torch_options,
         )
 
     def check_group(self, group: dict[str, Any]) -> None:

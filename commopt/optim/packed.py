@@ -77,6 +77,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
+    _looked: bool  # for a model that averages the gradients
 
     ever_rank_local: tuple[str, ...] = ()
     """All names that :meth:`rank_local` may ever give."""

@@ -112,6 +112,8 @@ class ZeroOneAdam(CommOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
+            ``decoupled_weight_decay=True``: as :class:`torch.optim.Adam` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -142,6 +144,7 @@ class ZeroOneAdam(CommOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -164,6 +167,7 @@ class ZeroOneAdam(CommOptimizer):
             reduction=reduction,
             process_group=process_group,
             backend=backend,
+            torch_options=torch_options,
         )
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, Topology, message_device, refuse_if_left_out, resolve_backend, wait
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, comparing, saving
+from commopt.optim import binding, checks, comparing, saving, wrapped
 from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -147,6 +147,7 @@ class OuterOptimizer(PackedOptimizer):
     def _restart(self) -> None:
         self.buckets = []
         self._attachment: Any = None
+        self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
         self._moved = False
         self._check_next = True  # digests, at the next synchronisation
@@ -275,6 +276,7 @@ class OuterOptimizer(PackedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         binding.rebind_if_new(self, "rounds", "round_step")
+        wrapped.attach_if_wrapped(self)
         self.follow()
         if self.param_groups[0]["round_step"] == 0:
             self.begin_round()

@@ -1,0 +1,46 @@
+"""Keywords of torch's optimizers that those of commopt do not have: taken where they ask for nothing that is not there
+anyway, so that a call of torch's class is one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ANY = "foreach", "fused"  # how a step is computed: here by fused kernels
+
+_REASONS = {
+    "amsgrad": "it keeps the largest variances, and compression needs one that stands",
+    "capturable": "a step talks to other ranks, which a CUDA graph cannot hold",
+    "differentiable": "a step is not differentiated",
+    "dampening": "the momentum that is compressed has none",
+}
+_ASKS_NOTHING = {"amsgrad": False, "capturable": False, "differentiable": False, "dampening": 0}
+
+OF_ADAM = (*_ANY, "amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
+"""Of torch.optim.Adam and AdamW. Weight decay is decoupled, as AdamW's: ``decoupled_weight_decay=False``, Adam's
+default, is taken only without any."""
+OF_SGD = (*_ANY, "dampening", "differentiable")
+"""Of torch.optim.SGD."""
+
+
+def check_torch_options(
+    name: str, options: Mapping[str, Any], known: Sequence[str], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Checks the further keywords that the optimizer ``name`` was given.
+
+    Raises:
+        TypeError: for one that torch's optimizer does not have either.
+        ValueError: for one that asks for what is not there.
+    """
+    for key, value in options.items():
+        if key not in known:
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
+        if key in _ANY and value not in (None, True, False):
+            raise ValueError(f"{key} must be None, True or False, got {value!r}")
+        if key in _REASONS and value not in (_ASKS_NOTHING[key], None):
+            raise ValueError(f"{name} has no {key}={value!r}: {_REASONS[key]}; allowed is {_ASKS_NOTHING[key]!r}")
+        if key == "decoupled_weight_decay" and not value and any(group["weight_decay"] for group in groups):
+            raise ValueError(
+                f"{name} has no decoupled_weight_decay=False: its weight decay is that of AdamW, x <- x (1 - lr wd), "
+                "and not added to the gradient; allowed is True, or weight_decay=0"
+            )
