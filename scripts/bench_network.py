@@ -196,6 +196,12 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def write(path: Path, kept: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
+    """All figures: ``runs``, and those ``kept`` that are no older measurements of the same."""
+    kept = [old for old in kept if key(old) not in {key(new) for new in runs}]
+    path.write_text(json.dumps({"machine": machine(), "runs": kept + runs}, indent=1) + "\n")
+
+
 def main() -> int:
     args = arguments()
     if args.update_docs:
@@ -207,19 +213,18 @@ def main() -> int:
         draw([run for run in kept if run["hosts"] == 2 and run["rate"] != "none"], ROOT / "docs" / "network.png")
         return 0
     exit_on_signals()
-    runs = []
+    runs: list[dict[str, Any]] = []
+    kept = json.loads(args.json.read_text())["runs"] if args.json and args.append and args.json.exists() else []
     try:
         for hosts, rate in itertools.product(args.hosts, args.rate):
             with make_bed(hosts, rate, args) as bed:
                 runs.append(run(bed, args, rate))
             print(f"{title(runs[-1])}\n\n{table(runs[-1])}\n\n{caveats(runs[-1])}\n", flush=True)
+            if args.json:  # a later run may fail
+                write(args.json, kept, runs)
     except BedError as error:
         print(f"bench_network: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        kept = json.loads(args.json.read_text())["runs"] if args.append and args.json.exists() else []
-        kept = [old for old in kept if key(old) not in {key(new) for new in runs}]
-        args.json.write_text(json.dumps({"machine": machine(), "runs": kept + runs}, indent=1) + "\n")
     if args.png:
         draw(runs, args.png)
     return 0

@@ -203,7 +203,8 @@ class Trainee:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(0, spec["vocab"], (spec["batch"], spec["sequence"]), generator=generator)
         self.model, self.optimizer = METHODS[name][1](model, **METHODS[name][2])
-        self.cycle = self.optimizer.param_groups[0].get("sync_first", 1)  # steps after which all begins again
+        # steps after which all begins again; ACP sends P and Q in turns
+        self.cycle = self.optimizer.param_groups[0].get("sync_first", 2 if "acp" in name else 1)
         self.count = 0
 
     def step(self) -> None:

@@ -200,9 +200,13 @@ def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
         messages.turn(clock.now)
     ranks = costs.world_size * model.shard
     clock.compute(per["presence"] * model.params)
-    clock.wait(clock.send("all_gather", presence_bytes(model.shapes, ranks)))
+    asked = clock.send("all_gather", presence_bytes(model.shapes, ranks))
+    if not model.early:
+        clock.wait(asked)
     for bucket in waiting:
         messages.launch(bucket)
+    messages.turn(clock.now)
+    clock.wait(asked)
     messages.turn()
     messages.arrive()
     if model.shard > 1:  # whether the means of all parts are finite
