@@ -274,7 +274,7 @@ def test_break_even_of_a_compressor() -> None:
 def test_a_mean_is_rehearsed_without_the_rest_of_a_step() -> None:
     link = Line(0.25, 0.0)
     seconds = rehearse_mean(costs(link, per=1e-9, copies=1.0), large(), "gradients_sign", ((64, 64), (64,)))
-    assert seconds == pytest.approx(2 * 0.25 + 3 * 4160e-9)  # who has which gradients is asked meanwhile
+    assert seconds == pytest.approx(3 * 0.25 + 2 * 4160e-9)  # it is compressed while the ranks ask who has what
 
 
 # recommendations ------------------------------------------------------------------------------------------------------
