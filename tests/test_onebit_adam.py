@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 
@@ -485,6 +486,43 @@ def test_gradients_that_somebody_else_has_averaged_are_reported_once(caplog):
     on_threads(2, run)
     assert caplog.text.count("already equal on all ranks") == 1
     assert "commopt.attach" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("freeze_step", "beta2", "said"), [(8, 0.999, 1), (1000, 0.999, 0), (8, 0.8, 0), ("auto", 0.999, 0)]
+)
+def test_a_warm_up_shorter_than_the_window_of_the_variance_is_reported(caplog, freeze_step, beta2, said):
+    def run(backend):
+        OneBitAdam(Toy().parameters(), betas=(0.9, beta2), freeze_step=freeze_step, backend=backend)
+
+    on_threads(2, run)
+    assert caplog.text.count("freeze_step=8 is less than 1 / (1 - beta2) = 1000 steps") == said
+
+
+def test_a_warm_up_that_does_not_end_is_reported_after_ten_windows_and_at_the_end_of_the_run(caplog):
+    def run(backend):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = OneBitAdam([p], betas=(0.9, 0.5), backend=backend)
+        for t in range(21):  # windows of 2 steps
+            p.grad = torch.full_like(p, 2.0**t * (1 + backend.rank))
+            optimizer.step()
+
+    on_threads(1, run)
+    assert not caplog.text  # one rank alone compresses nothing, and needs no warm-up
+    on_threads(2, run)
+    assert caplog.text.count("after 20 steps the variance has not settled (||v||_1 has changed by") == 1
+    gc.collect()
+    assert caplog.text.count("the run ends after 21 steps, and none was compressed") == 1
+
+
+def test_the_end_of_a_run_that_was_compressed_says_nothing(caplog):
+    def run(backend):
+        model = Toy()
+        train(model, OneBitAdam(model.parameters(), betas=(0.9, 0.5), freeze_step=4, backend=backend), range(6))
+
+    on_threads(2, run)
+    gc.collect()
+    assert "the run ends" not in caplog.text
 
 
 # accounting ----------------------------------------------------------------------------------------------------------

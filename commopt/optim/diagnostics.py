@@ -146,6 +146,29 @@ class Diagnostics:
                 self.optimizer, len(named), len(moves), listed(named, groups), later,
             )  # fmt: skip
 
+    def early_freeze(self, freeze_step: int, beta2: float) -> None:
+        """The variance will be frozen before it is one of as many gradients as it averages."""
+        if self._once("early freeze"):
+            window = round(1 / (1 - beta2))
+            logger.warning(
+                "%s: freeze_step=%d is less than 1 / (1 - beta2) = %d steps, over which the variance averages: it will "
+                "stand as what the first %d gradients make of it, and where that is too small, weights grow while the "
+                "loss falls. Take freeze_step=%d or more, a smaller beta2, or \"auto\"",
+                self.optimizer, freeze_step, window, freeze_step, window,
+            )  # fmt: skip
+
+    def long_warmup(self, step: int, change: float, lr_rises: bool) -> None:
+        """The variance has not settled in ten of its windows."""
+        if self._once("long warm-up"):
+            why = (
+                "the learning rate still rises" if lr_rises else f"||v||_1 has changed by {change:.0%}, 4 % is allowed"
+            )
+            logger.warning(
+                "%s: after %d steps the variance has not settled (%s in the last window), and everything is still sent "
+                "in full precision; freeze_step=<an int> ends the warm-up at a step of your choice",
+                self.optimizer, step, why,
+            )  # fmt: skip
+
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
         """A phase has ended after ``step``, for the parameter groups given, or for all."""
         if self.rank == 0:
@@ -161,6 +184,17 @@ class Diagnostics:
         new = what not in self._said
         self._said.add(what)
         return new and self.rank == 0
+
+
+def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:
+    """At the end of a run: that all its steps were in full precision, if it had a warm-up of ``run["enough"]`` steps or
+    more."""
+    if not run["compressed"] and run["warmup"] >= run["enough"]:
+        logger.warning(
+            "%s: the run ends after %d steps, and none was compressed: its warm-up, freeze_step=%r, has not ended. A "
+            "fifth of the steps of a run is usual",
+            optimizer, run["warmup"], run["freeze_step"],
+        )  # fmt: skip
 
 
 def listed(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> str:

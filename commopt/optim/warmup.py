@@ -11,6 +11,7 @@ ratio; that it must not fire while v still grows from 0, nor in the warm-up of l
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from commopt.comm import Work, wait
 from commopt.optim.base import CommOptimizer
+from commopt.optim.diagnostics import tell_if_never_compressed
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
 
@@ -26,6 +28,8 @@ logger = logging.getLogger("commopt")
 
 STABLE = 0.96
 """Ratio of ||v_t||_1 and ||v_{t-D}||_1 from which v counts as settled."""
+LONG = 10
+"""Windows D after which it is said that v has not settled."""
 
 
 def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
@@ -36,6 +40,19 @@ def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
 
 class WarmupOptimizer(CommOptimizer):
     """Base of the optimizers with a warm-up; see the module's docstring."""
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
+        if self.topology.rank == 0:
+            weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
+
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+        super()._register(groups, error)
+        for group in groups:
+            steps, beta2 = group["freeze_step"], group["betas"][1]
+            if self.topology.nodes > 1 and steps != "auto" and steps < round(1 / (1 - beta2)):
+                self._diagnostics.early_freeze(steps, beta2)
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
@@ -72,6 +89,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def after_step(self) -> None:
         """Freezes the variance where it has settled (``freeze_step="auto"``)."""
+        self._count()
         cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
         for group in self.param_groups:
             beta2 = group["betas"][1]
@@ -86,6 +104,14 @@ class WarmupOptimizer(CommOptimizer):
         wait(self.topology.world.all_reduce(norms), where)
         for groups, norm in zip(cohorts.values(), norms.tolist()):
             self._decide(groups, norm)
+
+    def _count(self) -> None:
+        """Notes what is said at the end of a run."""
+        warms_up = self.phase == "warmup"
+        self._run["warmup" if warms_up else "compressed"] += 1
+        if warms_up:
+            group = max(self.param_groups, key=lambda group: group["betas"][1])
+            self._run |= {"enough": round(1 / (1 - group["betas"][1])), "freeze_step": group["freeze_step"]}
 
     def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
         """||v||_1 over the parameters of ``groups``, 0-d float64: the mean over all ranks is that of the model."""
@@ -104,6 +130,9 @@ class WarmupOptimizer(CommOptimizer):
             group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
             steady = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
             settled = settled and steady and group["variance_lr"] <= lr_before
+            if not settled and group["step"] == LONG * round(1 / (1 - group["betas"][1])):
+                change = abs(norm / before - 1) if before else 1.0
+                self._diagnostics.long_warmup(group["step"], change, group["variance_lr"] > lr_before)
         if settled:
             for group in groups:
                 group["freeze_step"] = group["step"]
