@@ -26,7 +26,7 @@ from worlds import (
     train,
 )
 
-from commopt import Guard, OneBitAdam
+from commopt import Guard, LocalSGD, OneBitAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Compressor, Identity, Sign
 from commopt.optim.agreement import AGREEMENT_BYTES
@@ -523,6 +523,25 @@ def test_the_end_of_a_run_that_was_compressed_says_nothing(caplog):
     on_threads(2, run)
     gc.collect()
     assert "the run ends" not in caplog.text
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, LocalSGD])
+def test_gradients_that_each_rank_clips_by_itself_are_reported_once(caplog, cls):
+    def run(backend, clip):
+        model = Toy()
+        options = {"freeze_step": 2} if cls is OneBitAdam else {"period": 2}
+        optimizer = cls(model.parameters(), backend=backend, **options)
+        for t in range(8):
+            backward(model, t, backend.rank, 2)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+    on_threads(2, lambda backend: run(backend, False))
+    assert "max_grad_norm" not in caplog.text
+    on_threads(2, lambda backend: run(backend, True))
+    assert caplog.text.count("a norm of 0.01 on every rank, though they differ") == 1
+    assert "give the optimizer max_grad_norm=0.01" in caplog.text
 
 
 # accounting ----------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class StepDecision:
         present: which parameters have a gradient on any rank.
         average: whether gradients still have to be averaged where averages are wanted.
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
+        alike: whether it nearly is: somebody may have clipped them.
     """
 
     non_finite: Sequence[int]
@@ -88,6 +89,7 @@ class StepDecision:
     present: Sequence[bool]
     average: bool
     already_equal: bool
+    alike: bool = False
 
 
 class StepSkipped(Exception):
@@ -265,9 +267,8 @@ class Agreement:
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
             average=any(row[4] for row in table),
-            already_equal=len(same) > 1
-            and same[0] > 0
-            and not [s for s in same if not math.isclose(s, same[0], rel_tol=1e-12)],
+            already_equal=within(1e-12, same),
+            alike=clipped_alike(same),
         )
 
     def _compare(self) -> None:
@@ -284,6 +285,17 @@ class Agreement:
         wait(uncounted.all_gather(table, mine), self._where)
         if report.decide is not None:
             report.decide(table.tolist())
+
+
+def within(tolerance: float, squares: Sequence[float]) -> bool:
+    """True if the square norms of several ranks are equal, but for a relative ``tolerance``."""
+    return len(squares) > 1 and squares[0] > 0 and all(math.isclose(s, squares[0], rel_tol=tolerance) for s in squares)
+
+
+def clipped_alike(squares: Sequence[float]) -> bool:
+    """True if square norms of several ranks are as near to each other as if each rank had clipped its gradients to the
+    same norm, and yet not equal."""
+    return within(1e-4, squares) and not within(1e-12, squares)
 
 
 def is_usable(square_norm: float) -> bool:

@@ -324,6 +324,7 @@ class CommOptimizer(PackedOptimizer):
         def scale(decision: StepDecision) -> float:
             if decision.already_equal and not (self._attachment is not None and self._attachment.has_averaged()):
                 self._diagnostics.equal_gradients()
+            self._diagnostics.norms(decision.alike, decision.norm)
             return self._clip(decision) * unscale
 
         over, holders = _ALONE, None

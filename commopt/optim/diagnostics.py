@@ -12,6 +12,9 @@ from commopt.optim.agreement import LARGEST_NORM
 
 logger = logging.getLogger("commopt")
 
+IN_A_ROW = 3
+"""How often norms must be alike before it is no chance."""
+
 
 class Diagnostics:
     """The log of one optimizer.
@@ -24,6 +27,7 @@ class Diagnostics:
     def __init__(self, optimizer: str, rank: int) -> None:
         self.optimizer, self.rank = optimizer, rank
         self._said: set[str] = set()
+        self._alike = 0  # how often in a row
 
     def skipped(self, ranks: Sequence[int], count: int) -> None:
         """All ranks have skipped a step, because of ``ranks``: the ``count``-th."""
@@ -78,6 +82,18 @@ class Diagnostics:
                 "train on the same data.",
                 self.optimizer,
             )
+
+    def norms(self, alike: bool, norm: float) -> None:
+        """Whether the gradients of all ranks were ``alike`` in norm, which by chance happens once in ten thousand
+        times."""
+        self._alike = self._alike + 1 if alike else 0
+        if self._alike == IN_A_ROW and self._once("clipped"):
+            logger.warning(
+                "%s: the gradients have a norm of %.4g on every rank, though they differ: each rank clips its own "
+                "(torch.nn.utils.clip_grad_norm_, or a trainer's max_grad_norm or gradient_clip_val), so that no mean "
+                "is clipped. Turn that off, and give the optimizer max_grad_norm=%.4g",
+                self.optimizer, norm, norm,
+            )  # fmt: skip
 
     def equal_gradients_in_rounds(self) -> None:
         """All ranks had the same gradients in the last step of a round."""

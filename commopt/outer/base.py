@@ -382,6 +382,7 @@ class OuterOptimizer(PackedOptimizer):
         self._skipped_in_a_row = 0
         if decision.equal_gradients:
             self._diagnostics.equal_gradients_in_rounds()
+        self._diagnostics.norms(decision.alike, decision.norm)
         if decision.moved:
             self._equalize_anchors(device, where)
         if decision.checks:

@@ -21,7 +21,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim.agreement import StepRefused
+from commopt.optim.agreement import StepRefused, clipped_alike
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
@@ -79,6 +79,7 @@ class RoundDecision:
     Attributes:
         broken: the ranks some of whose parameters are inf or NaN; the same on every rank.
         equal_gradients: whether all ranks had the same last gradients: somebody else averages them.
+        alike: whether these had nearly the same norms, of which the first is ``norm``: somebody may have clipped them.
         moved: whether parameters of any rank were changed between two rounds.
         checks: whether any rank wants digests compared.
     """
@@ -87,6 +88,8 @@ class RoundDecision:
     equal_gradients: bool
     moved: bool
     checks: bool
+    alike: bool
+    norm: float
 
 
 def agree(
@@ -138,7 +141,8 @@ def _decide(table: list[list[float]], mine: RoundReport, where: str, squares: li
             )
     equal = len(squares) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
-    return RoundDecision(broken, equal, any(line[6] for line in table), any(line[7] for line in table))
+    moved, checks = (any(line[i] for line in table) for i in (6, 7))
+    return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5)
 
 
 def compare(
