@@ -1,0 +1,30 @@
+"""The same script with 1-bit Adam: the import, and one line.
+
+torchrun --nproc-per-node 2 examples/plain_after.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commopt
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+teacher = nn.Linear(64, 10)
+model = DistributedDataParallel(model)
+optimizer = commopt.OneBitAdam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+
+torch.manual_seed(1 + dist.get_rank())
+for step in range(301):
+    x = torch.randn(32, 64)
+    loss = nn.functional.cross_entropy(model(x), teacher(x).argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 100 == 0 and dist.get_rank() == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+
+dist.destroy_process_group()
