@@ -32,6 +32,7 @@ from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
 from commopt.optim.lifetime import forget_frames
+from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
@@ -347,7 +348,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
         """Context in which the parameters are the mean of all replicas, for evaluating or saving the model; they come
         back afterwards, to the bit, and training continues as if nothing had happened. All ranks must enter it at the
         same point.
@@ -359,13 +360,19 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Sends what an all-reduce of the parameters in full precision does, and takes their memory once more; nothing
         where replicas are equal. Inside, ``state_dict()`` is what it is outside; ``step()``, ``synchronize()`` and
-        ``load_state_dict()`` are refused. Buffers of the model, such as running statistics, are each rank's own.
+        ``load_state_dict()`` are refused.
+
+        Args:
+            model: its buffers, such as BatchNorm's running statistics, are the same on all ranks, too, whether or not
+                replicas differ. Without it they are each rank's own.
+            buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
+            ValueError: for another word, or buffers of a sharded model.
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
-        return replicas.averaged(self)
+        return replicas.averaged(self, model, buffers)
 
     def own_value(self, p: Tensor) -> Tensor:
         """Value of ``p`` on this rank, also within :meth:`averaged`."""

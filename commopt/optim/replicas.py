@@ -24,6 +24,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.optim.agreement import StepRefused
+from commopt.optim.model_buffers import HowBuffers, same_buffers
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -83,8 +84,14 @@ def agree_inside(
 
 
 @contextlib.contextmanager
-def averaged(optimizer: PackedOptimizer) -> Iterator[None]:
+def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
+    with same_buffers(optimizer.topology, model, buffers), _averaged_parameters(optimizer):
+        yield
+
+
+@contextlib.contextmanager
+def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     if optimizer._own_values is not None:
         yield
         return
