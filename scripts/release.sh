@@ -68,7 +68,7 @@ echo "== probe"
 two -m commopt probe --params=1M --step-time=0.05 --max-mb=1 | tail -n 12
 echo "== train"
 two -m commopt train --model.layers=1 --model.heads=2 --model.width=16 --data.corpus="$(echo "$work"/empty/lib/python3*/site-packages/commopt)" \
-    --data.vocab_size=300 --data.seq_len=16 --data.cache_dir=cache --optim.args='{freeze_step: 10}' \
+    --data.vocab_size=300 --data.seq_len=16 --data.cache_dir=cache --optim.args='{freeze_step: 10, betas: [0.9, 0.9]}' \
     --optim.warmup_steps=2 --train.run_dir=run --train.steps=30 --train.batch_size=8 --train.eval_every=15 --train.checkpoint_every=15
 [ -f run/checkpoints/step-00000030/manifest.json ]
 

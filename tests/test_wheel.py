@@ -114,3 +114,37 @@ def test_it_runs_without_the_repository(built: tuple[set[str], Path], tmp_path: 
     before, compressed, computed = facts["threads"]
     assert compressed == before + 1  # the kernels have threads,
     assert computed == compressed  # and torch has the same ones
+
+
+@pytest.mark.parametrize(
+    ("version", "spoil", "said"),
+    [
+        ("0.0.9", "", "pyproject.toml has another version than 0.0.9"),
+        (commopt.__version__, "echo '# more' >> setup.py", "there are changes that are not committed"),
+        (commopt.__version__, "echo nothing > CHANGELOG.md; git commit -qam x", "CHANGELOG.md has no section"),
+        (
+            commopt.__version__,
+            "echo > commopt/__init__.py; git commit -qam x",
+            "commopt/__init__.py has another version",
+        ),
+    ],
+    ids=["version", "changes", "no section", "another version"],
+)
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_what_is_no_release_is_refused(tmp_path: Path, version: str, spoil: str, said: str) -> None:
+    for name in (
+        "scripts/release.sh",
+        "scripts/env.sh",
+        "pyproject.toml",
+        "setup.py",
+        "commopt/__init__.py",
+        "CHANGELOG.md",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    start = "git init -q; git config user.name a; git config user.email a@b; git add .; git commit -qm x; "
+    run(tmp_path, "bash", "-ec", start + spoil)
+    release = ["bash", "scripts/release.sh", version, str(tmp_path.with_name("out"))]
+    done = subprocess.run(release, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
