@@ -83,6 +83,33 @@ def test_the_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
+def rows(page: str) -> list[list[str]]:
+    """The cells of the rows of all tables of a page."""
+    lines = re.findall(r"(?m)^\|(.*)\|$", (ROOT / "docs" / page).read_text())
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_figures_that_are_quoted_are_those_of_the_tables() -> None:
+    learnt = {row[1]: row for row in rows("convergence.md") if row[0] == "gpt"}
+    timed = {row[0]: row for row in rows("gradients.md") if " ms, " in row[1]}
+    quoted = rows("choosing.md")
+    start = quoted.index(["method", "gap, gpt", "within the spread", "sent, gpt"]) + 2
+    stop = quoted.index(["method", "100 Mbit/s", "1 Gbit/s", "MB a host"])
+    assert stop - start > 5
+    for name, *figures in quoted[start:stop]:
+        assert figures == [learnt[name][i] for i in (5, 6, 8)], name
+    end = quoted.index(["method", "more"])
+    assert end - stop > 6
+    for name, *figures in quoted[stop + 2 : end]:
+        slow, fast, sent = timed[name][1:4]
+        assert figures == [slow.split(",")[0], fast.split(",")[0], sent], name
+    speed = {row[0]: [cell.split(",")[0] for cell in row[1:3]] for row in rows("speed.md") if " ms, " in row[1]}
+    for page in ("index.md", "faq.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for name in ("OneBitAdam", "DDP, AdamW"):
+            assert all(re.search(rf"\b{time.split()[0]}\b", text) for time in speed[name]), (page, name)
+
+
 def programs(page: str) -> list[str]:
     """The blocks of Python of a page."""
     return re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text())
