@@ -1,7 +1,8 @@
 """Builds the native CPU kernels beside the package, and puts the CUDA sources there; all else is in pyproject.toml.
 
-They are a plain C library (no Python, no torch headers), so that one build serves every version of both. Without a
-working C++ compiler the installation goes on, and the PyTorch reference serves at run time.
+They are a plain C library (no Python, no torch headers), so that one build serves every version of both, and a wheel is
+tagged so. It links the C library alone: its threads are those of torch (kernels/cpu/parallel.hpp). Without a working
+C++ compiler the installation goes on, and the PyTorch reference serves at run time.
 
 Environment: CXX (or CC), CXXFLAGS and LDFLAGS, as usual.
 """
@@ -13,12 +14,15 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 # -ffp-contract=off: results must be those of the reference, bit for bit. The other two let square roots and
 # conditions be vectorised, and change no value. Never -march: one binary serves every machine and chooses at run time.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# Of C++ the kernels use templates and headers alone, so that they need no libstdc++ or libgcc where they run.
+ALONE = ["-fno-exceptions", "-static-libgcc", "-Wl,--as-needed"]
 NAME = "commopt.ops.libcommopt_cpu"
 
 log = logging.getLogger("commopt.setup")
@@ -36,21 +40,27 @@ class BuildLibrary(build_ext):
         return list(ext.export_symbols)
 
     def build_extension(self, ext: Extension) -> None:
-        """Compiles with OpenMP, else without, else goes on without the library."""
+        """Compiles the library, or goes on without it."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX") or os.environ.get("CC") or "c++")
         extra = shlex.split(os.environ.get("CXXFLAGS", "")) + shlex.split(os.environ.get("LDFLAGS", ""))
-        for threads in (["-fopenmp"], []):
-            command = [*compiler, *FLAGS, *threads, "-shared", *ext.sources, "-o", str(target), *extra]
-            log.info("%s", shlex.join(command))
-            try:
-                subprocess.run(command, check=True)
-                return
-            except (OSError, subprocess.CalledProcessError) as problem:
-                log.warning("building the native kernels %s failed: %s", " ".join(threads) or "without OpenMP", problem)
-        target.unlink(missing_ok=True)
-        log.warning("commopt is installed without native CPU kernels: install a C++ compiler and reinstall")
+        command = [*compiler, *FLAGS, *ALONE, "-shared", *ext.sources, "-o", str(target), *extra]
+        log.info("%s", shlex.join(command))
+        try:
+            subprocess.run(command, check=True)
+        except (OSError, subprocess.CalledProcessError) as problem:
+            target.unlink(missing_ok=True)
+            log.warning("building the native kernels failed: %s", problem)
+            log.warning("commopt is installed without native CPU kernels: install a C++ compiler and reinstall")
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for a platform, and for every Python on it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The platform alone counts: the library knows no Python."""
+        return "py3", "none", super().get_tag()[2]
 
 
 class CopySources(build_py):
@@ -83,5 +93,5 @@ CUDA_SOURCES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("kernels
 
 setup(
     ext_modules=[Extension(NAME, SOURCES, depends=HEADERS, optional=True)],
-    cmdclass={"build_ext": BuildLibrary, "build_py": CopySources},
+    cmdclass={"build_ext": BuildLibrary, "build_py": CopySources, "bdist_wheel": PlatformWheel},
 )

@@ -8,7 +8,7 @@ from commopt.gradients import compress_gradients
 from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
 from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CSER",

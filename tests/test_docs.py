@@ -7,13 +7,19 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, train
 
+import commopt
 from commopt import OneBitAdam
+from commopt.comm import ThreadBackend
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -75,3 +81,108 @@ def test_the_example_of_an_optimizer_is_the_code() -> None:
 
 def test_the_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of the rows of all tables of a page."""
+    lines = re.findall(r"(?m)^\|(.*)\|$", (ROOT / "docs" / page).read_text())
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_figures_that_are_quoted_are_those_of_the_tables() -> None:
+    learnt = {row[1]: row for row in rows("convergence.md") if row[0] == "gpt"}
+    timed = {row[0]: row for row in rows("gradients.md") if " ms, " in row[1]}
+    quoted = rows("choosing.md")
+    start = quoted.index(["method", "gap, gpt", "within the spread", "sent, gpt"]) + 2
+    stop = quoted.index(["method", "100 Mbit/s", "1 Gbit/s", "MB a host"])
+    assert stop - start > 5
+    for name, *figures in quoted[start:stop]:
+        assert figures == [learnt[name][i] for i in (5, 6, 8)], name
+    end = quoted.index(["method", "more"])
+    assert end - stop > 6
+    for name, *figures in quoted[stop + 2 : end]:
+        slow, fast, sent = timed[name][1:4]
+        assert figures == [slow.split(",")[0], fast.split(",")[0], sent], name
+    speed = {row[0]: [cell.split(",")[0] for cell in row[1:3]] for row in rows("speed.md") if " ms, " in row[1]}
+    for page in ("index.md", "faq.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for name in ("OneBitAdam", "DDP, AdamW"):
+            assert all(re.search(rf"\b{time.split()[0]}\b", text) for time in speed[name]), (page, name)
+
+
+def programs(page: str) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text())
+
+
+def test_the_lines_that_save_and_resume_do_so(tmp_path: Path) -> None:
+    save, load, *_ = programs("saving.md")
+
+    def made(backend: ThreadBackend) -> dict[str, Any]:
+        model = Toy()
+        settings: dict[str, Any] = {"lr": 1e-2, "freeze_step": 3, "backend": backend}
+        return {
+            "commopt": commopt, "torch": torch, "folder": tmp_path, "rank": backend.rank, "saved_world_size": 2,
+            "world_size": backend.world_size, "model": model, "optimizer": OneBitAdam(model.parameters(), **settings),
+        }  # fmt: skip
+
+    def trained(names: dict[str, Any], steps: range) -> list[torch.Tensor]:
+        train(names["model"], names["optimizer"], steps, names["rank"], names["world_size"])
+        return params_of(names["model"])
+
+    def first(backend: ThreadBackend) -> list[torch.Tensor]:
+        names = made(backend)
+        trained(names, range(6))
+        exec(save, names)
+        return trained(names, range(6, 9))
+
+    def resumed(backend: ThreadBackend) -> list[torch.Tensor]:
+        names = made(backend)
+        exec(load, names)
+        assert names["optimizer"].phase == ("plain" if backend.world_size == 1 else "compressed")
+        assert backend.world_size == 1 or names["optimizer"].residual_norm() > 0
+        return trained(names, range(6, 9))
+
+    never_stopped = on_threads(2, first)
+    assert all(same_bits(a, b) for a, b in zip(never_stopped, on_threads(2, resumed)))
+    for world_size in (1, 3):
+        results = on_threads(world_size, resumed)
+        assert all(same_bits(results[0], other) for other in results)
+
+
+def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
+    block = programs("saving.md")[2]
+
+    def run(backend: ThreadBackend) -> None:
+        def made() -> tuple[Used, commopt.gradients.CompressedGradients]:
+            model = Used()
+            return model, commopt.compress_gradients(model, commopt.compress.Sign(16), backend=backend)
+
+        (model, handle), (_, other) = made(), made()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(4), backend.rank, backend.world_size)
+        both = SimpleNamespace(state_dict=handle.state_dict, load_state_dict=other.load_state_dict)
+        exec(block, {"torch": torch, "folder": tmp_path, "rank": backend.rank, "handle": both})
+        owed = tensors_in(handle.state_dict()["residuals"])
+        assert same_bits(owed, tensors_in(other.state_dict()["residuals"]))
+        assert any(bool(x.any()) for x in owed)
+
+    on_threads(2, run)
+
+
+def test_the_lines_that_save_the_mean_model_do_so(tmp_path: Path) -> None:
+    block = programs("saving.md")[3]
+
+    def run(backend: ThreadBackend) -> list[torch.Tensor]:
+        model = Used()
+        optimizer = commopt.LocalSGD(model.parameters(), torch.optim.SGD, lr=0.1, period=8, backend=backend)
+        train(model, optimizer, range(5), backend.rank, backend.world_size)
+        exec(block, {"torch": torch, "optimizer": optimizer, "model": model, "rank": backend.rank, "path": path})
+        return params_of(model)
+
+    path = tmp_path / "mean.pt"
+    ranks = on_threads(2, run)
+    model = Used()
+    model.load_state_dict(torch.load(path))
+    assert not same_bits(*ranks)
+    for mean, *values in zip(params_of(model), *ranks):
+        torch.testing.assert_close(mean, sum(values) / 2)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -692,3 +693,32 @@ def test_the_warning_goes_through_the_package_logger(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="commopt"):
         assert native._start() is None
     assert [(r.name, r.levelno) for r in caplog.records] == [("commopt", logging.WARNING)]
+
+
+ALONE = """
+import array, ctypes, os, sys
+library = ctypes.CDLL(sys.argv[1])
+n = 1 << 18
+x, bits = array.array("f", [i % 3 for i in range(n)]), array.array("B", bytes(n // 8))
+pointers = [ctypes.c_void_p(values.buffer_info()[0]) for values in (x, bits)]
+library.commopt_pack_nonzero(*pointers, ctypes.c_int64(n), 4)
+expected = bytes(sum((i % 3 > 0) << (i - start) for i in range(start, start + 8)) for start in range(0, n, 8))
+print(library.commopt_threaded(), bits.tobytes() == expected, len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(native.library is None, reason="no native kernels")
+def test_where_no_openmp_is_loaded_the_kernels_run_on_one_thread(monkeypatch, caplog):
+    command = [sys.executable, "-c", ALONE, str(native.LIBRARY)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["0", "True", "1"]
+    assert native.library.commopt_threaded()  # here torch has loaded it
+    alone = SimpleNamespace(commopt_threaded=lambda: 0)
+    monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
+    monkeypatch.setattr(native, "load", lambda path: alone)
+    monkeypatch.setattr(native, "_announce", lambda opened: None)
+    monkeypatch.setattr(native.catalogue, "register", lambda *arguments: None)
+    with caplog.at_level(logging.WARNING, logger="commopt"):
+        assert native._start() is alone
+    assert [record.message for record in caplog.records] == [
+        "This torch has loaded no OpenMP library: the native CPU kernels run on one thread."
+    ]

@@ -4,6 +4,9 @@ The library is built from ``kernels/cpu`` when the package is installed. Where i
 version of this file, one warning says so and the reference serves instead. ``COMMOPT_NATIVE=0`` in the environment
 keeps the reference on purpose, without a warning.
 
+The library links no OpenMP: its threads are those of the OpenMP library that torch has loaded, whose functions are
+global once torch is imported.
+
 Calls release the GIL. What a kernel does not handle (float64, a strided parameter, ...) goes to the reference.
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from commopt.ops import catalogue, native_integers, native_threshold, native_top_k, reference
 from commopt.ops.arguments import pointer
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -324,6 +327,8 @@ def _start() -> ctypes.CDLL | None:
     for name, function in _KERNELS.items():
         catalogue.register(name, "cpu", "native", function)
     _announce(opened)
+    if not opened.commopt_threaded():
+        _logger.warning("This torch has loaded no OpenMP library: the native CPU kernels run on one thread.")
     return opened
 
 

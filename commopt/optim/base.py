@@ -90,7 +90,7 @@ class CommOptimizer(PackedOptimizer):
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
-        settings.
+            settings.
     """
 
     hyperparams_used_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")

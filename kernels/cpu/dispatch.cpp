@@ -2,9 +2,10 @@
 #include <cstring>
 
 #include "kernels.hpp"
+#include "parallel.hpp"
 
 // Changes with every signature of an exported function; commopt/ops/native.py states the same number.
-#define COMMOPT_ABI_VERSION 8
+#define COMMOPT_ABI_VERSION 9
 
 namespace commopt {
 namespace {
@@ -58,6 +59,9 @@ const Kernels& kernels() { return *chosen->kernels; }
 extern "C" {
 
 int commopt_abi_version() { return COMMOPT_ABI_VERSION; }
+
+// Whether the kernels have threads: torch has loaded an OpenMP library.
+int commopt_threaded() { return commopt::has_threads(); }
 
 const char* commopt_isa() { return commopt::chosen->name; }
 
