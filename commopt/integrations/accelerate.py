@@ -46,6 +46,7 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     if binding.exchanged(ours):
         ours.rebind()
     common.attach_once(model, ours)
+    wrapped = set(model.modules())
     index = _connected[accelerator] = _connected.get(accelerator, -1) + 1
     waiting: list[str] = []  # the folder of a load_state() under way
 
@@ -55,8 +56,9 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
         parts.save(ours, folder, index)
         if ours.replicas_differ and weights:
             with ours.averaged():
-                state = accelerator.get_state_dict(model, unwrap=False)
-                weights[list(models).index(model)] = copy.deepcopy(state)  # which keeps tied weights tied
+                for i, inner in enumerate(models):  # accelerate knows a DDP model by what is in it
+                    if inner in wrapped:
+                        weights[i] = copy.deepcopy(inner.state_dict())  # which keeps tied weights tied
 
     def load(models: Sequence[nn.Module], folder: str) -> None:
         if not ours.own_in_state:

@@ -5,6 +5,7 @@ checkpoint/commopt-0-rank-00000.pt ...     residuals; with local steps parameter
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.state import StateDict, join_state_dict, split_state_dict
 
+logger = logging.getLogger("commopt")
 
 def save(optimizer: PackedOptimizer, folder: str | os.PathLike[str], index: int = 0) -> None:
     """Writes this rank's own part of the state of the optimizer number ``index`` into ``folder``, which is made. To be
@@ -56,6 +58,18 @@ def join(
     return join_state_dict(
         replicated, [one["part"] for one in saved], topology.rank, topology.world_size, topology.nodes
     )
+
+
+def load(optimizer: PackedOptimizer, file: Path) -> None:
+    """Loads what was saved on one rank in ``file``, once more, with this rank's own part from the folder of it."""
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    joined = join(optimizer, saved, file.parent)
+    optimizer.load_state_dict(joined)
+    if joined is not saved and optimizer.topology.rank == 0:
+        logger.warning(
+            "%s: every rank has its own part again, from %s: what was said before of parts that are lost is void",
+            type(optimizer).__name__, file.parent,
+        )  # fmt: skip
 
 
 def _moment(state_dict: StateDict) -> int:

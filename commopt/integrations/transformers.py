@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -42,8 +41,7 @@ class CommoptCallback(TrainerCallback):
         self._trainer, folder = _who_trains()
         common.attach_once(self._trainer.model_wrapped, ours)
         if folder is not None and not ours.own_in_state and Path(folder, "optimizer.pt").exists():
-            saved = torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True, mmap=True)
-            ours.load_state_dict(parts.join(ours, saved, folder))
+            parts.load(ours, Path(folder, "optimizer.pt"))
         for name in ("evaluate", "save_model"):  # all events come after these
             setattr(self._trainer, name, common.of_the_mean(getattr(self._trainer, name), ours))
         for advice in _advice(args, ours, self._trainer.model_wrapped) if state.is_world_process_zero else ():
