@@ -17,6 +17,7 @@ from commopt.optim.state import StateDict, join_state_dict, split_state_dict
 
 logger = logging.getLogger("commopt")
 
+
 def save(optimizer: PackedOptimizer, folder: str | os.PathLike[str], index: int = 0) -> None:
     """Writes this rank's own part of the state of the optimizer number ``index`` into ``folder``, which is made. To be
     called on every rank, at the same step as the framework saves the rest. Communicates nothing."""
