@@ -148,8 +148,14 @@ def diloco(folder):
 
 def best(folder):
     """The best of mean models, and what is left at the end."""
-    settings = {"max_steps": 5, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-                "load_best_model_at_end": True, "optimizer_cls_and_kwargs": (LocalSGD, {"lr": 1e-2, "period": 4})}
+    settings = {
+        "max_steps": 5,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "optimizer_cls_and_kwargs": (LocalSGD, {"lr": 1e-2, "period": 4}),
+    }
     trainer, recorded = trained(folder, **settings)  # fmt: skip
     step = trainer.state.best_global_step
     saved = saved_weights(trainer.state.best_model_checkpoint, trainer.model)
@@ -232,8 +238,8 @@ def test_the_best_model_is_left_at_the_end(ranks):
 def test_settings_that_work_against_the_optimizer_are_warned_of_once(ranks):
     bit, local = ranks[0]["advice"]["OneBitAdam"], ranks[0]["advice"]["LocalSGD"]
     assert [text for text in bit if "Arguments" in text or "every step" in text] == [
-        "TrainingArguments(max_grad_norm=1.0) clips what each rank has, averaged or not, by its own norm: set it to 0, and "
-        "give OneBitAdam a max_grad_norm"
+        "TrainingArguments(max_grad_norm=1.0) clips what each rank has, averaged or not, by its own norm: set it to 0, "
+        "and give OneBitAdam a max_grad_norm"
     ]
     tokens, buffers = (text for text in local if "every step, local steps of LocalSGD too" in text)
     assert tokens.startswith("average_tokens_across_devices=True ")
