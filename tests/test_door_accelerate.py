@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
 
 from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam
-from commopt.integrations import parts
+from commopt.integrations import common, parts
 from commopt.optim import join_state_dict, split_state_dict
+from examples import on_two_ranks
 
 pytest.importorskip("accelerate")
 
@@ -183,6 +186,18 @@ def under_adamw():
     return params_of(model)
 
 
+def attached_once():
+    """What is attached already is left so; what is wrapped anew, or compiled, is attached."""
+    model = Tied()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2)
+    attachments = []
+    for ddp in [DistributedDataParallel(model) for _ in range(2)]:
+        for wrapped in (torch.compile(ddp, backend="eager"), ddp):
+            common.attach_once(wrapped, optimizer)
+            attachments.append(optimizer._attachment)
+    return [attachments.index(one) for one in attachments]
+
+
 def scenes(folder, rank, world_size):
     os.environ["LOCAL_RANK"] = str(rank)
     logged = []
@@ -197,6 +212,7 @@ def scenes(folder, rank, world_size):
     with pytest.raises(ValueError, match="got SGD"):
         Run(lambda params: torch.optim.SGD(params, lr=0.1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    out["attached"] = attached_once()
     return {**out, "fsdp2": fsdp2(f"{folder}/fsdp2", rank), "hybrid": fsdp2(f"{folder}/hybrid", rank, mesh)}
 
 
@@ -214,6 +230,10 @@ def test_resumes_to_the_bit(ranks, which):
         assert seen["same"] == [True] * 3
         assert seen["same state"]
         assert not [text for text in rank["said"] if "own part" in text or "residuals" in text]
+
+
+def test_a_model_is_attached_once_compiled_or_not(ranks):
+    assert [rank["attached"] for rank in ranks] == [[0, 0, 2, 2]] * 2
 
 
 def test_every_optimizer_has_its_own_parts(ranks):
@@ -305,3 +325,11 @@ def test_parts_of_another_save_are_left_alone_and_missing_ones_refused(tmp_path)
         return True
 
     assert on_threads(2, rank) == [True, True]
+
+
+def test_the_example_learns():
+    accuracy, rounds, steps = re.fullmatch(
+        r"accuracy ([\d.]+), (\d+) rounds, (\d+) steps into the next", on_two_ranks("accelerate_loop.py").strip()
+    ).groups()
+    assert float(accuracy) > 0.7
+    assert (int(rounds), int(steps)) == (9, 3)

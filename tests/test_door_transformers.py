@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from worlds import on_processes, params_of, same_bits, tensors_in
 
 from commopt import DiLoCo, LocalSGD, OneBitAdam
+from examples import on_two_ranks
 
 pytest.importorskip("accelerate")
 
@@ -102,13 +104,17 @@ def one_bit(folder):
     assert not list(Path(folder).rglob("*.tmp"))
     again, resumed = trained(folder, resume=f"{folder}/checkpoint-8", **settings)
     assert sorted(resumed.stepped) == [9, 10]
+    same = all(same_bits(whole.stepped[step], resumed.stepped[step]) for step in (9, 10))
+    same_state = same_bits(tensors_in(state), tensors_in(again.optimizer.optimizer.state_dict()))
+    again.train()  # once more, from step 0 of Trainer
+    assert again.optimizer.param_groups[0]["step"] == 20
     return {
         "attached": whole.attached and resumed.attached,
         "kept": kept,
         "decay": [group["weight_decay"] for group in first.optimizer.param_groups],
         "phase": first.optimizer.optimizer.phase,
-        "same": all(same_bits(whole.stepped[step], resumed.stepped[step]) for step in (9, 10)),
-        "same state": same_bits(tensors_in(state), tensors_in(again.optimizer.optimizer.state_dict())),
+        "same": same,
+        "same state": same_state,
         "residuals": first.optimizer.optimizer.comm_stats()["residual_norm"],
         "params": whole.stepped[10],
         "wrapped": [name for name in ("evaluate", "save_model") if name in vars(first)],
@@ -245,3 +251,12 @@ def test_settings_that_work_against_the_optimizer_are_warned_of_once(ranks):
     assert tokens.startswith("average_tokens_across_devices=True ")
     assert buffers.endswith("set ddp_broadcast_buffers=False")
     assert not [text for advice in ranks[1]["advice"].values() for text in advice if "set " in text]
+
+
+def test_the_example_learns():
+    loss, phase, ratio = re.fullmatch(
+        r"loss ([\d.]+), phase (\w+), sends 1/(\d+) of what DDP does", on_two_ranks("hf_trainer.py").splitlines()[-1]
+    ).groups()
+    assert float(loss) < 3
+    assert phase == "compressed"
+    assert int(ratio) > 20

@@ -35,7 +35,7 @@ class CommoptCallback(TrainerCallback):
 
     _trainer: Trainer | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         self._leave()
         ours = common.bare(optimizer)
         self._trainer, folder = _who_trains()
@@ -47,14 +47,14 @@ class CommoptCallback(TrainerCallback):
         for advice in _advice(args, ours, self._trainer.model_wrapped) if state.is_world_process_zero else ():
             logger.warning(advice)
 
-    def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         ours = common.bare(optimizer)
         if args.save_only_model or state.is_hyper_param_search or ours.own_in_state:  # FSDP2 has saved it already
             return
         parts.save(ours, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         PartialState().wait_for_everyone()  # rank 0 deletes old checkpoints: others must not be writing one
 
-    def on_train_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         self._leave()
         if not (args.load_best_model_at_end and state.best_model_checkpoint):  # else all ranks have that model now
             common.bare(optimizer).synchronize()
