@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
@@ -17,7 +18,6 @@ from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_
 from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam
 from commopt.integrations import common, parts
 from commopt.optim import join_state_dict, split_state_dict
-from examples import on_two_ranks
 
 pytest.importorskip("accelerate")
 

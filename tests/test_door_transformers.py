@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_ranks import on_two_ranks
 from worlds import on_processes, params_of, same_bits, tensors_in
 
 from commopt import DiLoCo, LocalSGD, OneBitAdam
-from examples import on_two_ranks
 
 pytest.importorskip("accelerate")
 
