@@ -156,6 +156,9 @@ def fsdp2(folder, rank, mesh=None):
             fully_shard(model, mesh=mesh["shard"])
         optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, process_group=mesh)
         model, optimizer = accelerator.prepare(model, optimizer)
+        if mesh is None:
+            with pytest.raises(ValueError, match=r"call optimizer.rebind\(\) after that"):
+                optimizer.state_dict()
         connect(accelerator, model, optimizer)
         return accelerator, model, optimizer
 
