@@ -17,6 +17,7 @@ ROOMS = [
     "outer",
     "gradients",
     "attach",
+    "integrations",
     "probe",
     "train",
     "report",
@@ -56,6 +57,13 @@ def test_an_upward_import_would_be_seen():
     assert imported_rooms("def f():\n    from commopt.optim.base import CommOptimizer") == {"optim"}
     assert imported_rooms("from commopt import ops") == {"ops"}
     assert imported_rooms("import commopt.train.loop as x") == {"train"}
+
+
+def test_doors_are_not_opened_before_they_are_asked_for():
+    assert len(ast.parse((PACKAGE / "integrations" / "__init__.py").read_text()).body) == 1
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "integrations":
+            assert "integrations" not in imported_rooms(path.read_text()), path
 
 
 def test_no_test_imports_a_test_as_it_is_loaded():

@@ -15,6 +15,7 @@ from commopt import ops
 from commopt.comm import Replicas, Topology, resolve_backend
 from commopt.optim import checks, saving
 from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import is_sharded, local
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ def rebind(optimizer: PackedOptimizer) -> None:
     state, origin = optimizer._all_state(), optimizer._origin()
     moved = {new.get(key, key): entry for key, entry in state.items()}
     if any(is_sharded(q) for q in new.values()) and not optimizer.topology.is_sharded:
+        # residuals of whole parameters, which other ranks had the other parts of, mean nothing here
+        moved = {
+            key: {name: t for name, t in entry.items() if name not in RANK_LOCAL} if isinstance(entry, dict) else entry
+            for key, entry in moved.items()
+        }
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
     optimizer.state, optimizer.buckets = defaultdict(dict), []

@@ -407,7 +407,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         ``state`` has that as well, so it is equal on all ranks only where they do not differ (CSER's momentum:
         never). Such a tool's mixture of ranks is known by the digest when it is loaded.
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
+
+        Raises:
+            ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`.
         """
+        binding.refuse_exchanged(self)
         self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it

@@ -1,0 +1,72 @@
+"""Hugging Face accelerate.
+
+model, optimizer, loader = accelerator.prepare(model, commopt.OneBitAdam(model.parameters(), lr=1e-3), loader)
+commopt.integrations.accelerate.connect(accelerator, model, optimizer)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from accelerate import Accelerator
+from torch import nn
+
+from commopt.integrations import common, parts
+from commopt.optim import binding
+
+_connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+"""How many optimizers of each are connected."""
+
+
+def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    """Lets ``optimizer`` decide when ``model`` averages gradients, and ``save_state()`` and ``load_state()`` resume to
+    the bit.
+
+    Call it once, on all ranks, after ``accelerator.prepare()`` and before ``load_state()``; for several optimizers in
+    the same order as when they were saved. Then
+
+    * a DDP model is attached (:func:`commopt.attach`);
+    * parameters that FSDP2 has put in place of those that the optimizer was made with are taken over;
+    * ``save_state()``, which all ranks call, writes each rank's own part of the optimizer's state beside the rest, and
+      the mean model where replicas differ;
+    * ``load_state()`` gives every rank its own part again. In a world of another size each starts from the mean.
+
+    Args:
+        accelerator: whose ``prepare()`` it was.
+        model: what it gave for the model.
+        optimizer: what it gave for an optimizer of commopt.
+
+    Raises:
+        ValueError: if it is no optimizer of commopt that communicates; and what :func:`commopt.attach` raises.
+    """
+    ours = common.bare(optimizer)
+    if binding.exchanged(ours):
+        ours.rebind()
+    common.attach_once(model, ours)
+    wrapped = set(model.modules())
+    index = _connected[accelerator] = _connected.get(accelerator, -1) + 1
+    waiting: list[str] = []  # the folder of a load_state() under way
+
+    def save(models: Sequence[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        if ours.own_in_state:  # FSDP2: saved already, by all ranks together
+            return
+        parts.save(ours, folder, index)
+        if ours.replicas_differ and weights:
+            with ours.averaged():
+                for i, inner in enumerate(models):  # accelerate knows a DDP model by what is in it
+                    if inner in wrapped:
+                        weights[i] = copy.deepcopy(inner.state_dict())  # which keeps tied weights tied
+
+    def load(models: Sequence[nn.Module], folder: str) -> None:
+        if not ours.own_in_state:
+            waiting[:] = [folder]
+
+    def join(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return parts.join(ours, state_dict, waiting.pop(), index) if waiting else None
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    ours.register_load_state_dict_pre_hook(join)

@@ -1,0 +1,78 @@
+"""Each rank's own part of an optimizer's state, in files beside the state that a framework saves on rank 0 alone.
+
+checkpoint/commopt-0-rank-00000.pt ...     residuals; with local steps parameters and the state of the base
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from pathlib import Path
+
+import torch
+
+from commopt.optim.packed import PackedOptimizer
+from commopt.optim.state import StateDict, join_state_dict, split_state_dict
+
+logger = logging.getLogger("commopt")
+
+
+def save(optimizer: PackedOptimizer, folder: str | os.PathLike[str], index: int = 0) -> None:
+    """Writes this rank's own part of the state of the optimizer number ``index`` into ``folder``, which is made. To be
+    called on every rank, at the same step as the framework saves the rest. Communicates nothing."""
+    replicated, part = split_state_dict(optimizer.state_dict())
+    rank, world_size = optimizer.topology.rank, optimizer.topology.world_size
+    content = {"rank": rank, "world_size": world_size, "moment": _moment(replicated), "part": part}
+    file = Path(folder, f"commopt-{index}-rank-{rank:05d}.pt")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, file.with_suffix(".tmp"))
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def join(
+    optimizer: PackedOptimizer, state_dict: StateDict, folder: str | os.PathLike[str], index: int = 0
+) -> StateDict:
+    """``state_dict``, which was saved on one rank, with this rank's own part from ``folder``; in a world of another
+    size what :func:`commopt.optim.join_state_dict` makes of all parts. As it is if there are none of that save.
+
+    Raises:
+        ValueError: if some ranks' parts are there, but not those that this rank needs.
+    """
+    replicated, _ = split_state_dict(state_dict)
+    topology, moment = optimizer.topology, _moment(state_dict)
+    files = sorted(Path(folder).glob(f"commopt-{index}-rank-*.pt"))
+    saved = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    saved = [one for one in saved if one["moment"] == moment]
+    if not saved:
+        return state_dict
+    here = {"rank": topology.rank, "world_size": topology.world_size}
+    mine = [one["part"] for one in saved if here.items() <= one.items()]
+    if mine and mine[0].get("nodes", topology.nodes) == topology.nodes:
+        return {**replicated, "residuals": mine[0]} if mine[0] else replicated
+    ranks, size = [one["rank"] for one in saved], saved[0]["world_size"]
+    if ranks != list(range(size)):
+        raise ValueError(
+            f"{folder} has the own parts of ranks {ranks} of {size}: the save was interrupted, or the folder is not "
+            "shared. Resume from an earlier checkpoint, or delete the files commopt-*.pt to go on without them"
+        )
+    return join_state_dict(
+        replicated, [one["part"] for one in saved], topology.rank, topology.world_size, topology.nodes
+    )
+
+
+def load(optimizer: PackedOptimizer, file: Path) -> None:
+    """Loads what was saved on one rank in ``file``, once more, with this rank's own part from the folder of it."""
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    joined = join(optimizer, saved, file.parent)
+    optimizer.load_state_dict(joined)
+    if joined is not saved and optimizer.topology.rank == 0:
+        logger.warning(
+            "%s: every rank has its own part again, from %s: what was said before of parts that are lost is void",
+            type(optimizer).__name__, file.parent,
+        )  # fmt: skip
+
+
+def _moment(state_dict: StateDict) -> int:
+    """A checksum of the groups, which are the same on all ranks and others after each step."""
+    return zlib.crc32(str(state_dict["param_groups"]).encode())

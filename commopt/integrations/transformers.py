@@ -1,0 +1,93 @@
+"""Hugging Face Trainer.
+
+Trainer(..., optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 1e-3}), callbacks=[CommoptCallback()])
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from accelerate import PartialState
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from commopt.integrations import common, parts
+from commopt.optim.base import CommOptimizer
+from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+
+class CommoptCallback(TrainerCallback):
+    """Connects a Trainer to the optimizer of commopt that it trains with.
+
+    Before the first step it attaches the DDP model (:func:`commopt.attach`). Each checkpoint gets every rank's own part
+    of the optimizer's state, so that ``train(resume_from_checkpoint=...)`` continues to the bit. While replicas differ
+    (local steps), ``evaluate()``, ``save_model()`` and checkpoints have the mean model; the last round ends with the
+    training. Settings of Trainer that work against the optimizer are warned of.
+
+    Raises:
+        ValueError: as training begins, if the optimizer is no optimizer of commopt that communicates.
+    """
+
+    _trainer: Trainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        self._leave()
+        ours = common.bare(optimizer)
+        self._trainer, folder = _who_trains()
+        common.attach_once(self._trainer.model_wrapped, ours)
+        if folder is not None and not ours.own_in_state and Path(folder, "optimizer.pt").exists():
+            parts.load(ours, Path(folder, "optimizer.pt"))
+        for name in ("evaluate", "save_model"):  # all events come after these
+            setattr(self._trainer, name, common.of_the_mean(getattr(self._trainer, name), ours))
+        for advice in _advice(args, ours, self._trainer.model_wrapped) if state.is_world_process_zero else ():
+            logger.warning(advice)
+
+    def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        ours = common.bare(optimizer)
+        if args.save_only_model or state.is_hyper_param_search or ours.own_in_state:  # FSDP2 has saved it already
+            return
+        parts.save(ours, Path(args.output_dir, f"checkpoint-{state.global_step}"))
+        PartialState().wait_for_everyone()  # rank 0 deletes old checkpoints: others must not be writing one
+
+    def on_train_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        self._leave()
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):  # else all ranks have that model now
+            common.bare(optimizer).synchronize()
+
+    def _leave(self) -> None:
+        for name in ("evaluate", "save_model"):
+            vars(self._trainer or self).pop(name, None)
+        self._trainer = None
+
+
+def _who_trains() -> tuple[Trainer, str | None]:
+    """The Trainer that has called us, and the checkpoint that it has resumed: what no event of a callback is given."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            return trainer, frame.f_locals["resume_from_checkpoint"]
+        frame = frame.f_back
+    raise RuntimeError("CommoptCallback is for transformers.Trainer.train(), which has not called it")
+
+
+def _advice(args: TrainingArguments, optimizer: PackedOptimizer, model: Any) -> list[str]:
+    """What to set, where settings of Trainer work against the optimizer."""
+    out, name = [], type(optimizer).__name__
+    # an outer optimizer clips each rank's own gradient itself
+    if args.max_grad_norm and optimizer.topology.copies > 1 and isinstance(optimizer, CommOptimizer):
+        out.append(
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) clips what each rank has, averaged or not, "
+            f"by its own norm: set it to 0, and give {name} a max_grad_norm"
+        )
+    waits = f"makes all ranks wait for each other in every step, local steps of {name} too"
+    if common.takes_local_steps(optimizer) and args.average_tokens_across_devices:
+        out.append(f"average_tokens_across_devices=True {waits}: set it to False")
+    if common.takes_local_steps(optimizer) and getattr(model, "broadcast_buffers", False) and [*model.buffers()]:
+        out.append(f"the model has buffers, and DDP {waits} to send them: set ddp_broadcast_buffers=False")
+    return out

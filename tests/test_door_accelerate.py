@@ -1,0 +1,338 @@
+"""connect() with Hugging Face accelerate: two processes over Gloo."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from example_ranks import on_two_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
+
+from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam
+from commopt.integrations import common, parts
+from commopt.optim import join_state_dict, split_state_dict
+
+pytest.importorskip("accelerate")
+
+
+class Tied(torch.nn.Module):
+    """A weight under two names, dropout, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.dropout = torch.nn.Dropout(0.2)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs):
+        x = self.norm(self.embedding(inputs).mean(1))
+        return torch.nn.functional.cross_entropy(self.head(self.dropout(x)), inputs[:, 0])
+
+
+class Run:
+    """A model and its optimizer in an accelerator, which accumulates the gradients of two batches a step."""
+
+    def __init__(self, make, count=1):
+        from accelerate import Accelerator
+
+        from commopt.integrations.accelerate import connect
+
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        self.models, self.optimizers = [], []
+        for _ in range(count):
+            model = Tied()
+            model, optimizer = self.accelerator.prepare(model, make(model.parameters()))
+            connect(self.accelerator, model, optimizer)
+            self.models.append(model)
+            self.optimizers.append(optimizer)
+
+    def train(self, steps, rank):
+        """The parameters after each step."""
+        out = []
+        for step in steps:
+            for part in range(2):
+                with self.accelerator.accumulate(*self.models):
+                    for model, optimizer in zip(self.models, self.optimizers):
+                        self.accelerator.backward(model(tokens(2 * step + part, rank, 2)))
+                        optimizer.step()
+                        optimizer.zero_grad()
+            out.append(self.params())
+        return out
+
+    def params(self):
+        return [p for model in self.models for p in params_of(model)]
+
+    def states(self):
+        return [t for optimizer in self.optimizers for t in tensors_in(optimizer.state_dict())]
+
+
+def resumed(folder, rank, make, count=1):
+    """What a run of 8 steps has, saved after 5; and what one has that takes it up."""
+    torch.manual_seed(rank)
+    first = Run(make, count)
+    attached = all(optimizer.optimizer._attachment is not None for optimizer in first.optimizers)
+    before = first.train(range(5), rank)[-1]
+    first.accelerator.save_state(folder)
+    first.accelerator.wait_for_everyone()
+    expected = first.train(range(5, 8), rank)
+    second = Run(make, count)
+    second.accelerator.load_state(folder)
+    loaded = second.params()
+    found = second.train(range(5, 8), rank)
+    return {
+        "attached": attached,
+        "before": before,
+        "restored": same_bits(loaded, before),
+        "same": [same_bits(a, b) for a, b in zip(expected, found)],
+        "same state": same_bits(first.states(), second.states()),
+        "after": found[-1],
+        "saved": saved_weights(folder, first.models[0]),
+        "stats": [optimizer.optimizer.comm_stats() for optimizer in second.optimizers],
+    }
+
+
+def saved_weights(folder, model):
+    from safetensors.torch import load_file
+
+    saved = load_file(Path(folder, "model.safetensors"))
+    return [saved[name] for name, _ in model.module.named_parameters()]
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16,
+            max_position_embeddings=8, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def loss(model, step, rank):
+    batch = tokens(step, rank, 2)
+    return model(input_ids=batch, labels=batch).loss
+
+
+def pretending_fsdp2():
+    """An accelerator with FSDP2, which accelerate has for GPUs alone: on a CPU it leaves the plugin out without a
+    word."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if not accelerator.is_fsdp2:
+        for state in (PartialState, accelerator.state):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state._shared_state["fsdp_plugin"] = plugin
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def fsdp2(folder, rank, mesh=None):
+    """8 steps, saved after 5, and what takes them up. With a ``mesh`` of replicas and shards the model is cut before it
+    is prepared; without one, accelerate cuts it over all ranks, after the optimizer was made."""
+    from torch.distributed.fsdp import fully_shard
+
+    from commopt.integrations.accelerate import connect
+
+    def prepared():
+        accelerator, model = pretending_fsdp2(), llama()
+        if mesh is not None:
+            fully_shard(model, mesh=mesh["shard"])
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, process_group=mesh)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if mesh is None:
+            with pytest.raises(ValueError, match=r"call optimizer.rebind\(\) after that"):
+                optimizer.state_dict()
+        connect(accelerator, model, optimizer)
+        return accelerator, model, optimizer
+
+    def steps(which, accelerator, model, optimizer):
+        for step in which:
+            accelerator.backward(loss(model, step, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() for p in model.parameters()]
+
+    first = prepared()
+    steps(range(5), *first)
+    first[0].save_state(folder)
+    expected = steps(range(5, 8), *first)
+    second = prepared()
+    second[0].load_state(folder)
+    found = steps(range(5, 8), *second)
+    return {"params": expected, "same": same_bits(expected, found), "stats": first[2].optimizer.comm_stats()}
+
+
+def under_adamw():
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    for step in range(8):
+        optimizer.zero_grad()
+        (sum(loss(model, step, rank) for rank in range(2)) / 2).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def attached_once():
+    """What is attached already is left so; what is wrapped anew, or compiled, is attached."""
+    model = Tied()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2)
+    attachments = []
+    for ddp in [DistributedDataParallel(model) for _ in range(2)]:
+        for wrapped in (torch.compile(ddp, backend="eager"), ddp):
+            common.attach_once(wrapped, optimizer)
+            attachments.append(optimizer._attachment)
+    return [attachments.index(one) for one in attachments]
+
+
+def scenes(folder, rank, world_size):
+    os.environ["LOCAL_RANK"] = str(rank)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("commopt").addHandler(handler)
+    out = {
+        "one bit": resumed(f"{folder}/bit", rank, lambda params: OneBitAdam(params, lr=1e-2, freeze_step=2), 2),
+        "diloco": resumed(f"{folder}/diloco", rank, lambda params: DiLoCo(params, lr=1e-2, period=3)),
+        "said": [record.getMessage() for record in logged],
+    }
+    with pytest.raises(ValueError, match="got SGD"):
+        Run(lambda params: torch.optim.SGD(params, lr=0.1))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    out["attached"] = attached_once()
+    return {**out, "fsdp2": fsdp2(f"{folder}/fsdp2", rank), "hybrid": fsdp2(f"{folder}/hybrid", rank, mesh)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_processes(2, functools.partial(scenes, str(tmp_path_factory.mktemp("runs"))))
+
+
+@pytest.mark.parametrize("which", ["one bit", "diloco"])
+def test_resumes_to_the_bit(ranks, which):
+    for rank in ranks:
+        seen = rank[which]
+        assert seen["attached"]
+        assert seen["restored"]
+        assert seen["same"] == [True] * 3
+        assert seen["same state"]
+        assert not [text for text in rank["said"] if "own part" in text or "residuals" in text]
+
+
+def test_a_model_is_attached_once_compiled_or_not(ranks):
+    assert [rank["attached"] for rank in ranks] == [[0, 0, 2, 2]] * 2
+
+
+def test_every_optimizer_has_its_own_parts(ranks):
+    mine, other = (rank["one bit"] for rank in ranks)
+    assert same_bits(mine["after"], other["after"])
+    for stats in (*mine["stats"], *other["stats"]):
+        assert stats["phase"] == "compressed"
+    assert len({stats["residual_norm"] for rank in (mine, other) for stats in rank["stats"]}) > 1
+
+
+def test_the_mean_model_is_saved_while_replicas_differ(ranks):
+    mine, other = (rank["diloco"]["before"] for rank in ranks)
+    assert not same_bits(mine, other)
+    for rank in ranks:
+        assert same_bits(rank["diloco"]["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
+
+
+def test_fsdp2_that_accelerate_cuts_is_adamw_and_resumes_to_the_bit(ranks):
+    expected = under_adamw()
+    for rank in ranks:
+        assert rank["fsdp2"]["same"]
+        for found, wanted in zip(rank["fsdp2"]["params"], expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_fsdp2_that_is_cut_before_is_compressed_between_replicas(ranks):
+    for rank in ranks:
+        assert rank["hybrid"]["same"]
+        assert rank["hybrid"]["stats"]["phase"] == "compressed"
+        assert rank["hybrid"]["stats"]["ratio"] > 10
+    assert same_bits(*(rank["hybrid"]["params"] for rank in ranks))
+
+
+OPTIMIZERS = {
+    "OneBitAdam": lambda params, backend: OneBitAdam(params, lr=1e-2, freeze_step=2, backend=backend),
+    "CSER": lambda params, backend: CSER(params, lr=1e-2, period=3, backend=backend),
+    "LocalSGD": lambda params, backend: LocalSGD(params, lr=1e-2, period=3, backend=backend),
+}
+
+
+def saved_by(world_size, make, folder):
+    """The state that rank 0 has saved, and the own parts of all ranks, of a run of 5 steps on ``world_size`` ranks."""
+
+    def rank(backend):
+        model = Toy()
+        optimizer = make(model.parameters(), backend)
+        train(model, optimizer, range(5), backend.rank, world_size)
+        parts.save(optimizer, folder)
+        return through_a_file(optimizer.state_dict())
+
+    states = on_threads(world_size, rank)
+    return states[0], [split_state_dict(state)[1] for state in states]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parts_of_two_ranks_are_joined_as_join_state_dict_does(name, world_size, tmp_path):
+    state, own = saved_by(2, OPTIMIZERS[name], tmp_path)
+
+    def rank(backend):
+        found, wanted = (OPTIMIZERS[name](Toy().parameters(), backend) for _ in range(2))
+        found.load_state_dict(parts.join(found, state, tmp_path))
+        wanted.load_state_dict(join_state_dict(split_state_dict(state)[0], own, backend.rank, world_size))
+        return same_bits(tensors_in(found.state_dict()), tensors_in(wanted.state_dict())), found.state_dict()
+
+    results = on_threads(world_size, rank)
+    assert all(same for same, _ in results)
+    if world_size == 2:
+        for (_, state_dict), mine in zip(results, own):
+            assert same_bits(tensors_in({"state": {}, **state_dict, "residuals": mine}), tensors_in(state_dict))
+
+
+def test_parts_of_another_save_are_left_alone_and_missing_ones_refused(tmp_path):
+    make = OPTIMIZERS["OneBitAdam"]
+    state, _ = saved_by(2, make, tmp_path)
+    later = {**state, "param_groups": [{**group, "step": group["step"] + 1} for group in state["param_groups"]]}
+
+    def rank(backend):
+        optimizer = make(Toy().parameters(), backend)
+        assert parts.join(optimizer, later, tmp_path) is later
+        assert parts.join(optimizer, state, tmp_path / "empty") is state
+        backend.all_reduce(torch.zeros(1)).wait()
+        (tmp_path / "commopt-0-rank-00001.pt").unlink(missing_ok=True)
+        backend.all_reduce(torch.zeros(1)).wait()
+        if backend.rank == 0:
+            return parts.join(optimizer, state, tmp_path)["residuals"]["rank"] == 0
+        with pytest.raises(ValueError, match=r"own parts of ranks \[0\] of 2: the save was interrupted"):
+            parts.join(optimizer, state, tmp_path)
+        return True
+
+    assert on_threads(2, rank) == [True, True]
+
+
+def test_the_example_learns():
+    accuracy, rounds, steps = re.fullmatch(
+        r"accuracy ([\d.]+), (\d+) rounds, (\d+) steps into the next", on_two_ranks("accelerate_loop.py").strip()
+    ).groups()
+    assert float(accuracy) > 0.7
+    assert (int(rounds), int(steps)) == (9, 3)

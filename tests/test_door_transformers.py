@@ -1,0 +1,262 @@
+"""CommoptCallback in Hugging Face's Trainer: two processes over Gloo, and a GPT-2 of one block."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from example_ranks import on_two_ranks
+from worlds import on_processes, params_of, same_bits, tensors_in
+
+from commopt import DiLoCo, LocalSGD, OneBitAdam
+
+pytest.importorskip("accelerate")
+
+
+def gpt2():
+    """With dropout, tied weights and buffers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    model.register_buffer("steps", torch.zeros(()))
+    return model
+
+
+def samples(count):
+    tokens = torch.randint(0, 32, (count, 8), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def recorder():
+    """A callback that keeps the parameters after each step and of each evaluation, and who was attached before step
+    1."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def __init__(self):
+            self.stepped, self.evaluated, self.attached = {}, {}, None
+
+        def on_step_begin(self, args, state, control, optimizer=None, **_):
+            if self.attached is None:
+                self.attached = optimizer.optimizer._attachment is not None
+
+        def on_step_end(self, args, state, control, model=None, **_):
+            self.stepped[state.global_step] = params_of(model)
+
+        def on_prediction_step(self, args, state, control, model=None, **_):
+            self.evaluated[state.global_step] = params_of(model)
+
+    return Recorder()
+
+
+def trained(folder, resume=None, callbacks=None, model=None, quiet=True, **settings):
+    """The trainer after its training, and what the recorder has."""
+    from transformers import Trainer, TrainingArguments
+
+    from commopt.integrations.transformers import CommoptCallback
+
+    arguments = ("optimizers", "optimizer_cls_and_kwargs")
+    given = {name: settings.pop(name) for name in arguments if name in settings}
+    if quiet:
+        settings |= {"max_grad_norm": 0, "average_tokens_across_devices": False, "ddp_broadcast_buffers": False}
+    args = TrainingArguments(
+        folder, use_cpu=True, per_device_train_batch_size=2, save_strategy="steps", logging_strategy="no",
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, weight_decay=0.1, learning_rate=1e-2, **settings,
+    )  # fmt: skip
+    recorded = recorder()
+    mine = [CommoptCallback()] if callbacks is None else callbacks
+    trainer = Trainer(
+        model or gpt2(), args, train_dataset=samples(48), eval_dataset=samples(4), callbacks=[*mine, recorded], **given
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, recorded
+
+
+def said(logged):
+    """What commopt has logged since the last call."""
+    out = [record.getMessage() for record in logged]
+    logged.clear()
+    return out
+
+
+def saved_weights(folder, model):
+    """The parameters of a checkpoint, in the order of the model's."""
+    from safetensors.torch import load_file
+
+    saved = load_file(Path(folder, "model.safetensors"))
+    return [saved[name] for name, _ in model.named_parameters()]
+
+
+def one_bit(folder):
+    """OneBitAdam by its class, in the compressed phase from step 4 on; of the checkpoints two are kept."""
+    settings = {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2, "freeze_step": 3}), "max_steps": 10,
+                "save_steps": 4, "save_total_limit": 2, "gradient_accumulation_steps": 2}  # fmt: skip
+    first, whole = trained(folder, **settings)
+    state = first.optimizer.optimizer.state_dict()
+    kept = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("checkpoint-"))
+    assert not list(Path(folder).rglob("*.tmp"))
+    again, resumed = trained(folder, resume=f"{folder}/checkpoint-8", **settings)
+    assert sorted(resumed.stepped) == [9, 10]
+    same = all(same_bits(whole.stepped[step], resumed.stepped[step]) for step in (9, 10))
+    same_state = same_bits(tensors_in(state), tensors_in(again.optimizer.optimizer.state_dict()))
+    again.train()  # once more, from step 0 of Trainer
+    assert again.optimizer.param_groups[0]["step"] == 20
+    return {
+        "attached": whole.attached and resumed.attached,
+        "kept": kept,
+        "decay": [group["weight_decay"] for group in first.optimizer.param_groups],
+        "phase": first.optimizer.optimizer.phase,
+        "same": same,
+        "same state": same_state,
+        "residuals": first.optimizer.optimizer.comm_stats()["residual_norm"],
+        "params": whole.stepped[10],
+        "wrapped": [name for name in ("evaluate", "save_model") if name in vars(first)],
+    }
+
+
+def without_callback(folder):
+    """What the above is against: the optimizer's state of rank 0 alone."""
+    settings = {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2, "freeze_step": 3}), "max_steps": 6,
+                "save_steps": 4, "callbacks": []}  # fmt: skip
+    _, whole = trained(folder, **settings)
+    _, resumed = trained(folder, resume=f"{folder}/checkpoint-4", **settings)
+    return same_bits(whole.stepped[6], resumed.stepped[6])
+
+
+def diloco(folder):
+    """Saved and evaluated after step 4, in the middle of a round of 3."""
+
+    def run(**more):
+        model = gpt2()
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=3)
+        settings = {"max_steps": 8, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+        return trained(folder, model=model, optimizers=(optimizer, None), **settings, **more)
+
+    first, whole = run()
+    second, resumed = run(resume=f"{folder}/checkpoint-4")
+    return {
+        "at 4": whole.stepped[4],
+        "evaluated": whole.evaluated[4],
+        "saved": saved_weights(f"{folder}/checkpoint-4", first.model),
+        "same": [same_bits(whole.stepped[step], resumed.stepped[step]) for step in range(5, 9)],
+        "same end": same_bits(params_of(first.model), params_of(second.model)),
+        "end": params_of(first.model),
+        "at 8": whole.stepped[8],
+    }
+
+
+def best(folder):
+    """The best of mean models, and what is left at the end."""
+    settings = {
+        "max_steps": 5,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "optimizer_cls_and_kwargs": (LocalSGD, {"lr": 1e-2, "period": 4}),
+    }
+    trainer, recorded = trained(folder, **settings)  # fmt: skip
+    step = trainer.state.best_global_step
+    saved = saved_weights(trainer.state.best_model_checkpoint, trainer.model)
+    return same_bits(saved, params_of(trainer.model)) and same_bits(saved, recorded.evaluated[step])
+
+
+def refused(folder):
+    """An optimizer that sends nothing."""
+    with pytest.raises(ValueError, match=r"got AdamW; for any other there is commopt.compress_gradients\(\)"):
+        trained(folder, max_steps=1, save_steps=4)
+
+
+def scenes(folder, rank, world_size):
+    os.environ["LOCAL_RANK"] = str(rank)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("commopt").addHandler(handler)
+    out = {"one bit": one_bit(f"{folder}/one_bit"), "without": without_callback(f"{folder}/without")}
+    said(logged)
+    out["diloco"] = diloco(f"{folder}/diloco")
+    out["said"] = said(logged)
+    out["best"] = best(f"{folder}/best")
+    refused(f"{folder}/refused")
+    said(logged)
+    advice = {}
+    for cls, arguments in ((OneBitAdam, {}), (LocalSGD, {"period": 4})):
+        kwargs = {"optimizer_cls_and_kwargs": (cls, {"lr": 1e-2, **arguments}), "max_steps": 1, "save_steps": 4}
+        trained(f"{folder}/advice", quiet=False, **kwargs)
+        advice[cls.__name__] = said(logged)
+    return {**out, "advice": advice}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_processes(2, functools.partial(scenes, str(tmp_path_factory.mktemp("runs"))))
+
+
+def test_one_bit_adam_trains_and_resumes_to_the_bit(ranks):
+    for rank in ranks:
+        seen = rank["one bit"]
+        assert seen["attached"]
+        assert seen["kept"] == ["checkpoint-10", "checkpoint-8"]
+        assert seen["decay"] == [0.1, 0.0]
+        assert seen["phase"] == "compressed"
+        assert seen["same"]
+        assert seen["same state"]
+        assert seen["wrapped"] == []
+    mine, other = (rank["one bit"] for rank in ranks)
+    assert same_bits(mine["params"], other["params"])
+    assert mine["residuals"] != other["residuals"]
+
+
+def test_without_the_callback_residuals_are_lost(ranks):
+    assert not all(rank["without"] for rank in ranks)
+
+
+def test_local_steps_resume_within_a_round_to_the_bit(ranks):
+    assert not same_bits(ranks[0]["diloco"]["at 8"], ranks[1]["diloco"]["at 8"])
+    for rank in ranks:
+        assert all(rank["diloco"]["same"])
+        assert rank["diloco"]["same end"]
+    assert same_bits(ranks[0]["diloco"]["end"], ranks[1]["diloco"]["end"])
+
+
+def test_the_mean_model_is_evaluated_and_saved(ranks):
+    mine, other = (rank["diloco"]["at 4"] for rank in ranks)
+    assert not same_bits(mine, other)
+    mean = [(a + b) / 2 for a, b in zip(mine, other)]
+    for rank in ranks:
+        assert same_bits(rank["diloco"]["evaluated"], mean)
+        assert same_bits(rank["diloco"]["saved"], mean)
+        assert not [text for text in rank["said"] if "is evaluated" in text]
+
+
+def test_the_best_model_is_left_at_the_end(ranks):
+    assert all(rank["best"] for rank in ranks)
+
+
+def test_settings_that_work_against_the_optimizer_are_warned_of_once(ranks):
+    bit, local = ranks[0]["advice"]["OneBitAdam"], ranks[0]["advice"]["LocalSGD"]
+    assert [text for text in bit if "Arguments" in text or "every step" in text] == [
+        "TrainingArguments(max_grad_norm=1.0) clips what each rank has, averaged or not, by its own norm: set it to 0, "
+        "and give OneBitAdam a max_grad_norm"
+    ]
+    tokens, buffers = (text for text in local if "every step, local steps of LocalSGD too" in text)
+    assert tokens.startswith("average_tokens_across_devices=True ")
+    assert buffers.endswith("set ddp_broadcast_buffers=False")
+    assert not [text for advice in ranks[1]["advice"].values() for text in advice if "set " in text]
+
+
+def test_the_example_learns():
+    loss, phase, ratio = re.fullmatch(
+        r"loss ([\d.]+), phase (\w+), sends 1/(\d+) of what DDP does", on_two_ranks("hf_trainer.py").splitlines()[-1]
+    ).groups()
+    assert float(loss) < 3
+    assert phase == "compressed"
+    assert int(ratio) > 20
