@@ -129,18 +129,17 @@ def attach(model: nn.Module, optimizer: Any) -> None:
             ranks.
         RuntimeError: from DDP, if a communication hook is registered already.
     """
-    ours = _unwrapped(optimizer)
+    ours = unwrapped(optimizer)
+    if not isinstance(ours, Ours):
+        raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
     _connect(_ddp_of(model, ours), ours)
 
 
-def _unwrapped(optimizer: Any) -> Ours:
-    """The optimizer of commopt that frameworks have wrapped."""
-    inner = optimizer
-    for _ in range(4):
-        if isinstance(inner, Ours):
-            return inner
-        inner = getattr(inner, "optimizer", None)
-    raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
+def unwrapped(optimizer: Any) -> Any:
+    """What frameworks have wrapped, that is the optimizer of commopt where there is one inside."""
+    while not isinstance(optimizer, Ours) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from commopt.attach import attach
+from commopt.attach import attach, unwrapped
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -18,9 +18,7 @@ def bare(optimizer: Any) -> PackedOptimizer:
     Raises:
         ValueError: if it is another one.
     """
-    found = optimizer
-    while not isinstance(found, PackedOptimizer) and hasattr(found, "optimizer"):
-        found = found.optimizer
+    found = unwrapped(optimizer)
     if not isinstance(found, PackedOptimizer):
         raise ValueError(
             f"this connects an optimizer of commopt that communicates (OneBitAdam, DiLoCo, ...), got "
