@@ -17,6 +17,7 @@ ROOMS = [
     "outer",
     "gradients",
     "attach",
+    "integrations",
     "probe",
     "train",
     "report",

@@ -1,0 +1,1 @@
+"""Doors of frameworks; nothing is imported before it is asked for."""
