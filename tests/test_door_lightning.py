@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from every import EVERY
+from forks import python
+from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
 
@@ -299,3 +303,26 @@ def test_fabric_saves_and_resumes(ranks: list[Any], name: str) -> None:
         assert same_bits(mine["resumed"][0], mine["never"][0])
         assert same_bits(mine["resumed"][1], mine["never"][1])
         assert close(mine["saved"], mean_by_hand(ranks, name, SAVED))
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "lightning_trainer.py"
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    ranks = [
+        subprocess.Popen(
+            [python(), str(example)], env={**os.environ, **meeting, "LOCAL_RANK": str(rank)}, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, told = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == ranks[1].wait(60) == 0, told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert float(said.partition("right: ")[2].split()[0]) > 0.9
+    sent, whole = re.findall(r"a step sends (\d+) bytes, in float32 (\d+)", said)[0]
+    assert int(whole) > 20 * int(sent)
+    assert (tmp_path / "lightning_example" / "last.ckpt").exists()
