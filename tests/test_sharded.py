@@ -235,6 +235,19 @@ def test_groups_that_are_no_grid_are_refused():
         assert "are not the 4 ranks of world, each in a place of its own" in said or "should have" in said
 
 
+def test_the_state_of_pieces_is_not_consolidated():
+    def ours(backend: Any) -> list[str]:
+        said = []
+        for name in ("OneBitAdam", "DiLoCo"):
+            optimizer = make(name, own_params(backend.rank % PARTS), backend=backend.sharded(PARTS))
+            with pytest.raises(ValueError, match="here ranks hold pieces") as error:
+                optimizer.consolidate_state_dict()
+            said.append(str(error.value))
+        return said
+
+    assert all("every rank holds whole" in line for said in on_threads(2 * PARTS, ours) for line in said)
+
+
 @pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "CSER, signs", "DiLoCo"])
 def test_stopped_and_resumed_is_never_stopped(name):
     def ours(backend: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -262,6 +262,7 @@ class CommOptimizer(PackedOptimizer):
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
         self.refuse_inside_averaged("step()")
+        self._of_ranks = None
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.topology.backend, type(self).__name__)

@@ -3,10 +3,11 @@ somebody exchanges. Functions of an optimizer."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_itself(method: Method) -> Method:
+    """``method`` of an optimizer, on the optimizer itself where a wrapper calls it whose class is derived from the
+    optimizer's, but whose attributes are its own: those of Lightning and Fabric."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(vars(self).get("_optimizer", self), *args, **kwargs)
+
+    return cast(Method, called)
 
 
 def in_a_list(params: Any) -> Any:

@@ -112,6 +112,12 @@ def check_period(value: Any) -> None:
         raise ValueError(f"period must be an int >= 1, got {value!r}")
 
 
+def check_rank(name: str, value: Any, world_size: int) -> None:
+    """``value`` must be the number of a rank."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < world_size:
+        raise ValueError(f"{name} must be the number of a rank, 0 to {world_size - 1}, got {value!r}")
+
+
 def check_common(max_grad_norm: Any, bucket_mb: Any, overlap: Any) -> None:
     """The arguments that all optimizers share."""
     if max_grad_norm is not None:

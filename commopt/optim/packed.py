@@ -27,7 +27,7 @@ from commopt.comm import (
     sends_from,
 )
 from commopt.compress import Compressor
-from commopt.optim import binding, replicas, saving
+from commopt.optim import binding, checks, consolidate, replicas, saving
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
@@ -37,7 +37,7 @@ from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.state import RANK_LOCAL
+from commopt.optim.state import OF_RANKS, RANK_LOCAL
 from commopt.optim.state_bucket import StateBucket, fp32_bytes
 from commopt.sharding import local
 
@@ -79,6 +79,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
     _looked: bool  # for a model that averages the gradients
+    _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
 
     ever_rank_local: tuple[str, ...] = ()
     """All names that :meth:`rank_local` may ever give."""
@@ -185,6 +186,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("rebind()")
+        self._of_ranks = None
         binding.rebind(self)
 
     def holders(self) -> Holders | None:
@@ -218,6 +220,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: on every rank, for what ``add()`` raised on any of them; or if ranks differ. The
                 groups are not there then.
         """
+        self._of_ranks = None
         known = len(getattr(self, "param_groups", ()))
         error: Exception | None = None
         try:
@@ -309,6 +312,27 @@ class PackedOptimizer(torch.optim.Optimizer):
                 out[i][OWN + name] = bucket.own(i, tensor, name in now)
         return out
 
+    def _follow_state(self) -> None:
+        """Makes ``state`` views of the buffers again if somebody has put copies in their place: frameworks that move an
+        optimizer to a device do, and what is counted on the CPU would go elsewhere."""
+        if not all(self._is_state_of(bucket) for bucket in self.buckets):
+            self._refresh_state()
+
+    def _refresh_state(self) -> None:
+        """Makes ``state`` views of the buffers."""
+        for bucket in self.buckets:
+            for p, entry in zip(bucket.params, bucket.state()):
+                self.state[p].update(entry)
+        self._refresh_own_tensors()
+
+    def _is_state_of(self, bucket: StateBucket) -> bool:
+        """True if the state of ``bucket`` lies in it: that of the first parameter that is not empty."""
+        i = next((i for i, shape in enumerate(bucket.shapes) if shape.numel()), 0)
+        state = self.state[bucket.params[i]]
+        mine = {name: numbers[i] for name, numbers in bucket.numbers.items()}
+        mine.update({name: bucket.tensors(name)[i] for name in bucket.buffers})
+        return all(name in state and local(state[name]).data_ptr() == t.data_ptr() for name, t in mine.items())
+
     def _refresh_own_tensors(self) -> None:
         if self.own_in_state:
             for bucket, group in self.grouped_buckets():
@@ -326,12 +350,15 @@ class PackedOptimizer(torch.optim.Optimizer):
         moved = any(bucket.stale() for bucket in self.buckets)
         if moved:
             self._rebuild(self._all_state(), self._origin())
+        else:
+            self._follow_state()
         for group in self.param_groups:
             self.make_buckets(group)
         return moved
 
     # replicas ---------------------------------------------------------------------------------------------------------
 
+    @binding.on_itself
     @torch._disable_dynamo
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -344,10 +371,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         self.refuse_inside_averaged("synchronize()")
         if self.replicas_differ:
+            self._of_ranks = None
             replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), "synchronize()")
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
 
+    @binding.on_itself
     def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
         """Context in which the parameters are the mean of all replicas, for evaluating or saving the model; they come
         back afterwards, to the bit, and training continues as if nothing had happened. All ranks must enter it at the
@@ -397,6 +426,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     # saving -----------------------------------------------------------------------------------------------------------
 
+    @binding.on_itself
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
 
@@ -412,13 +442,61 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`.
         """
         binding.refuse_exchanged(self)
+        self._follow_state()
         self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
         if (self.topology.world_size > 1 or self.owns_alone) and not self.own_in_state:
-            own = self.own_part()
-            out["residuals"] = {**own, "digest": digest_of(own)}
+            out["residuals"] = self._signed_part()
+        if self._of_ranks is not None:
+            out[OF_RANKS] = [out["residuals"] if part is None else part for part in self._of_ranks]
         return out
+
+    @binding.on_itself
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings each rank's own to rank ``to``, so that the one ``state_dict()`` that this rank gives next is that of
+        all ranks. All ranks must call it at the same point; :meth:`state_dict` itself communicates nothing.
+
+        ::
+
+            optimizer.consolidate_state_dict()
+            if rank == 0:
+                torch.save(optimizer.state_dict(), path)
+
+        The state has ``residuals_of_ranks`` then: the own parts (``residuals``) by rank. Whoever loads it on every rank
+        of an equal world has each rank's own back, to the bit; in another world, what ``join_state_dict`` makes of it.
+        Lightning and Fabric call this by themselves.
+
+        **Memory**: rank ``to`` has the own parts of all other ranks in host memory, until the next step or whatever
+        else changes the state: of 1-bit Adam 4 bytes an element of the model for each of them, or a little more. While
+        they are sent, every rank has its own once more, as bytes. Each sends its part to all, as it is.
+
+        Args:
+            to: the rank that saves.
+
+        Raises:
+            ValueError: if there is no rank ``to``; where ranks hold pieces of the model.
+            RuntimeError: if another rank cannot take part.
+            commopt.comm.CollectiveError: a collective failed or timed out.
+        """
+        checks.check_rank("to", to, self.topology.world_size)
+        consolidate.refuse_pieces(self.topology, self.own_in_state)
+        self._of_ranks = None
+        if self.topology.world_size == 1:
+            return
+        where = f"{type(self).__name__}, consolidate_state_dict()"
+        replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), "consolidate_state_dict()")
+        with replicas.reaching_others(self.topology, self.buckets, where):
+            parts = consolidate.gather_parts(self.topology, self._signed_part(), to, where)
+        self._of_ranks = parts or None
+        self.topology.traffic.leave_out()
+
+    def _signed_part(self) -> dict[str, Any]:
+        """This rank's own part, with a digest of what is in it."""
+        own = self.own_part()
+        return {**own, "digest": digest_of(own)}
 
     def saved_as(self) -> str:
         """The optimizer's name in what it saves: that of commopt's class."""
@@ -434,10 +512,13 @@ class PackedOptimizer(torch.optim.Optimizer):
         own = saving.own_states(declared, self.params, self.own_value)
         return {**saving.whose(self._origin(), self.topology), "state": own}
 
+    @binding.on_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
 
-        Copies into the buffers and keeps their dtypes. Residuals of another rank or world size, or of several ranks
+        Copies into the buffers and keeps their dtypes. Of a state with the own parts of all ranks
+        (:meth:`consolidate_state_dict`), each rank takes its own; in another world, what ``join_state_dict`` makes of
+        them. Residuals of another rank or world size, or of several ranks
         mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
         have added to ``state``, or to a parameter's, are kept as they are.
 
@@ -447,10 +528,12 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("load_state_dict()")
+        self._of_ranks = None
         given: dict[str, Any] = {}
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own hooks. torch would cast state to the dtype of the parameters, so it gets none.
+            state_dict = consolidate.with_own(state_dict, self.topology)
             self.check_loaded(state_dict)
             given.update(state_dict)
             return {**state_dict, "state": {}}
@@ -569,8 +652,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Drops what users have added to ``state``; returns what they have added to the state that is loaded. As in
         torch, a tensor goes where its parameter is; but it keeps its dtype."""
         names = self._our_names()
-        self.state = defaultdict(dict, {p: {name: self.state[p][name] for name in ours} for p, ours in names.items()})
-        self._refresh_own_tensors()
+        self.state = defaultdict(dict)
+        self._refresh_state()
         users = cloned(saving.added_by_users(saving.by_parameter(given, given["state"], self.params), names))
         for p in (p for p in users if isinstance(p, Tensor)):
             users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}

@@ -23,6 +23,9 @@ StateDict = dict[str, Any]
 RANK_LOCAL = ("worker_error", "server_error")
 """Names of a parameter's residuals: of what this rank sends, and of the part of it that this rank averages."""
 
+OF_RANKS = "residuals_of_ranks"
+"""Key of a state with the own parts of all ranks, by rank: what ``consolidate_state_dict()`` is followed by."""
+
 _OUTDATED = ("met_step", "way_norm")
 """Keys of parameter groups before 0.1.0."""
 
@@ -33,9 +36,10 @@ MERGED = -1
 def split_state_dict(state_dict: StateDict) -> tuple[StateDict, StateDict]:
     """``state_dict`` as (what every rank holds alike, what only this rank holds).
 
-    Works for any torch optimizer; the second part is empty for one without residuals.
+    Works for any torch optimizer; the second part is empty for one without residuals. The parts of all ranks, which
+    ``consolidate_state_dict()`` has brought to one of them, are in neither.
     """
-    replicated = dict(state_dict)
+    replicated = {key: value for key, value in state_dict.items() if key != OF_RANKS}
     return replicated, replicated.pop("residuals", {})
 
 

@@ -268,6 +268,7 @@ class OuterOptimizer(PackedOptimizer):
                 else has changed: this rank's parameters are its own.
         """
         self.refuse_inside_averaged("step()")
+        self._of_ranks = None
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         if self._attachment is not None:
             self._attachment.refuse_join()

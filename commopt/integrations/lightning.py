@@ -1,0 +1,98 @@
+"""Lightning's Trainer: one callback.
+
+    trainer = lightning.Trainer(strategy="ddp", callbacks=[CommoptCallback()])
+
+The optimizer is what ``configure_optimizers()`` returns. Checkpoints keep every rank's own part with or without the
+callback: Lightning calls ``consolidate_state_dict()``, and each rank takes its own when it loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from commopt.attach import attach
+from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+
+class CommoptCallback(Callback):
+    """Lets the optimizers of commopt in a Trainer decide when DDP averages gradients, and has the mean of all replicas
+    validated, tested and saved.
+
+    * Before the first step the optimizer is attached to the model (:func:`commopt.attach`).
+    * While replicas differ, validation, tests, predictions and checkpoints are of their mean
+      (``optimizer.averaged()``); training continues from each rank's own, and resumes from it, to the bit.
+    * When training ends, replicas are made equal (``optimizer.synchronize()``).
+    * ``gradient_clip_val`` is reported once: each rank would clip its own gradient.
+
+    Raises ValueError when fitting begins, if a DDP model has several optimizers of commopt: it has one hook.
+    """
+
+    def __init__(self) -> None:
+        self._mean = contextlib.ExitStack()  # open while the parameters are the mean
+        self._warned = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attaches, and has ``trainer.save_checkpoint()`` save the mean."""
+        optimizers, model = _ours(trainer), getattr(trainer.strategy.model, "_orig_mod", trainer.strategy.model)
+        if isinstance(model, DistributedDataParallel) and optimizers:
+            if len(optimizers) > 1:
+                names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+                raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
+            if optimizers[0]._attachment is None:
+                attach(model, optimizers[0])  # type: ignore[arg-type]
+        if optimizers and trainer.gradient_clip_val and not self._warned:
+            self._warned = True
+            _warn_of_clipping(trainer, optimizers[0])
+        # not by on_save_checkpoint(): Lightning leaves it out where only weights are saved
+        trainer.save_checkpoint = functools.partial(_save_mean, trainer)  # type: ignore[method-assign]
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mean.enter_context(_averaged(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mean.close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._mean.close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in _ours(trainer):
+            optimizer.synchronize()
+
+
+def _ours(trainer: Trainer) -> list[PackedOptimizer]:
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PackedOptimizer)]
+
+
+@contextlib.contextmanager
+def _averaged(trainer: Trainer) -> Any:
+    with contextlib.ExitStack() as stack:
+        for optimizer in _ours(trainer):
+            stack.enter_context(optimizer.averaged())
+        yield
+
+
+def _save_mean(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    with _averaged(trainer):
+        Trainer.save_checkpoint(trainer, *args, **kwargs)
+
+
+def _warn_of_clipping(trainer: Trainer, optimizer: PackedOptimizer) -> None:
+    if optimizer.topology.world_size > 1 and optimizer.topology.rank == 0:
+        value, name = trainer.gradient_clip_val, type(optimizer).__name__
+        logger.warning(
+            "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
+            "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
+            value, name, value,
+        )  # fmt: skip

@@ -1,0 +1,328 @@
+"""Lightning's Trainer and Fabric, over two processes: what they train, validate, save and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from every import EVERY
+from forks import python
+from ports import free_port
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
+
+from commopt import OneBitAdam, attach
+
+NAMES = ("OneBitAdam", "ZeroOneAdam", "CSER", "DiLoCo")
+APART = NAMES[1:]
+"""Those whose replicas differ after step SAVED."""
+SAVED, STEPS = 5, 9
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commopt").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("commopt").removeHandler(handler)
+
+
+def make(name: str, params: Any) -> Any:
+    return EVERY[name](params, lr=1e-2, bucket_mb=3e-4)
+
+
+def by_hand(name: str, rank: int, world: int) -> tuple[list[Any], list[Any], list[list[Any]]]:
+    """Parameters and state after STEPS steps of a loop of one's own, synchronized; and the parameters after each."""
+    model = DistributedDataParallel(Used(), find_unused_parameters=True)
+    optimizer = make(name, model.parameters())
+    attach(model, optimizer)
+    after = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(tokens(step, rank, world)).backward()
+        optimizer.step()
+        after.append(params_of(model))
+    optimizer.synchronize()
+    return params_of(model), tensors_in(optimizer.state_dict()), after
+
+
+# the Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def module_class(rank: int, world: int) -> Any:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self, name: str, seed: int = 0, fails: bool = False) -> None:
+            super().__init__()
+            self.name, self.fails, self.net = name, fails, Used(seed=seed)
+            self.validated: list[list[Any]] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(tokens(self.global_step, rank, world))
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.validated.append(params_of(self.net))
+            if self.fails:
+                raise ArithmeticError("of a validation")
+
+        def configure_optimizers(self) -> Any:
+            return make(self.name, self.net.parameters())
+
+    return Module
+
+
+def trainer(*callbacks: Any, steps: int = STEPS, **settings: Any) -> Any:
+    import lightning.pytorch as pl
+
+    from commopt.integrations.lightning import CommoptCallback
+
+    given = {"callbacks": [*callbacks] or [CommoptCallback()], "enable_checkpointing": bool(callbacks), **settings}
+    return pl.Trainer(
+        strategy="ddp_find_unused_parameters_true", accelerator="cpu", devices=2, max_steps=steps, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **given,
+    )  # fmt: skip
+
+
+VALIDATED = {
+    "limit_val_batches": 1,
+    "num_sanity_val_steps": 0,
+    "val_check_interval": SAVED,
+    "check_val_every_n_epoch": None,
+}
+DATA = [0] * 100
+
+
+def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
+    """What a fit trains, validates and saves; and what is resumed of it."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from commopt.integrations.lightning import CommoptCallback
+
+    weights = folder / f"{name}-weights.ckpt"
+
+    class SaveWeights(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == SAVED:
+                trainer.save_checkpoint(weights, weights_only=True)
+
+    saving = ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    once, resumed = module(name), module(name, seed=1)
+    never, again = trainer(CommoptCallback(), SaveWeights(), saving, **VALIDATED), trainer()
+    with lines() as said:
+        never.fit(once, DATA, [0])
+    saved = folder / name / f"step={SAVED}.ckpt"
+    again.fit(resumed, DATA, ckpt_path=saved)
+    read = [torch.load(path, weights_only=True)["state_dict"] for path in (saved, weights)]
+    return {
+        "said": said,
+        "never": [params_of(once.net), tensors_in(never.optimizers[0].state_dict())],
+        "resumed": [params_of(resumed.net), tensors_in(again.optimizers[0].state_dict())],
+        "saved": [[state[f"net.{key}"] for key, _ in once.net.named_parameters()] for state in read],
+        "validated": once.validated[0],
+    }
+
+
+def trainers(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    from commopt.integrations.lightning import CommoptCallback
+
+    module = module_class(rank, world)
+    out: dict[str, Any] = {name: fitted(folder, module, name) for name in NAMES}
+    out["by hand"] = {name: by_hand(name, rank, world) for name in NAMES}
+    out["fails"] = failing(module("DiLoCo", fails=True), trainer(**VALIDATED))
+    callback = CommoptCallback()
+    with lines() as out["clipped"]:
+        for _ in range(2):
+            trainer(callback, steps=1, gradient_clip_val=0.5, enable_checkpointing=False).fit(
+                module("OneBitAdam"), DATA
+            )
+    out["several"] = several(module, trainer())
+    return out
+
+
+def failing(module: Any, trainer: Any) -> list[list[Any]]:
+    """The parameters in a validation that raises, and after it."""
+    with pytest.raises(ArithmeticError, match="of a validation"):
+        trainer.fit(module, DATA, [0])
+    return [module.validated[0], params_of(module.net)]
+
+
+def several(module: Any, trainer: Any) -> str:
+    class Several(module):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            params = [p for p in self.net.parameters() if p.requires_grad]
+            return [OneBitAdam(params[:2]), OneBitAdam(params[2:])]
+
+    with pytest.raises(ValueError, match="one optimizer") as error:
+        trainer.fit(Several("OneBitAdam"), DATA)
+    return str(error.value)
+
+
+# Fabric ---------------------------------------------------------------------------------------------------------------
+
+
+def fabrics(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=DDPStrategy(find_unused_parameters=True))
+    fabric.launch()
+    out = {}
+    for name in NAMES:
+
+        def begin(seed: int, name: str = name) -> tuple[Any, Any]:
+            net = Used(seed=seed)
+            model, optimizer = fabric.setup(net, make(name, net.parameters()))
+            attach(model._forward_module, optimizer.optimizer)
+            return model, optimizer
+
+        def steps(model: Any, optimizer: Any, which: range) -> None:
+            for step in which:
+                optimizer.zero_grad()
+                fabric.backward(model(tokens(step, rank, world)))
+                optimizer.step()
+
+        model, optimizer = begin(0)
+        steps(model, optimizer, range(SAVED))
+        own = params_of(model)
+        with optimizer.averaged():
+            fabric.save(folder / f"{name}.fabric", {"model": model, "optimizer": optimizer})
+        back = same_bits(own, params_of(model))
+        steps(model, optimizer, range(SAVED, STEPS))
+        optimizer.synchronize()
+        resumed, second = begin(1)
+        fabric.load(folder / f"{name}.fabric", {"model": resumed, "optimizer": second})
+        steps(resumed, second, range(SAVED, STEPS))
+        second.synchronize()
+        state = torch.load(folder / f"{name}.fabric", weights_only=True)["model"]
+        out[name] = {
+            "back": back,
+            "never": [params_of(model), tensors_in(optimizer.optimizer.state_dict())],
+            "resumed": [params_of(resumed), tensors_in(second.optimizer.state_dict())],
+            "saved": [state[key] for key, _ in model.module.named_parameters()],
+        }
+    return out
+
+
+def scenes(rank: int, world: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return {**trainers(Path(folder[0]), rank, world), "fabric": fabrics(Path(folder[0]), rank, world)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_processes(2, scenes)
+
+
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def mean_by_hand(ranks: list[Any], name: str, step: int) -> list[Any]:
+    own = [rank["by hand"][name][2][step - 1] for rank in ranks]
+    assert same_bits(*own) == (name not in APART)
+    return [(a.double() + b.double()) / 2 for a, b in zip(*own)]
+
+
+def close(a: list[Any], b: list[Any]) -> bool:
+    """But for the rounding of a mean in float32."""
+    return all(torch.allclose(x.double(), y.double(), rtol=3e-7, atol=1e-8) for x, y in zip(a, b))
+
+
+@every
+def test_a_fit_is_the_loop_of_ones_own(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        mine = rank[name]
+        assert same_bits(mine["never"][0], rank["by hand"][name][0])
+        assert same_bits(mine["never"][1], rank["by hand"][name][1])
+        assert not [line for line in mine["said"] if "equal on all ranks" in line]
+
+
+@every
+def test_a_resumed_fit_is_one_never_stopped(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        mine = rank[name]
+        assert same_bits(mine["resumed"][0], mine["never"][0])
+        assert same_bits(mine["resumed"][1], mine["never"][1])
+
+
+@every
+def test_the_mean_is_validated_and_saved(ranks: list[Any], name: str) -> None:
+    mean = mean_by_hand(ranks, name, SAVED)
+    for rank in ranks:
+        mine = rank[name]
+        for tensors in (mine["validated"], *mine["saved"]):
+            assert close(tensors, mean)
+        assert same_bits(mine["saved"][0], mine["validated"])
+
+
+def test_a_validation_that_fails_leaves_each_rank_its_own(ranks: list[Any]) -> None:
+    for rank in ranks:
+        inside, after = rank["fails"]
+        assert close(inside, mean_by_hand(ranks, "DiLoCo", SAVED))
+        assert same_bits(after, rank["by hand"]["DiLoCo"][2][SAVED - 1])
+
+
+def test_clipping_by_each_rank_is_reported_once(ranks: list[Any]) -> None:
+    said = [[line for line in rank["clipped"] if "gradient_clip_val" in line] for rank in ranks]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert "Trainer(gradient_clip_val=0.5)" in said[0][0]
+    assert "OneBitAdam(..., max_grad_norm=0.5)" in said[0][0]
+
+
+def test_several_optimizers_of_one_model_are_refused(ranks: list[Any]) -> None:
+    assert {rank["several"] for rank in ranks} == {
+        "a DDP model takes one optimizer of commopt, configure_optimizers() gave OneBitAdam, OneBitAdam"
+    }
+
+
+@every
+def test_fabric_saves_and_resumes(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        mine = rank["fabric"][name]
+        assert mine["back"]
+        assert same_bits(mine["never"][0], rank["by hand"][name][0])
+        assert same_bits(mine["resumed"][0], mine["never"][0])
+        assert same_bits(mine["resumed"][1], mine["never"][1])
+        assert close(mine["saved"], mean_by_hand(ranks, name, SAVED))
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "lightning_trainer.py"
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    ranks = [
+        subprocess.Popen(
+            [python(), str(example)], env={**os.environ, **meeting, "LOCAL_RANK": str(rank)}, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, told = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == ranks[1].wait(60) == 0, told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert float(said.partition("right: ")[2].split()[0]) > 0.9
+    sent, whole = re.findall(r"a step sends (\d+) bytes, in float32 (\d+)", said)[0]
+    assert int(whole) > 20 * int(sent)
+    assert (tmp_path / "lightning_example" / "last.ckpt").exists()

@@ -1,0 +1,187 @@
+"""torchtitan's container of optimizers, meshes and checkpoints, with ours in them, over four processes.
+
+``import torchtitan`` needs Triton, for kernels of experts that none of this uses: here only its parts are imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from worlds import on_processes, same_bits, tensors_in
+
+import commopt
+from commopt.sharding import local
+
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("needs torchtitan", allow_module_level=True)
+
+STEPS = 4
+
+
+def parts_of_torchtitan() -> None:
+    """Makes its parts importable where Triton is not there."""
+    if importlib.util.find_spec("triton") is None and "torchtitan" not in sys.modules:
+        found = importlib.util.find_spec("torchtitan")
+        assert found is not None
+        package = types.ModuleType("torchtitan")
+        package.__path__ = list(found.submodule_search_locations or ())
+        sys.modules["torchtitan"] = package
+
+
+def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
+    """As torchtitan's parallelize_llama chooses the mesh."""
+    assert job_config == "job"
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    return sharded(model, parallel_dims.get_mesh(names))
+
+
+def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)  # Gloo can do no other
+    return model
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    """The loss is a sum over tokens, divided by those of all ranks."""
+    for step in steps:
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        (model(x).square().sum() / 16).backward()
+        optimizer.step()
+
+
+def params_of(model: nn.Module) -> list[torch.Tensor]:
+    return [local(p.detach()).clone() for p in model.parameters()]
+
+
+class Model(Stateful):
+    """As torchtitan's ModelWrapper."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state)
+
+
+def scenes(rank: int, world: int) -> dict[str, Any]:
+    parts_of_torchtitan()
+    from torchtitan.config import Optimizer
+    from torchtitan.distributed import ParallelDims, parallel_dims
+
+    from commopt.integrations.torchtitan import optimizers, within_a_replica
+
+    parallel_dims.device_type = "cpu"
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
+    config = Optimizer(lr=1e-2, weight_decay=0.1)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    out: dict[str, Any] = {}
+    for name, few in (("OneBitAdam", {"freeze_step": 2}), ("DiLoCo", {"period": 3})):
+        given = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "reduction": "sum", **few}
+        build = optimizers(getattr(commopt, name), **few)
+
+        def begin(seed: int, build: Any = build) -> tuple[nn.Module, Any]:
+            model = within_a_replica(parallelize)(net(seed), dims, "job")
+            return model, build([model], config, dims)
+
+        plain = sharded(net(), dims.get_mesh("fsdp"))
+        by_hand = getattr(commopt, name)(
+            plain.parameters(), process_group=dims.get_mesh(["dp_replicate", "fsdp"]), **given
+        )
+        train(plain, by_hand, rank, range(2 * STEPS))
+        model, container = begin(0)
+        train(model, container, rank, range(STEPS))
+        where = f"{folder[0]}/{name}"
+        dcp.save({"model": Model(model), "optimizer": container}, checkpoint_id=where)
+        train(model, container, rank, range(STEPS, 2 * STEPS))
+        again, resumed = begin(1)
+        dcp.load({"model": Model(again), "optimizer": resumed}, checkpoint_id=where)
+        train(again, resumed, rank, range(STEPS, 2 * STEPS))
+        ours = [next(iter(one)) for one in (container, resumed)]
+        out[name] = {
+            "by hand": [params_of(plain), own(by_hand)],
+            "never": [params_of(model), own(ours[0])],
+            "resumed": [params_of(again), own(ours[1])],
+            "sent": [one.comm_stats()["total"]["bytes"] for one in (by_hand, ours[0])],
+        }
+    out["refused"] = refused(optimizers(commopt.OneBitAdam), config, dims)
+    return out
+
+
+def own(optimizer: Any) -> list[torch.Tensor]:
+    """All that it keeps of what this rank holds, residuals included."""
+    flats = [flat for bucket in optimizer.buckets for flat in bucket.buffers.values()]
+    residuals = [t for entry in optimizer.residuals.values() for t in entry.values()]
+    assert tensors_in(optimizer.state_dict())
+    return [t.clone() for t in (*flats, *residuals)]
+
+
+def refused(build: Any, config: Any, dims: Any) -> list[str]:
+    from dataclasses import replace
+
+    said = []
+    for other_config, other_dims, manager in (
+        (replace(config, early_step_in_backward=True), dims, None),
+        (config, types.SimpleNamespace(pp=2, ep=1), None),
+        (config, types.SimpleNamespace(pp=1, ep=2), None),
+        (config, dims, types.SimpleNamespace(enabled=True)),
+        (config, dims, None),
+    ):
+        with pytest.raises(ValueError, match="take sharded models in one part, not ") as error:
+            build([net()], other_config, other_dims, manager)
+        said.append(str(error.value).partition(" not ")[2].split()[0])
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_processes(4, scenes)
+
+
+every = pytest.mark.parametrize("name", ["OneBitAdam", "DiLoCo"])
+
+
+@every
+def test_its_container_trains_as_the_optimizer_alone(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        mine = rank[name]
+        assert same_bits(mine["never"][0], mine["by hand"][0])
+        assert same_bits(mine["never"][1], mine["by hand"][1])
+        assert mine["sent"][0] == mine["sent"][1] > 0
+
+
+@every
+def test_its_checkpoints_resume_to_the_bit(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        mine = rank[name]
+        assert same_bits(mine["resumed"][0], mine["never"][0])
+        assert same_bits(mine["resumed"][1], mine["never"][1])
+    if name == "OneBitAdam":
+        assert not same_bits(ranks[0][name]["never"][1][-2:], ranks[2][name]["never"][1][-2:])  # replicas' residuals
+
+
+def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["refused"] == ["early_step_in_backward", "stages", "experts", "torchft", "a"]
