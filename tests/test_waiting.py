@@ -400,10 +400,9 @@ def test_over_gloo_a_rank_that_was_killed_while_it_waited_has_gone_though_it_has
 
 def test_uneven_batches_under_join_are_an_error_and_no_abort(world):
     for rank in (0, 1):
-        assert world[rank]["join True"]["steps"] == 0
-        assert "drop_last=True" in world[rank]["join True"]["error"]
-        assert world[rank]["join False"]["steps"] == 4
-        assert "step 5, agreement of the ranks on it: rank 2 " in world[rank]["join False"]["error"]
+        for attached in (True, False):  # or by the first step
+            assert world[rank][f"join {attached}"]["steps"] == 0
+            assert "drop_last=True" in world[rank][f"join {attached}"]["error"]
 
 
 # MPI ------------------------------------------------------------------------------------------------------------------

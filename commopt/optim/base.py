@@ -266,11 +266,11 @@ class CommOptimizer(PackedOptimizer):
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.topology.backend, type(self).__name__)
-        if self._attachment is not None:
-            self._attachment.refuse_join()
         loss = None
         binding.rebind_if_new(self, "step")
         wrapped.attach_if_wrapped(self)
+        if self._attachment is not None:
+            self._attachment.refuse_join()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -270,14 +270,14 @@ class OuterOptimizer(PackedOptimizer):
         self.refuse_inside_averaged("step()")
         self._of_ranks = None
         refuse_if_left_out(self.topology.backend, type(self).__name__)
+        binding.rebind_if_new(self, "rounds", "round_step")
+        wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
         loss, error = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding.rebind_if_new(self, "rounds", "round_step")
-        wrapped.attach_if_wrapped(self)
         self.follow()
         if self.param_groups[0]["round_step"] == 0:
             self.begin_round()

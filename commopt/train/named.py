@@ -67,15 +67,29 @@ def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping
     """Raise ConfigError for an argument that ``cls`` has not, naming the nearest that it has, or that is ``taken``: set
     by another key of the config."""
     taken = taken or {}
-    parameters = inspect.signature(cls).parameters
+    parameters, any_other = arguments_of(cls)
     for name in args:
         if name in taken:
             raise ConfigError(f"{key}.{name}: set {taken[name]} instead")
-        if name not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if name not in parameters and not any_other:
             valid = [n for n in parameters if n not in (*taken, "params")]
             close = difflib.get_close_matches(name, [*valid, *taken], n=1)
             hint = f"; did you mean {taken[close[0]]}?" if close and close[0] in taken else nearest(name, valid)
             raise ConfigError(f"{key}.{name}: {cls.__name__} has no such argument{hint}")
+
+
+def arguments_of(cls: type) -> tuple[list[str], bool]:
+    """The names of the arguments of ``cls``, and whether it takes any other one. An optimizer of commopt that takes
+    others takes those of its parent, and keywords of torch's optimizer, which it says."""
+    parameters = inspect.signature(cls).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return list(parameters), False
+    if not hasattr(cls, "known_options"):
+        return list(parameters), True
+    parents = (parent for parent in cls.__mro__[1:] if "__init__" in vars(parent) and hasattr(parent, "known_options"))
+    further = inspect.signature(next(parents)).parameters  # type: ignore[arg-type]
+    named = [*parameters.values(), *(() if "defaults" in further else further.values())]
+    return [*(p.name for p in named if p.kind is not p.VAR_KEYWORD), *cls.known_options], False
 
 
 def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
