@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import pickle
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from every import COMMUNICATING, EVERY, OUTER
+from listening import listening
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Used, backward, on_processes, params_of, same_bits, train
 
@@ -130,17 +130,6 @@ class Even(torch.nn.Module):
             optimizer.step()
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def even(name: str, seed: int = 0) -> tuple[Even, Any]:
     model = Even(seed)
     return model, make(name, model, bucket_mb=0.002)
@@ -164,18 +153,16 @@ def saved_by_tool(name: str, folder: str, tool: bool, met: bool, rank: int) -> d
     state = get_optimizer_state_dict(model, optimizer) if tool else optimizer.state_dict()
     loaded = {"model": model.state_dict(), "optim": state}
     dcp.load(loaded, checkpoint_id=folder)
-    log = Lines()
-    logging.getLogger("commopt").addHandler(log)
     model.load_state_dict(loaded["model"])
-    if tool:
-        set_optimizer_state_dict(model, optimizer, loaded["optim"])
-    else:
-        optimizer.load_state_dict(loaded["optim"])
-    logging.getLogger("commopt").removeHandler(log)
+    with listening() as log:
+        if tool:
+            set_optimizer_state_dict(model, optimizer, loaded["optim"])
+        else:
+            optimizer.load_state_dict(loaded["optim"])
     start = params_of(model)
     model.train_on(optimizer, range(BETWEEN, BETWEEN + 4), rank)
     optimizer.synchronize()
-    return {"before": before, "start": start, "end": params_of(model), "channels": log.lines}
+    return {"before": before, "start": start, "end": params_of(model), "log": log}
 
 
 def saved_exactly(name: str, folder: str, rank: int, world_size: int) -> bool:
@@ -221,7 +208,7 @@ def test_what_tools_for_distributed_checkpoints_save_is_never_taken_for_what_it_
         a, b = first[name, tool, met], second[name, tool, met]
         assert same_bits(a["start"], b["start"]), (name, tool, met)
         assert same_bits(a["end"], b["end"]), (name, tool, met)
-        lines = a["channels"] + b["channels"]
+        lines = a["log"] + b["log"]
         own = [line for line in lines if "what is each rank's own" in line or "no rank's own part" in line]
         if met or name not in APART:
             assert same_bits(a["start"], a["before"]), (name, tool, met)

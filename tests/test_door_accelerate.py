@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_ranks import on_two_ranks
+from listening import listening
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
@@ -203,15 +203,12 @@ def attached_once():
 
 def scenes(folder, rank, world_size):
     os.environ["LOCAL_RANK"] = str(rank)
-    logged = []
-    handler = logging.Handler()
-    handler.emit = logged.append
-    logging.getLogger("commopt").addHandler(handler)
-    out = {
-        "one bit": resumed(f"{folder}/bit", rank, lambda params: OneBitAdam(params, lr=1e-2, freeze_step=2), 2),
-        "diloco": resumed(f"{folder}/diloco", rank, lambda params: DiLoCo(params, lr=1e-2, period=3)),
-        "said": [record.getMessage() for record in logged],
-    }
+    with listening() as logged:
+        out = {
+            "one bit": resumed(f"{folder}/bit", rank, lambda params: OneBitAdam(params, lr=1e-2, freeze_step=2), 2),
+            "diloco": resumed(f"{folder}/diloco", rank, lambda params: DiLoCo(params, lr=1e-2, period=3)),
+            "said": logged,
+        }
     with pytest.raises(ValueError, match="got SGD"):
         Run(lambda params: torch.optim.SGD(params, lr=0.1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

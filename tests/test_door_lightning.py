@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 import torch.distributed as dist
 from every import EVERY
 from forks import python
+from listening import listening
 from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
@@ -27,18 +25,6 @@ NAMES = ("OneBitAdam", "ZeroOneAdam", "CSER", "DiLoCo")
 APART = NAMES[1:]
 """Those whose replicas differ after step SAVED."""
 SAVED, STEPS = 5, 9
-
-
-@contextlib.contextmanager
-def lines() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("commopt").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("commopt").removeHandler(handler)
 
 
 def make(name: str, params: Any) -> Any:
@@ -124,7 +110,7 @@ def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
     saving = ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     once, resumed = module(name), module(name, seed=1)
     never, again = trainer(CommoptCallback(), SaveWeights(), saving, **VALIDATED), trainer()
-    with lines() as said:
+    with listening() as said:
         never.fit(once, DATA, [0])
     saved = folder / name / f"step={SAVED}.ckpt"
     again.fit(resumed, DATA, ckpt_path=saved)
@@ -146,7 +132,7 @@ def trainers(folder: Path, rank: int, world: int) -> dict[str, Any]:
     out["by hand"] = {name: by_hand(name, rank, world) for name in NAMES}
     out["fails"] = failing(module("DiLoCo", fails=True), trainer(**VALIDATED))
     callback = CommoptCallback()
-    with lines() as out["clipped"]:
+    with listening() as out["clipped"]:
         for _ in range(2):
             trainer(callback, steps=1, gradient_clip_val=0.5, enable_checkpointing=False).fit(
                 module("OneBitAdam"), DATA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_ranks import on_two_ranks
+from listening import listening
 from worlds import on_processes, params_of, same_bits, tensors_in
 
 from commopt import DiLoCo, LocalSGD, OneBitAdam
@@ -77,13 +77,6 @@ def trained(folder, resume=None, callbacks=None, model=None, quiet=True, **setti
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, recorded
-
-
-def said(logged):
-    """What commopt has logged since the last call."""
-    out = [record.getMessage() for record in logged]
-    logged.clear()
-    return out
 
 
 def saved_weights(folder, model):
@@ -176,23 +169,17 @@ def refused(folder):
 
 def scenes(folder, rank, world_size):
     os.environ["LOCAL_RANK"] = str(rank)
-    logged = []
-    handler = logging.Handler()
-    handler.emit = logged.append
-    logging.getLogger("commopt").addHandler(handler)
     out = {"one bit": one_bit(f"{folder}/one_bit"), "without": without_callback(f"{folder}/without")}
-    said(logged)
-    out["diloco"] = diloco(f"{folder}/diloco")
-    out["said"] = said(logged)
+    with listening() as out["said"]:
+        out["diloco"] = diloco(f"{folder}/diloco")
     out["best"] = best(f"{folder}/best")
     refused(f"{folder}/refused")
-    said(logged)
-    advice = {}
+    out["advice"] = {}
     for cls, arguments in ((OneBitAdam, {}), (LocalSGD, {"period": 4})):
         kwargs = {"optimizer_cls_and_kwargs": (cls, {"lr": 1e-2, **arguments}), "max_steps": 1, "save_steps": 4}
-        trained(f"{folder}/advice", quiet=False, **kwargs)
-        advice[cls.__name__] = said(logged)
-    return {**out, "advice": advice}
+        with listening() as out["advice"][cls.__name__]:
+            trained(f"{folder}/advice", quiet=False, **kwargs)
+    return out
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from listening import listening
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -38,26 +37,6 @@ from commopt.comm.torch import timeout_of
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9
-
-
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
-    listener = Listener()
-    logger = logging.getLogger("commopt")
-    logger.addHandler(listener)
-    try:
-        yield listener.lines
-    finally:
-        logger.removeHandler(listener)
 
 
 def ddp(model: Toy, **options: Any) -> DistributedDataParallel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import python
+from listening import listening
 from ports import free_port
 from torch import nn
 from worlds import Used, needs_mpi, on_mpi, params_of, same_bits, train
@@ -47,20 +47,13 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 2, "bucket_mb": 1.2e-4}
 @contextlib.contextmanager
 def notices(seconds: float) -> Iterator[list[str]]:
     """What is said meanwhile, with the first notice after ``seconds``."""
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler, before = Handler(), first_notice()
-    logging.getLogger("commopt").addHandler(handler)
+    before = first_notice()
     set_first_notice(seconds)
     try:
-        yield lines
+        with listening() as lines:
+            yield lines
     finally:
         set_first_notice(before)
-        logging.getLogger("commopt").removeHandler(handler)
 
 
 def failure(call: Callable[[], Any]) -> str:

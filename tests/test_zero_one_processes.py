@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
+from listening import listening
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
 from zero_one import kind, make
 
 import commopt
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, Any]:
@@ -49,12 +38,9 @@ def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, A
 
 
 def main(rank: int, world_size: int) -> dict[str, Any]:
-    log = Lines()
-    logging.getLogger("commopt").addHandler(log)
     out: dict[str, Any] = {"bare": scene(rank, world_size, False)}
-    before = len(log.lines)
-    out["attached"] = scene(rank, world_size, True)
-    out["channels"] = log.lines[before:]
+    with listening() as out["log"]:
+        out["attached"] = scene(rank, world_size, True)
     out["overlapped"] = scene(rank, world_size, False, overlap=True)
     out["both"] = scene(rank, world_size, True, overlap=True)
     return out
@@ -75,5 +61,5 @@ def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
         assert same_bits(r["attached"]["end"], r["both"]["end"])
         for p, q in zip(r["bare"]["end"], r["attached"]["end"]):  # DDP's buckets sum in another order
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-    assert sum("evaluated between two rounds" in line for line in results[0]["channels"]) == 1
-    assert not any("evaluated" in line for line in results[1]["channels"])
+    assert sum("evaluated between two rounds" in line for line in results[0]["log"]) == 1
+    assert not any("evaluated" in line for line in results[1]["log"])
