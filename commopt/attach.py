@@ -40,15 +40,19 @@ class Attachment:
 
     averaged: dict[int, Tensor]
 
-    def __init__(self, model: DistributedDataParallel, optimizer: CommOptimizer | OuterOptimizer) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: Ours) -> None:
         self._model = weakref.ref(model)
         self._group = model.process_group
         self.serve(optimizer)
 
-    def serve(self, optimizer: CommOptimizer | OuterOptimizer) -> None:
+    def serve(self, optimizer: Ours) -> None:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
         self.clear()
+
+    def is_of(self, model: DistributedDataParallel) -> bool:
+        """True if it is the state of this very model."""
+        return self._model() is model
 
     def is_free(self) -> bool:
         """True if the optimizer has gone."""
@@ -142,13 +146,17 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def ddp_models_in(model: Any) -> list[DistributedDataParallel]:
+    """The DDP models that ``model`` is, or has inside."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
+
+
 def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:
     """The DDP model that ``model`` is, or has inside, or that averages what it holds."""
-    inside = (
-        [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if isinstance(model, nn.Module) else []
-    )
-    if not inside:
-        params = {id(p) for p in model.parameters()} if isinstance(model, nn.Module) else set()
+    inside = ddp_models_in(model)
+    if not inside and isinstance(model, nn.Module):
+        params = {id(p) for p in model.parameters()}
         inside = [m for m in _around(optimizer) if any(id(p) in params for p in m._module_parameters)]
     if len(inside) == 1:
         return inside[0]
@@ -181,14 +189,14 @@ def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:
     reason = _why_not(model, optimizer)
     if reason is not None:
         raise ValueError(reason)
-    # DDP keeps its hook for good
     free = _free(model)
-    attachment = free[0] if free else Attachment(model, optimizer)
-    if free:
-        attachment.serve(optimizer)
+    if free:  # DDP keeps its hook for good
+        free[0].serve(optimizer)
+        optimizer._attachment = free[0]
     else:
+        attachment = Attachment(model, optimizer)
         model.register_comm_hook(attachment, Attachment.hook)
-    optimizer._attachment = attachment
+        optimizer._attachment = attachment
     optimizer.warn_in_evaluation(model.module)
 
 

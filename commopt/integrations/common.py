@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
-from commopt.attach import attach, unwrapped
+from commopt.attach import attach, ddp_models_in, unwrapped
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -28,10 +26,11 @@ def bare(optimizer: Any) -> PackedOptimizer:
 
 
 def attach_once(model: Any, optimizer: PackedOptimizer) -> None:
-    """Attaches ``model`` if it is a DDP model, compiled or not, and not attached yet; any other needs no attaching."""
-    inner, attachment = getattr(model, "_orig_mod", model), optimizer._attachment
-    if isinstance(inner, DistributedDataParallel) and (attachment is None or attachment._model() is not inner):
-        attach(inner, optimizer)  # type: ignore[arg-type]
+    """Attaches ``model`` if it is a DDP model, or has one inside, that is not attached yet; any other needs no
+    attaching."""
+    attachment = optimizer._attachment
+    if any(attachment is None or not attachment.is_of(ddp) for ddp in ddp_models_in(model)):
+        attach(model, optimizer)
 
 
 def takes_local_steps(optimizer: PackedOptimizer) -> bool:

@@ -14,9 +14,9 @@ import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.nn.parallel import DistributedDataParallel
 
-from commopt.attach import attach
+from commopt.attach import ddp_models_in
+from commopt.integrations.common import attach_once
 from commopt.optim.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
@@ -41,13 +41,12 @@ class CommoptCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, and has ``trainer.save_checkpoint()`` save the mean."""
-        optimizers, model = _ours(trainer), getattr(trainer.strategy.model, "_orig_mod", trainer.strategy.model)
-        if isinstance(model, DistributedDataParallel) and optimizers:
-            if len(optimizers) > 1:
-                names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-                raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
-            if optimizers[0]._attachment is None:
-                attach(model, optimizers[0])  # type: ignore[arg-type]
+        optimizers, model = _ours(trainer), trainer.strategy.model
+        if len(optimizers) > 1 and ddp_models_in(model):
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
+        for optimizer in optimizers:
+            attach_once(model, optimizer)
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
             _warn_of_clipping(trainer, optimizers[0])

@@ -29,22 +29,24 @@ def look_with(look: Look) -> None:
 
 def found(optimizer: PackedOptimizer) -> Attach | None:
     """What attaches ``optimizer`` to the model around its parameters, if there is one. Communicates nothing."""
-    topology = optimizer.topology
-    if _look is None or optimizer._attachment is not None or topology.world_size == 1 or topology.is_sharded:
-        return None
-    return _look(optimizer) if ranks_of(topology.backend) is not None else None
+    return _look(optimizer) if _look is not None and _may_be_wrapped(optimizer) else None
 
 
 def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
     """At its first step: attaches ``optimizer`` to the model around its parameters, if all ranks find one."""
-    topology = optimizer.topology
     if optimizer._looked:
         return
     optimizer._looked = True
-    if _look is None or optimizer._attachment is not None or topology.world_size == 1 or topology.is_sharded:
-        return
-    if ranks_of(topology.backend) is None:  # no process group's ranks, so no DDP's
+    if not _may_be_wrapped(optimizer):
         return
     attach = found(optimizer)
-    if all(gather_number(topology.backend, int(attach is not None))) and attach is not None:
+    if all(gather_number(optimizer.topology.backend, int(attach is not None))) and attach is not None:
         attach()
+
+
+def _may_be_wrapped(optimizer: PackedOptimizer) -> bool:
+    """False where no such model can be, nor need be looked for: the same on all ranks."""
+    topology = optimizer.topology
+    if optimizer._attachment is not None or topology.world_size == 1 or topology.is_sharded:
+        return False
+    return ranks_of(topology.backend) is not None  # else no process group's ranks, so no DDP's
