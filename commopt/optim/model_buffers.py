@@ -4,7 +4,7 @@ all ranks for a while."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -32,8 +32,8 @@ def same_buffers(topology: Topology, model: nn.Module | None, how: HowBuffers) -
     own = [b.detach().clone() for b in buffers]
     try:
         with torch.no_grad():
-            for number, b in enumerate(buffers if topology.world_size > 1 else []):
-                _make_same(topology, b, how, f"averaged(), buffer {number} of {len(buffers)} of the model")
+            for device in dict.fromkeys(b.device for b in buffers) if topology.world_size > 1 else ():
+                _make_same(topology, [b for b in buffers if b.device == device], how)
         topology.traffic.leave_out()
         yield
     finally:
@@ -42,14 +42,25 @@ def same_buffers(topology: Topology, model: nn.Module | None, how: HowBuffers) -
                 b.copy_(value)
 
 
-def _make_same(topology: Topology, b: Tensor, how: HowBuffers, where: str) -> None:
+def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -> None:
     """The mean is rank 0's buffer plus the mean of how far the others are from it: of what is the same everywhere, such
-    as a mask of -inf, it is that, to the bit."""
-    mine, first = b.contiguous().clone(), b.contiguous().clone()
-    flat = first.view(-1) if not first.is_complex() else torch.view_as_real(first).view(-1)
-    wait(topology.world.broadcast(flat.view(torch.uint8)), where)
-    if how == "mean" and b.is_floating_point():
-        away = torch.where(mine == first, 0.0, mine.to(torch.float64) - first.to(torch.float64)).view(-1)
+    as a mask of -inf, it is that, to the bit. Two collectives for all."""
+    where = f"averaged(), {len(buffers)} buffers of the model"
+    as_bytes = [b.flatten().view(torch.uint8) for b in buffers]
+    sent = torch.cat(as_bytes)
+    wait(topology.world.broadcast(sent), where)
+    pieces = sent.split([piece.numel() for piece in as_bytes])
+    firsts = [piece.clone().view(b.dtype).view(b.shape) for piece, b in zip(pieces, buffers)]
+    floats = [i for i, b in enumerate(buffers) if how == "mean" and b.is_floating_point()]
+    if floats:
+        away = torch.cat([_distance(buffers[i], firsts[i]) for i in floats])
         wait(topology.world.all_reduce(away), where)
-        first = (first.to(torch.float64) + away.view(first.shape)).to(b.dtype)
-    b.copy_(first)
+        for i, x in zip(floats, away.split([buffers[i].numel() for i in floats])):
+            firsts[i] = firsts[i].to(torch.float64) + x.view(firsts[i].shape)
+    for b, first in zip(buffers, firsts):
+        b.copy_(first)
+
+
+def _distance(x: Tensor, other: Tensor) -> Tensor:
+    """x - other, flat, in float64; 0 where they are equal, as infinities may be."""
+    return torch.where(x == other, 0.0, x.to(torch.float64) - other.to(torch.float64)).flatten()

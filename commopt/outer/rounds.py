@@ -21,7 +21,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim.agreement import StepRefused, clipped_alike
+from commopt.optim.agreement import StepRefused, clipped_alike, within
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
@@ -139,7 +139,7 @@ def _decide(table: list[list[float]], mine: RoundReport, where: str, squares: li
                 f"{where}: rank {rank} has other learning rates or outer hyper-parameters than rank 0; set them alike "
                 "on every rank"
             )
-    equal = len(squares) > 1 and squares[0] > 0 and all(s == squares[0] for s in squares)
+    equal = within(0.0, squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
     moved, checks = (any(line[i] for line in table) for i in (6, 7))
     return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5)
