@@ -69,6 +69,22 @@ def test_with_the_identity_it_is_the_exact_mean(world_size, bucket_mb, feedback)
     on_threads(world_size, run)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("spec", [Identity(), Int4(), ACP(2)], ids=repr)
+def test_a_sum_is_as_many_means_as_there_are_ranks(world_size, spec):
+    def run(backend: ThreadBackend, reduction: str) -> list[Tensor]:
+        model, out = Given(), list[Tensor]()
+        commopt.compress_gradients(model, spec, backend=backend, reduction=reduction, bucket_mb=2e-4)
+        for step in range(3):
+            model.backward(some_grads(SIZES, step, backend.rank))
+            out += model.take()
+        return out
+
+    means, sums = (on_threads(world_size, lambda backend, r=r: run(backend, r)) for r in ("mean", "sum"))
+    for mean, total in zip(means, sums):
+        assert same_bits([world_size * x for x in mean], total)
+
+
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_is_the_algorithm_on_plain_lists(world_size, norm):

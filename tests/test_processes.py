@@ -213,9 +213,12 @@ class Wrapper:
         self.optimizer = optimizer
 
 
-def run_unattached(rank: int, world: int, hook: str = "", how: str = "", **settings: Any) -> dict[str, Any]:
+def run_unattached(
+    rank: int, world: int, hook: str = "", how: str = "", parts: int = 1, **settings: Any
+) -> dict[str, Any]:
     """A DDP model that nobody attaches, with a hook of its own or none; or that somebody attaches by what wraps it."""
     inner = Toy()
+    inner.unused.requires_grad_("overlap" not in settings)  # no bucket would start in backward
     if how == "replicate":
         model: Any = replicate(inner, find_unused_parameters=True)
     else:
@@ -226,15 +229,15 @@ def run_unattached(rank: int, world: int, hook: str = "", how: str = "", **setti
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     kind = settings.pop("kind", OneBitAdam)
     optimizer = kind(model.parameters(), **{**(SETTINGS if kind is OneBitAdam else {}), **settings})
+    if how == "replicate":
+        with torch.no_grad():
+            model(tokens(0, rank, world))  # it makes its DDP model in the first forward
+        attach(model, optimizer)
     if how == "wrappers":
         attach(torch.compile(model, backend="eager"), Wrapper(Wrapper(optimizer)))
     with listening() as lines:
         for t in range(STEPS):
-            inner.zero_grad()
-            model(tokens(t, rank, world)).backward()
-            if how == "replicate" and t == 0:
-                attach(model, optimizer)
-            optimizer.step()
+            step(model, optimizer, t, rank, world, parts)
     attached, local = optimizer._attachment is not None, params_of(inner)
     with optimizer.averaged():
         return {"params": params_of(inner), "local": local, "log": list(lines), "attached": attached}
@@ -243,6 +246,7 @@ def run_unattached(rank: int, world: int, hook: str = "", how: str = "", **setti
 UNATTACHED: dict[str, dict[str, Any]] = {
     "unattached": {},
     "unattached, overlapped": {"overlap": True, "max_grad_norm": None},
+    "unattached, overlapped, accumulated": {"overlap": True, "max_grad_norm": None, "parts": 2},
     "unattached, hooked": {"hook": "python"},
     "unattached, built in": {"hook": "builtin"},
     "unattached, local": {"kind": LocalSGD, "period": 2},
@@ -425,11 +429,17 @@ def test_attached_ddp_averages_in_warm_up_only_and_each_byte_is_counted(ranks):
     assert not any("already equal" in line for line in a["log"])
 
 
-@pytest.mark.parametrize("scene", ["unattached", "unattached, overlapped", "wrapped"])
+@pytest.mark.parametrize(
+    "scene", ["unattached", "unattached, overlapped", "unattached, overlapped, accumulated", "wrapped"]
+)
 def test_the_first_step_attaches_the_ddp_model_around_the_parameters(ranks, scene):
     assert ranks[0][scene]["attached"]
     assert ranks[1][scene]["attached"]
-    assert same_bits(ranks[0][scene]["params"], ranks[0]["attached"]["params"])
+    overlapped = "overlapped" in scene
+    by_hand = (ranks[0]["overlapped"] if overlapped else ranks[0])[
+        "attached" + ", accumulated" * ("accumulated" in scene)
+    ]
+    assert same_bits(ranks[0][scene]["params"], by_hand["params"])
     said = [line for line in ranks[0][scene]["log"] if "attached to the DistributedDataParallel" in line]
     assert len(said) == (scene != "wrapped")
     assert not any("already equal" in line for line in ranks[0][scene]["log"])

@@ -93,7 +93,7 @@ class GradientMean:
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
-        self._begun = self._forgotten = self._ended = False
+        self._begun = self._forgotten = False
 
     def begin(self) -> bool:
         """Before anything of a mean. Returns whether it is the first of it; then :meth:`finish` must be called when the
@@ -147,9 +147,6 @@ class GradientMean:
             while self._started < len(self.buckets):
                 params = self.buckets[self._started].params
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
-            self._ended = True
-            for received, outs in self._received:
-                outs += self._written(received)
             self._pipeline.finish()  # each is written as it comes, while the others are on their way
             parts = [mine for part in self.parts if (mine := part.sound) is not None]
             here = sound = all(bool(x) for x in [*parts, *(received.sound for received, _ in self._received)])
@@ -204,6 +201,7 @@ class GradientMean:
         self._pipeline.start(self._mean(bucket, absent, send, reply), where, early=reply is not send)
 
     def _mean(self, bucket: StateBucket, absent: Sequence[int], send: Channel, reply: Channel) -> Task:
+        """The mean of a bucket. In backward it comes no further than to where all is on its way."""
         here = self._gradients
         brought: Brought = [(here[id(p)], o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in here]
         if bucket.inside is not None:  # ranks of one replica, each with gradients of its own
@@ -214,14 +212,14 @@ class GradientMean:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:
             received = yield from self.method.mean(bucket, brought, absent, send, reply)
-        self._received.append((received, self._written(received) if self._ended else []))
+        self._received.append((received, self._written(received)))
 
     def _in_full(
         self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         """On one node nothing is compressed; what other numbers of nodes have owed comes out at once."""
         mean = packed(bucket, brought)
-        yield from mean_over_all(mean, send, reply)
+        yield from mean_over_all(mean, send, reply, STARTED)
         paid = [i for i in map(id, bucket.params) if i in self.owed and i not in self._nowhere]
         for p, there in zip(bucket.params, bucket.views(mean)):
             if id(p) in paid:
