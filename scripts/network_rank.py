@@ -89,7 +89,9 @@ def onebit_adam(model: nn.Module, attached: bool = False, nodes: bool = False, *
     if nodes:  # the hosts
         options["process_group"] = hosts_mesh()
     wrapped = DistributedDataParallel(model) if attached else model
-    optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-5, weight_decay=0.01, freeze_step=3, **options)
+    optimizer = commopt.OneBitAdam(
+        model.parameters(), lr=1e-5, betas=(0.9, 0.5), weight_decay=0.01, freeze_step=3, **options
+    )
     if attached:
         commopt.attach(wrapped, optimizer)
     return wrapped, optimizer
