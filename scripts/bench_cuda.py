@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,9 +22,12 @@ from bench_kernels import (
     Case,
     Route,
     Row,
+    int_cases,
     measure,
     show,
     show_titles,
+    threshold_cases,
+    top_k_cases,
     usual_frozen_adam,
     usual_momentum,
     usual_square_sum,
@@ -195,6 +199,16 @@ def other_cases(n: int) -> list[Case]:
     ]
 
 
+def on_gpu(cases: Callable[[int], list[Case]]) -> Callable[[int], list[Case]]:
+    """Cases of the CPU's benchmark that are of tensors alone, on the GPU."""
+
+    def made(n: int) -> list[Case]:
+        with torch.device("cuda"):
+            return cases(n)
+
+    return made
+
+
 def seconds(route: Route, calls: int) -> float:
     """Time of one call on the device, over ``calls`` of them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -231,7 +245,8 @@ def main() -> None:
     print(f"{device}; torch {torch.__version__}, CuPy {cupy.__version__}; {n} elements in blocks of {BLOCK}")
     show_titles("separate")
     rows = []
-    for cases in (sign_cases, joined_cases, other_cases):
+    of_both = [on_gpu(cases) for cases in (int_cases, top_k_cases, threshold_cases)]
+    for cases in (sign_cases, joined_cases, *of_both, other_cases):
         for case in cases(n):
             row = measure(case, n, arguments.repetitions, 5, seconds, "cuda")
             good = is_good(case, row)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from wires import bits_equal, mask_bits, new_wire, unpacked, values
+from wires import mask_bits, new_wire, same, unpacked, values
 
 from commopt import ops
 from commopt.ops import reference, reference_threshold, reference_top_k
@@ -40,12 +40,6 @@ class Guarded:
     def check(self) -> None:
         for buffer in self.buffers:
             assert bool((buffer[:MARGIN].double() == 0x5A).all() and (buffer[-MARGIN:].double() == 0x5A).all())
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    # not contiguous(): a single element that has a stride counts as contiguous, and cannot be viewed as bytes
-    a, b = (x.cpu().clone(memory_format=torch.contiguous_format) for x in (a, b))
-    return bits_equal(a, b)
 
 
 def tensors_in(total: int, sizes: Sequence[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:

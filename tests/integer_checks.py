@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from wires import FLAVOURS, bits_equal, mask_bits, values
+from wires import FLAVOURS, mask_bits, same, values
 
 from commopt import ops
 from commopt.ops import reference_integers as reference
@@ -31,15 +31,6 @@ ANY = {
 def new_wire(rows: int, n: int, bits: int, block: int) -> Tensor:
     """A wire full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.int_nbytes(n, bits, block)), 0xA5, dtype=torch.uint8)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, but for the bits of NaN."""
-    a, b = a.cpu(), b.cpu()
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and bits_equal(a.where(~nan, 0), b.where(~nan, 0))
 
 
 def check(

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wires import BLOCKS, FLAVOURS, new_wire
+from wires import BLOCKS, FLAVOURS, new_wire, same
 
 from commopt import ops
 from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_threshold, cuda_top_k, reference, tiles
@@ -240,7 +240,7 @@ def test_scales_are_the_same_however_the_grid_is_cut(fake, block):
         assert names.count("sign_compress_momentum") == (1 if count == 1 else 4)
         assert names.count("sign_residuals") == (block == 0)
         outs.append((wire, rest))
-    assert all(checks.same(a, b) for a, b in zip(*outs))
+    assert all(same(a, b) for a, b in zip(*outs))
 
 
 def test_half_precision_rounds_to_even_once():
@@ -248,8 +248,8 @@ def test_half_precision_rounds_to_even_once():
     m = -torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11] * 12)
     one = torch.ones(48)
     RUN.frozen_adam_apply_([p16, b16], [m, m], [one, one], [1.0, 1.0], [1.0, 1.0], 0.0, 1.0)
-    assert checks.same(p16, (-m).half())
-    assert checks.same(b16, (-m).bfloat16())
+    assert same(p16, (-m).half())
+    assert same(b16, (-m).bfloat16())
     RUN.frozen_adam_apply_([b16], [m * math.nan], [one], [1.0], [1.0], 0.0, 1.0)
     assert bool(b16.isnan().all())
 
@@ -294,11 +294,11 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
     RUN.sign_compress(x, wire, 8, 2)
     shifted = torch.empty(wire.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
     RUN.sign_compress(x.float(), shifted, 8, 2)
-    assert checks.same(wire, shifted)
+    assert same(wire, shifted)
     top, out = torch.empty(1, ops.topk_nbytes(24, 24, 32, 32, x.dtype), dtype=torch.uint8), torch.empty_like(x)
     RUN.topk_compress_with_feedback(x, x * 0, out.clone(), top, 24, 32, 32)
     RUN.topk_decompress(top, out, 24, 32, 32)
-    assert checks.same(x, out)
+    assert same(x, out)
     few = torch.empty(1, ops.threshold_nbytes(24, 24), dtype=torch.uint8)
     RUN.threshold_compress_with_feedback(x, x * 0, out.clone(), few, 24, 20)
     RUN.threshold_decompress(few, out, 24)

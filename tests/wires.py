@@ -52,3 +52,13 @@ def new_wire(rows: int, n: int, block: int) -> Tensor:
 def bits_equal(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit: tells -0.0 from 0.0."""
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, wherever they are, but for the bits of NaN: a GPU and an x86 make different ones."""
+    # not contiguous(): a single element that has a stride counts as contiguous, and cannot be viewed as bytes
+    a, b = (x.cpu().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    if not a.is_floating_point():
+        return bits_equal(a, b)
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and bits_equal(a.where(~nan, 0), b.where(~nan, 0))

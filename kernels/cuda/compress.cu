@@ -148,33 +148,43 @@ extern "C" __global__ void momentum(const __grid_constant__ MomentumTo of) {
     store(of.out + tile.row * of.stride + tile.start, tile.count, x);
 }
 
-// The mean of rows, in their order. WHOLE: all items of this warp are there.
-template <bool WHOLE>
-__device__ inline void add_ranks(const u8* row, i64 nbytes, i64 signs, u32 block, int ranks, int count,
+// Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used. Each lane of a warp
+// has one byte of a row's signs, and gets those of its items from other lanes.
+template <int N>
+__device__ inline void add_ranks(const u8* row, const Layout& at, int ranks, bool first, const Tile& tile,
                                  float (&sums)[kItems]) {
-    const int first = int(threadIdx.x >> 5) * (kSegment / 8) + (lane() >> 3);
-    for (int rank = 0; rank < ranks; ++rank, row += nbytes) {
-        const float share = div(get_scale(row, block), float(ranks));
-        const u8* bytes = row + signs + first;
+    const int byte = int(threadIdx.x >> 5) * (kSegment / 8) + lane();
+    const i64 place = at.signs() + tile.start / 8 + byte;
+    u32 bytes[N];
+    float scales[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+        bytes[r] = 8 * byte < tile.count ? row[r * at.nbytes + place] : 0;
+        scales[r] = get_scale(row + r * at.nbytes, tile.block);
+    }
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+        const float share = div(scales[r], float(ranks));
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
-            if (!WHOLE && item(j) >= count) continue;
-            const float own = signed_by(bytes[4 * j], share);
-            sums[j] = rank == 0 ? own : add(sums[j], own);
+            const float own = signed_by(__shfl_sync(0xFFFFFFFFu, bytes[r], 4 * j + (lane() >> 3)), share);
+            sums[j] = first && r == 0 ? own : add(sums[j], own);
         }
     }
 }
 
+// The mean of rows, in their order.
 __device__ inline void mean_of(const u8* wires, const Layout& at, int ranks, const Tile& tile, float (&x)[kItems]) {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) x[j] = 0.0f;
     if (tile.count == 0) return;
-    const i64 signs = at.signs() + tile.start / 8;
-    if (int(threadIdx.x >> 5) * kSegment + kSegment <= tile.count) {
-        add_ranks<true>(wires, at.nbytes, signs, tile.block, ranks, tile.count, x);
-    } else {
-        add_ranks<false>(wires, at.nbytes, signs, tile.block, ranks, tile.count, x);
+    int rank = 0;
+    for (; rank + 4 <= ranks; rank += 4) add_ranks<4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+    if (rank + 2 <= ranks) {
+        add_ranks<2>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+        rank += 2;
     }
+    if (rank < ranks) add_ranks<1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
 }
 
 struct Reduce {

@@ -230,12 +230,41 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) int_compress(const __g
 
 // decoding -------------------------------------------------------------------------------------------------------------
 
-// Item j of a tile, whose codes begin at codes.
-__device__ inline float int_decode(const u8* codes, int j, float s, i64 bits) {
-    const int at = item(j) * int(bits);
-    int code = codes[at >> 3] >> (at & 7) & ((1 << bits) - 1);
+// Of item j the byte that holds its code; codes: of a tile.
+__device__ inline u32 int_byte(const u8* codes, int j, i64 bits) { return codes[item(j) * int(bits) >> 3]; }
+
+// What the code of item j in that byte stands for.
+__device__ inline float int_decode(u32 byte, int j, float s, i64 bits) {
+    int code = int(byte >> (item(j) * int(bits) & 7)) & ((1 << bits) - 1);
     if (bits > 2) code = (code ^ 1 << (bits - 1)) - (1 << (bits - 1));
     return value_of(code, s, bits);
+}
+
+// Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used.
+template <int N>
+__device__ inline void add_int_ranks(const u8* row, const Layout& at, i64 bits, int ranks, bool first,
+                                     const Tile& tile, float (&x)[kItems]) {
+    const i64 place = 4 * i64(at.nblocks) + tile.start * bits / 8;
+    u32 bytes[N][kItems];
+    float scales[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            bytes[r][j] = item(j) < tile.count ? int_byte(row + r * at.nbytes + place, j, bits) : 0;
+        }
+        scales[r] = get_scale(row + r * at.nbytes, tile.block);
+    }
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+        const float share = div(scales[r], float(ranks));
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            if (item(j) >= tile.count) continue;
+            const float own = int_decode(bytes[r][j], j, share, bits);
+            x[j] = first && r == 0 ? own : add(x[j], own);
+        }
+    }
 }
 
 // The mean of rows, in their order. Every thread of the grid's block must come here.
@@ -243,15 +272,13 @@ __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding&
                                 float (&x)[kItems]) {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) x[j] = 0.0f;
-    const i64 codes = 4 * i64(at.nblocks) + tile.start * how.bits / 8;
-    for (int rank = 0; rank < ranks && tile.count > 0; ++rank) {
-        const u8* row = wires + rank * at.nbytes;
-        const float share = div(get_scale(row, tile.block), float(ranks));
-#pragma unroll
-        for (int j = 0; j < kItems; ++j) {
-            if (item(j) >= tile.count) continue;
-            const float own = int_decode(row + codes, j, share, how.bits);
-            x[j] = rank == 0 ? own : add(x[j], own);
+    if (tile.count > 0) {
+        int rank = 0;
+        for (; rank + 4 <= ranks; rank += 4) {
+            add_int_ranks<4>(wires + rank * at.nbytes, at, how.bits, ranks, rank == 0, tile, x);
+        }
+        for (; rank < ranks; ++rank) {
+            add_int_ranks<1>(wires + rank * at.nbytes, at, how.bits, ranks, rank == 0, tile, x);
         }
     }
     if (how.rotated) rotate(x, tile.count, int(at.block));
@@ -286,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
     float x[kItems];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) x[j] = item(j) < tile.count ? int_decode(codes, j, s, of.how.bits) : 0.0f;
+    for (int j = 0; j < kItems; ++j) x[j] = item(j) < tile.count ? int_decode(int_byte(codes, j, of.how.bits), j, s, of.how.bits) : 0.0f;
     if (of.how.rotated) rotate(x, tile.count, int(of.at.block));
     const i64 mask_bytes = (of.at.n + 7) / 8;
     const u32 alive = present(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);

@@ -151,6 +151,13 @@ T __shfl_xor_sync(unsigned, T value, int step) {
     return value;
 }
 
+template <class T>
+T __shfl_sync(unsigned, T value, int from) {
+    const uint64_t* given = grid::gather(&value, sizeof(T));
+    std::memcpy(&value, &given[from & 31], sizeof(T));
+    return value;
+}
+
 inline unsigned __ballot_sync(unsigned, bool vote) {
     const uint64_t mine = vote;
     const uint64_t* given = grid::gather(&mine, sizeof(mine));
