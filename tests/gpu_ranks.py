@@ -35,7 +35,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commopt
 from commopt.comm import TorchBackend
 from commopt.compress import (
-    ACP, BFloat16, Float8, Int2, Int4, Int8, PowerSGD, Sign, ThresholdTopK, TopBlocks, TopK,
+    ACP,
+    BFloat16,
+    Float8,
+    Int2,
+    Int4,
+    Int8,
+    PowerSGD,
+    Sign,
+    ThresholdTopK,
+    TopBlocks,
+    TopK,
 )  # fmt: skip
 from commopt.gradients import Differences, LoCo
 
@@ -246,7 +256,8 @@ def gradients(rank: int, device: torch.device) -> None:
 def fsdp(rank: int, device: torch.device) -> None:
     """FSDP2's reduce-scatters and all-gathers, compressed."""
     ways: list[Any] = [
-        (None, None), (Int8(), None), (Int8(), Int8()), (Int4(), Differences(Int4())), (Sign(), None), (TopK(4, 256), None),
+        (None, None), (Int8(), None), (Int8(), Int8()), (Int4(), Differences(Int4())), (Sign(), None),
+        (TopK(4, 256), None),
     ]  # fmt: skip
     for compressor, weights in ways:
         net = Net().to(device)
@@ -282,7 +293,9 @@ def hsdp(rank: int, device: torch.device) -> None:
             optimizer = made(name, net, process_group=mesh)
         losses = trained(net, optimizer, range(20), rank, device)
         if name is None:
-            equal_everywhere([getattr(p, "_local_tensor", p) for p in net.parameters()], f"{name}", mesh["replicate"].get_group())
+            equal_everywhere(
+                [getattr(p, "_local_tensor", p) for p in net.parameters()], f"{name}", mesh["replicate"].get_group()
+            )
         else:
             with optimizer.averaged():
                 pieces = [getattr(p, "_local_tensor", p) for p in net.parameters()]
@@ -322,8 +335,7 @@ def by_gloo(rank: int, device: torch.device) -> None:
 
 
 SCENES: dict[str, Callable[[int, torch.device], None]] = {
-    scene.__name__: scene
-    for scene in (optimizers, delays, as_on_the_cpu, ddp, gradients, fsdp, hsdp, nodes, by_gloo)
+    scene.__name__: scene for scene in (optimizers, delays, as_on_the_cpu, ddp, gradients, fsdp, hsdp, nodes, by_gloo)
 }
 FOUR = ("hsdp", "nodes")
 """Those for four ranks, if two are asked for."""
@@ -398,7 +410,10 @@ def main() -> None:
                     continue
                 del running[name]
                 failed += code != 0
-                print(f"{'good' if code == 0 else f'FAILED with {code}'}: {name}, {time.monotonic() - since:.0f} s", flush=True)
+                print(
+                    f"{'good' if code == 0 else f'FAILED with {code}'}: {name}, {time.monotonic() - since:.0f} s",
+                    flush=True,
+                )
                 if code != 0:
                     text = (Path(folder) / name).read_text(errors="replace")
                     print(text if len(text) < 5000 else f"{text[:2500]}\n...\n{text[-2500:]}", flush=True)

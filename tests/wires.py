@@ -57,7 +57,7 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, wherever they are, but for the bits of NaN: a GPU and an x86 make different ones."""
     # not contiguous(): a single element that has a stride counts as contiguous, and cannot be viewed as bytes
-    a, b = (x.cpu().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    a, b = (x.cpu().clone(memory_format=torch.contiguous_format).flatten() for x in (a, b))
     if not a.is_floating_point():
         return bits_equal(a, b)
     nan = a.isnan()
