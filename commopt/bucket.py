@@ -176,16 +176,19 @@ class Bucket:
         return bool([p for p in self.params if p.device != self.device or (p.dtype == torch.float64) != double])
 
 
-def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor]) -> int:
+def bucket_bytes(bucket_mb: float | None, params: Iterable[Tensor], device: str | None = None) -> int:
     """Most bytes of flat buffer in a bucket of ``params``: ``bucket_mb`` times 2**20.
 
     None chooses: an 8th of all of them, so that the buckets form a pipeline, but at least 1 MB, so that latency does
-    not rule, and at most 25 MB.
+    not rule, and at most 25 MB; on a GPU 100, where a bucket takes as long to ask for as to compute. ``device``: its
+    type, where that is not the parameters'.
     """
     if bucket_mb is not None:
         return int(bucket_mb * 2**20)
+    params = list(params)
     total = sum(largest_piece(p) * buffer_dtype(p.dtype).itemsize for p in params)
-    return min(max(total // 8, 2**20), 25 * 2**20)
+    most = 100 if "cuda" in (device, *(p.device.type for p in params)) else 25
+    return min(max(total // 8, 2**20), most * 2**20)
 
 
 def partition(

@@ -95,6 +95,13 @@ def check_sign(
     guard.check()
 
 
+def sound_top_k(provider: Any, wire: Tensor, n: int, form: Sequence[int]) -> bool:
+    """Whether rows are such as compression makes."""
+    sound = torch.ones((), dtype=torch.bool, device=wire.device)
+    provider.topk_find_unsound(wire, sound, n, *form, F32)
+    return bool(sound)
+
+
 def check_top_k(
     run: Any, device: Any, rows: int, n: int, shape: tuple[int, int], bits: int, flavour: str, mask: str, seed: int
 ) -> None:
@@ -130,9 +137,16 @@ def check_top_k(
             assert not t[:, :5].any()
             assert not t[:, 5 + n :].any()
         guard.check()
-        results.append((plain, wire, rest, out, masked, mean, x_, error_))
+        rng = np.random.default_rng(seed)
+        verdicts = [sound_top_k(provider, wire, n, form)]
+        for _ in range(12):
+            bad = wire.clone()
+            bad[rng.integers(rows), rng.integers(nbytes)] += int(rng.integers(1, 256))
+            verdicts.append(sound_top_k(provider, bad, n, form))
+        results.append((plain, wire, rest, out, masked, mean, x_, error_, torch.tensor(verdicts)))
     for a, b in zip(*results):
         assert same(a, b)
+    assert results[0][-1][0]  # what was compressed from finite numbers
 
 
 def check_threshold(

@@ -84,8 +84,8 @@ def installed(library: ctypes.CDLL) -> Iterator[FakeCupy]:
     caches = (cuda_module._module, cuda_module._kernel, cuda_module._stream)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", fake)
-        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+        patch.setattr(torch.cuda, "current_device", lambda: None)  # the index of torch.device("cpu")
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
         for cache in caches:
             cache.cache_clear()
         yield fake

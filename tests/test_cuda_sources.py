@@ -88,12 +88,18 @@ def compiled_by(library: Path, text: str, options: list[bytes]) -> Compiled:
     return status, log.decode(), ptx.decode(), code
 
 
+def kernels() -> int:
+    """How many there are; of those of integers a macro makes three each."""
+    text = cuda_module.source()
+    return text.count("__global__") - 3 + 3 * text.count("COMMOPT_INTEGER_KERNELS(int_")
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_the_sources_compile(compile_cuda, arch):
     status, log, ptx, code = compile_cuda(cuda_module.source(), arch)
     assert status == 0, log
     assert log.strip("\0\n") == ""
-    assert ptx.count(".entry") == cuda_module.source().count("__global__")
+    assert ptx.count(".entry") == kernels()
     # Denormals are kept where CuPy asks for them to be flushed: no float arithmetic but our own instructions.
     assert [line for line in ptx.splitlines() if ".ftz" in line] == []
     assert code.startswith(b"\x7fELF")
@@ -338,18 +344,27 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "square_sum": tiles.Entries,
         "total": tiles.Total,
         "frozen_adam": tiles.Entries,
-        "int_compress": cuda_integers.CompressRows,
-        "int_reduce": cuda_integers.Reduce,
-        "int_decompress": cuda_integers.Decompression,
-        "int_decompress_mean": cuda_integers.Mean,
+        **{
+            f"{name}{largest}": struct
+            for largest in ("", "_128", "_256")
+            for name, struct in {
+                "int_compress": cuda_integers.CompressRows,
+                "int_reduce": cuda_integers.Reduce,
+                "int_decompress": cuda_integers.Decompression,
+                "int_decompress_mean": cuda_integers.Mean,
+            }.items()
+        },
         "topk_select": cuda_top_k.Compression,
+        "topk_select_block": cuda_top_k.Compression,
+        "topk_select_large": cuda_top_k.Compression,
+        "topk_find_unsound": cuda_top_k.Soundness,
         "topk_scales": cuda_top_k.Compression,
         "topk_encode": cuda_top_k.Compression,
         "topk_decompress": cuda_top_k.Decompression,
         **{f"threshold_{name}": cuda_threshold.Compression for name in THRESHOLD},
         "threshold_decompress": cuda_threshold.Decompression,
     }
-    assert len(sizes) == cuda_module.source().count("__global__")
+    assert len(sizes) == kernels()
     for name, struct in sizes.items():
         assert library.argument_size(name.encode()) == ctypes.sizeof(struct), name
 

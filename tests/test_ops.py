@@ -494,6 +494,7 @@ def op_arguments() -> dict[str, tuple]:
         "topk_compress_with_feedback": (x, x.clone(), top.clone(), 3, 16, 2, None, x.clone()),
         "topk_decompress": (top, x.clone(), 3, 16, 2, live),
         "topk_decompress_mean": (top, flat.clone(), 3, 16, 2),
+        "topk_find_unsound": (top, torch.ones((), dtype=torch.bool), 37, 3, 16, 2, torch.float32),
         "pack_nonzero": (flat, bits),
         "zero_dead_": (flat, bits),
         "square_sum": ([flat, x],),
@@ -521,7 +522,7 @@ def test_fakes():
     with FakeTensorMode() as mode:
         fakes = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, op_arguments())
         for name, arguments in fakes.items():
-            result = getattr(ops, name)(*arguments)
+            result = getattr(ops, name, getattr(torch.ops.commopt, name))(*arguments)
             assert result is None or (name == "square_sum" and result.dtype == torch.float64 and result.dim() == 0)
 
 

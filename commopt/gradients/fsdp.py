@@ -197,7 +197,7 @@ class Group:
 
     def check(self) -> None:
         """Raises ValueError if FSDP takes no other collectives for it, or has others already."""
-        groups = len(self.module._get_fsdp_state()._fsdp_param_groups)
+        groups = len(_groups_in(self.module))
         if groups > 1:
             raise ValueError(
                 f"{self.name} has {groups} groups of parameters on different meshes (shard_placement_fn), and FSDP "
@@ -241,9 +241,17 @@ def groups_of(model: nn.Module) -> list[Group]:
     sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     modules: dict[Any, Any] = {}  # several of one group, fully_shard([norm, head]), have the same
     for module in sharded:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups_in(module):
             modules.setdefault(group, module)
     return [Group(module, group) for group, module in modules.items() if _is_cut(group)]
+
+
+def _groups_in(module: Any) -> list[Any]:
+    """FSDP's own groups of a module: before torch 2.13 one at most."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _is_cut(group: Any) -> bool:

@@ -45,6 +45,7 @@ def _launch(name: str, x: Tensor, block: int, nbytes: int, argument: Callable[[S
     """Runs a kernel on all blocks of the rows of x, each a tile; its argument is made of ``struct Layout``."""
     if x.numel():
         tiling = Tiling(x.numel() // x.shape[-1], x.shape[-1], block, block, nbytes)
+        name += "_128" if block <= 128 else "_256" if block <= 256 else ""
         tiling.launch(name, argument(tiling.layout(0, tiling.tiles)), x.device, 0, tiling.tiles)
 
 

@@ -112,15 +112,21 @@ def _stream(pointer: int) -> Any:
     return cuda.ExternalStream(pointer)  # CuPy before 14
 
 
+@functools.cache
+def _by_value(struct: type[ctypes.Structure]) -> np.dtype[np.void]:
+    """As elements of this type CuPy passes structs by value."""
+    return np.dtype((np.void, ctypes.sizeof(struct)))
+
+
 def launch(name: str, blocks: int, threads: tuple[int, int], argument: ctypes.Structure, device: torch.device) -> None:
     """Starts kernel ``name`` on torch's current stream of ``device``.
 
     Raises:
         RuntimeError: CuPy is there, but cannot compile or load the kernels.
     """
-    # An array of one element is what CuPy passes by value, whatever the size of the element.
-    by_value = np.frombuffer(memoryview(argument), dtype=np.dtype((np.void, ctypes.sizeof(argument))))
-    with torch.cuda.device(device):
-        kernel = _kernel(name)
-        stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-        kernel((blocks,), threads, (by_value,), stream=stream)
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(name, blocks, threads, argument, device)
+    by_value = np.frombuffer(argument, dtype=_by_value(type(argument)))  # type: ignore[call-overload]
+    stream = _stream(torch._C._cuda_getCurrentRawStream(device.index))  # a Stream of torch's takes longer than a launch
+    _kernel(name)((blocks,), threads, (by_value,), stream=stream)

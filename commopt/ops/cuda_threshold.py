@@ -18,6 +18,8 @@ from commopt.ops.threshold_row import ThresholdRow
 
 TEAMS = 8
 """Warps of a block, each with a chunk."""
+WARPS = 32
+"""Of a block that has a row."""
 LEVELS = 5
 """Rounds of the search that one pass over the elements serves."""
 THREADS = 256
@@ -83,14 +85,14 @@ def _compress(
     )
     teams = -(-chunks // TEAMS)
     launch("threshold_measure", teams, (32, TEAMS), argument, device)
-    launch("threshold_begin", rows, (32, 1), argument, device)
+    launch("threshold_begin", rows, (32, WARPS), argument, device)
     passes = [0, *([LEVELS] * (rounds // LEVELS)), *([rounds % LEVELS] if rounds % LEVELS else [])]
     for levels, after in zip(passes, [*passes[1:], 0]):
         argument.levels, argument.next = levels, after
         launch("threshold_count", teams, (32, TEAMS), argument, device)
-        launch("threshold_step", rows, (32, TEAMS), argument, device)
+        launch("threshold_step", rows, (32, WARPS), argument, device)
     launch("threshold_tally", teams, (32, TEAMS), argument, device)
-    launch("threshold_places", rows, (32, 1), argument, device)
+    launch("threshold_places", rows, (32, WARPS), argument, device)
     launch("threshold_encode", teams, (32, TEAMS), argument, device)
 
 

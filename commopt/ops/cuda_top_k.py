@@ -17,6 +17,8 @@ from commopt.ops.top_k_row import TopKRow
 
 TEAMS = 8
 """Warps of a block, each with a chunk or a group."""
+ITEMS = 8
+"""Elements of a chunk that a thread has in registers."""
 OCTETS = 256
 """Threads of a block, each with 8 entries."""
 
@@ -63,7 +65,12 @@ def _compress(
     means = torch.empty((rows, row.groups), dtype=torch.float64, device=device)
     pointers = [pointer(t) for t in (x, error, new_error, wire, live, kept, means)]
     argument = Compression(layout(Layout, row), *pointers, rows, *strides(x, error, new_error, live))
-    launch("topk_select", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, device)
+    threads = min(row.chunk // ITEMS, 1024)
+    if threads <= 32:
+        launch("topk_select", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, device)
+    else:
+        name = "topk_select_block" if row.chunk <= threads * ITEMS else "topk_select_large"
+        launch(name, rows * row.chunks, (threads, 1), argument, device)
     if row.scales_of_group:
         launch("topk_scales", -(-rows * row.groups // TEAMS), (32, TEAMS), argument, device)
     launch("topk_encode", -(-rows * -(-row.entries // 8) // OCTETS), (OCTETS, 1), argument, device)
@@ -109,9 +116,27 @@ def _topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: i
     _decompress(wire, out, TopKRow(out.shape[0], k, chunk, bits), 1, wire.shape[0], None)
 
 
+class Soundness(Structure):
+    """``struct TopKSoundness``."""
+
+    _fields_ = [("at", Layout), ("wire", _P), ("sound", _P), ("rows", _I64)]
+
+
+def _topk_find_unsound(
+    wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+) -> None:
+    if dtype != torch.float32 or not wire.is_contiguous():
+        return reference.topk_find_unsound(wire, sound, n, k, chunk, bits, dtype)
+    row = TopKRow(n, k, chunk, bits)
+    if n and wire.shape[0]:
+        argument = Soundness(layout(Layout, row), wire.data_ptr(), sound.data_ptr(), wire.shape[0])
+        launch("topk_find_unsound", -(-wire.shape[0] * row.chunks // TEAMS), (32, TEAMS), argument, wire.device)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "topk_compress": _topk_compress,
     "topk_compress_with_feedback": _topk_compress_with_feedback,
     "topk_decompress": _topk_decompress,
     "topk_decompress_mean": _topk_decompress_mean,
+    "topk_find_unsound": _topk_find_unsound,
 }

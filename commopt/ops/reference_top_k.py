@@ -48,13 +48,14 @@ def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: in
         mean_of_entries(*_decode(wire, TopKRow(out.shape[0], k, chunk, bits, out.dtype)), out)
 
 
-def topk_is_sound(wire: Tensor, row: TopKRow) -> Tensor:
-    """0-d bool: whether rows are such as compression makes of finite numbers.
+def topk_find_unsound(
+    wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+) -> None:
+    if wire.shape[0] and n:
+        sound &= _is_sound(wire, TopKRow(n, k, chunk, bits, dtype))
 
-    Args:
-        wire: (r, row.nbytes) uint8.
-        row: what they are.
-    """
+
+def _is_sound(wire: Tensor, row: TopKRow) -> Tensor:
     scales, codes = _scales(wire, row), _codes(wire, row)
     sound = (scales.isfinite() & (scales >= 0)).all()
     if row.bits >= 16:

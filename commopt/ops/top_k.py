@@ -40,7 +40,6 @@ from torch import Tensor
 
 from commopt.ops import catalogue as catalogue  # it defines the operators
 from commopt.ops.checks import check_gathered, check_rows, check_sent
-from commopt.ops.reference_top_k import topk_is_sound
 from commopt.ops.top_k_row import TopKRow
 
 __all__ = [
@@ -49,6 +48,18 @@ __all__ = [
 ]  # fmt: skip
 
 _ops = torch.ops.commopt
+
+
+def topk_is_sound(wire: Tensor, row: TopKRow) -> Tensor:
+    """0-d bool: whether rows are such as compression makes of finite numbers.
+
+    Args:
+        wire: (r, row.nbytes) uint8, contiguous.
+        row: what they are.
+    """
+    sound = torch.ones((), dtype=torch.bool, device=wire.device)
+    _ops.topk_find_unsound.default(wire, sound, row.n, row.k, row.chunk, row.bits, row.dtype)
+    return sound
 
 
 @functools.lru_cache(maxsize=1024)

@@ -77,7 +77,7 @@ class CommOptimizer(PackedOptimizer):
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         max_grad_norm: clip to this norm, or None. The norm is the root mean square over the ranks of the 2-norm of all
             gradients that a rank brings: one number, the same on all ranks and in all phases.
-        bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: size of a bucket in MB (2**20 bytes) of float32; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: whether buckets start in backward, as their gradients arrive, instead of in ``step()``.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by

@@ -76,7 +76,7 @@ class OneBitAdam(WarmupOptimizer):
             is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks and in both
             phases. It is not below the norm of the averaged gradient (which nobody knows in the compressed phase), and
             equals it if all g_i are equal.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25. A
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100). A
             bucket costs one collective per step in warm-up and two in the compressed phase; there, a tensor larger
             than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to

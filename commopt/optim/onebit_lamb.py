@@ -87,7 +87,7 @@ class OneBitLamb(WarmupOptimizer):
             the number then replaces "auto" in the group.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         max_grad_norm: clip to this norm, > 0, or None; as for :class:`commopt.OneBitAdam`.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
             once more.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.

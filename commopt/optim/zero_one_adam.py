@@ -101,7 +101,7 @@ class ZeroOneAdam(CommOptimizer):
         compressor: what is sent at T_u; ``Sign()`` if None.
         max_grad_norm: clip to this norm, > 0, or None. The norm is sqrt(mean_i ||g_i||^2), as in ``OneBitAdam``; in a
             local step, ||g_i|| of this rank.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: send while backward runs, at T_v and T_u: to the same bits. Costs both residuals once more, and
             excludes what needs all gradients first, as in ``OneBitAdam``; and lr may not change between backward() and
             step().

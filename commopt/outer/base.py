@@ -70,7 +70,7 @@ class OuterOptimizer(PackedOptimizer):
         period: local steps between two synchronisations, >= 1.
         compressor: compresses the pseudo-gradients that are sent; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
             synchronisations, about every ``check_every`` steps.
         reduction, process_group, backend: as for every optimizer of commopt.

@@ -44,7 +44,7 @@ class DiLoCo(OuterOptimizer):
         outer_momentum: m, in [0, 1).
         compressor: sends the pseudo-gradients compressed, with error feedback; None is full precision.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.

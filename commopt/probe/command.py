@@ -139,7 +139,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     inside = measure_inside(stand, options, PATIENCE) if options.shard > 1 else None
     compressor = Sign(block=options.block)
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
-    capacity = bucket_bytes(None, [torch.empty(held, device="meta")])
+    capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
     sizes, small = sizes_up_to(options.max_mb), sizes_up_to(options.max_mb / FAST, SMALLEST // FACTOR)
     samples = {
         "all_reduce": all_reduces(stand, sizes),

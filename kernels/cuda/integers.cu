@@ -3,6 +3,9 @@
 // A block is one tile: its elements stay in the registers of a team. Places in a block are items in the order of
 // wire.cuh, so that bits 0 to 4 of a place are the lane, 5 to 7 the item and the others the warp. blockDim.x is a power
 // of two. Comparisons of floats are those of their bits: the compiler would flush denormals.
+//
+// Each kernel is there three times: for blocks of up to 128 elements and of up to 256, of which a warp has one, with as
+// many ITEMS as that takes and without a barrier or shared memory, and for larger ones. All do the same arithmetic.
 
 constexpr int kLargestIntegerBlock = kMaxThreads * kItems;
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: added and taken away again, it rounds to an integer
@@ -26,15 +29,17 @@ struct Sum {
 
 // What op makes of the values of a team, to all of its threads: of warps that are neighbours, of pairs of them and so on;
 // then of the halves of a warp. Every thread of the grid's block must come here.
-template <class T, class Op>
+template <bool WARP, class T, class Op>
 __device__ inline T over_team(T mine, Op op) {
-    __shared__ T given[kMaxThreads];
-    const u32 own = threadIdx.y * blockDim.x + threadIdx.x;
-    for (u32 step = 32; step < blockDim.x; step *= 2) {
-        given[own] = mine;
-        __syncthreads();
-        mine = op(mine, given[own ^ step]);
-        __syncthreads();
+    if constexpr (!WARP) {
+        __shared__ T given[kMaxThreads];
+        const u32 own = threadIdx.y * blockDim.x + threadIdx.x;
+        for (u32 step = 32; step < blockDim.x; step *= 2) {
+            given[own] = mine;
+            __syncthreads();
+            mine = op(mine, given[own ^ step]);
+            __syncthreads();
+        }
     }
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) mine = op(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, step));
@@ -53,39 +58,42 @@ __device__ inline float factor_of(int size_bits) {  // 1 / sqrt(size)
 
 // The normalised Walsh-Hadamard transform of a block of count elements, or of the pieces of a shorter one. Every thread
 // of the grid's block must come here.
-__device__ inline void rotate(float (&x)[kItems], int count, int block) {
-    __shared__ float given[kLargestIntegerBlock];
+template <bool WARP, int ITEMS>
+__device__ inline void rotate(float (&x)[ITEMS], int count, int block) {
     for (int h = 1; h < 32 && h < block; h *= 2) {
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             const float other = __shfl_xor_sync(0xFFFFFFFFu, x[j], h);
             if (joined(item(j), count, h)) x[j] = lane() & h ? sub(other, x[j]) : add(x[j], other);
         }
     }
 #pragma unroll
-    for (int b = 1; b < kItems; b *= 2) {
+    for (int b = 1; b < ITEMS; b *= 2) {
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             if ((j & b) || !joined(item(j), count, 32 * b)) continue;
             const float low = x[j], high = x[j | b];
             x[j] = add(low, high);
             x[j | b] = sub(low, high);
         }
     }
-    float* mine = given + threadIdx.y * blockDim.x * kItems;
-    for (int h = kSegment; h < block; h *= 2) {
+    if constexpr (!WARP) {
+        __shared__ float given[kLargestIntegerBlock];
+        float* mine = given + threadIdx.y * blockDim.x * kItems;
+        for (int h = kSegment; h < block; h *= 2) {
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) mine[item(j)] = x[j];
-        __syncthreads();
+            for (int j = 0; j < ITEMS; ++j) mine[item(j)] = x[j];
+            __syncthreads();
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
-            const float other = mine[item(j) ^ h];
-            if (joined(item(j), count, h)) x[j] = item(j) & h ? sub(other, x[j]) : add(x[j], other);
+            for (int j = 0; j < ITEMS; ++j) {
+                const float other = mine[item(j) ^ h];
+                if (joined(item(j), count, h)) x[j] = item(j) & h ? sub(other, x[j]) : add(x[j], other);
+            }
+            __syncthreads();
         }
-        __syncthreads();
     }
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         if (item(j) < count) x[j] = mul(x[j], factor_of(item(j) ^ count));
     }
 }
@@ -98,26 +106,27 @@ __device__ inline float usable(float scale) {
 }
 
 // members: of the items that count in a mean. Every thread of the grid's block must come here.
-__device__ inline float scale_of(const float (&y)[kItems], int count, u32 members, const Coding& how) {
+template <bool WARP, int ITEMS>
+__device__ inline float scale_of(const float (&y)[ITEMS], int count, u32 members, const Coding& how) {
     if (how.bits == 2 && !how.stochastic) {
-        double t[kItems];
+        double t[kItems] = {};
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             const double wide = item(j) < count ? widen(y[j]) : 0.0;
             t[j] = wide * wide;
         }
         const double mine = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
-        const double sum = over_team(mine, Sum());
-        const int all = over_team(__popc(members), Sum());
+        const double sum = over_team<WARP>(mine, Sum());
+        const int all = over_team<WARP>(__popc(members), Sum());
         return all == 0 ? 0.0f : usable(narrow(sqrt(sum / double(all))));
     }
     u32 top = 0;
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         if (item(j) < count) top = Larger()(top, __float_as_uint(y[j]) & 0x7FFFFFFFu);
     }
     const float most = how.bits == 8 ? 127.0f : how.bits == 4 ? 7.0f : 1.5f;
-    return usable(div(__uint_as_float(over_team(top, Larger())), most));
+    return usable(div(__uint_as_float(over_team<WARP>(top, Larger())), most));
 }
 
 // The finaliser of MurmurHash3.
@@ -151,10 +160,11 @@ __device__ inline float value_of(int code, float s, i64 bits) {
 }
 
 // Writes the codes of a tile. Every lane of a warp must come here.
-__device__ inline void store_codes(const int (&code)[kItems], int count, int bits, u8* to) {
+template <int ITEMS>
+__device__ inline void store_codes(const int (&code)[ITEMS], int count, int bits, u8* to) {
     const int per = 8 / bits;
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         u32 byte = item(j) < count ? u32(code[j]) & ((1u << bits) - 1) : 0;
         if (bits <= 4) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 1) << bits;
         if (bits == 2) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 2) << 4;
@@ -172,31 +182,32 @@ struct IntCompression {
 };
 
 // Compresses z, the items of this thread.
-__device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[kItems]) {
+template <bool WARP, int ITEMS>
+__device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[ITEMS]) {
     const i64 place = tile.row * to.at.n + tile.start;
     const int bits = int(to.how.bits), block = int(to.at.block), count = tile.count;
     if (to.error != nullptr) {
-        float e[kItems];
+        float e[ITEMS];
         load(to.error + place, count, e);
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) z[j] = add(z[j], e[j]);
+        for (int j = 0; j < ITEMS; ++j) z[j] = add(z[j], e[j]);
     }
     const i64 mask_bytes = (to.at.n + 7) / 8;
-    const u32 alive = present(to.live ? to.live + tile.row * mask_bytes + tile.start / 8 : nullptr, count);
-    float y[kItems];
+    const u32 alive = present<ITEMS>(to.live ? to.live + tile.row * mask_bytes + tile.start / 8 : nullptr, count);
+    float y[ITEMS];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         if (!(alive >> j & 1)) z[j] = 0.0f;
         y[j] = z[j];
     }
-    if (to.how.rotated) rotate(y, count, block);
-    const float s = scale_of(y, count, to.how.rotated ? present(nullptr, count) : alive, to.how);
+    if (to.how.rotated) rotate<WARP>(y, count, block);
+    const float s = scale_of<WARP>(y, count, to.how.rotated ? present<ITEMS>(nullptr, count) : alive, to.how);
     const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
     const float inverse = good ? div(1.0f, s) : 0.0f;
     const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
-    int code[kItems];
+    int code[ITEMS];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         code[j] = good ? code_of(y[j], inverse, key, item(j), to.how) : bits == 2 ? 2 : 0;
     }
     u8* row = to.wire + tile.row * to.at.nbytes;
@@ -209,10 +220,10 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     }
     if (to.error == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) y[j] = value_of(code[j], s, bits);
-    if (to.how.rotated) rotate(y, count, block);
+    for (int j = 0; j < ITEMS; ++j) y[j] = value_of(code[j], s, bits);
+    if (to.how.rotated) rotate<WARP>(y, count, block);
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
+    for (int j = 0; j < ITEMS; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
     store(to.new_error + place, count, z);
 }
 
@@ -221,11 +232,12 @@ struct IntCompressRows {
     const float* x;
 };
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) int_compress(const __grid_constant__ IntCompressRows of) {
+template <bool WARP, int ITEMS>
+__device__ inline void int_compress_of(const IntCompressRows& of) {
     const Tile tile(of.to.at);
-    float z[kItems];
+    float z[ITEMS];
     load(of.x + tile.row * of.to.at.n + tile.start, tile.count, z);
-    int_encode(of.to, tile, z);
+    int_encode<WARP>(of.to, tile, z);
 }
 
 // decoding -------------------------------------------------------------------------------------------------------------
@@ -241,16 +253,16 @@ __device__ inline float int_decode(u32 byte, int j, float s, i64 bits) {
 }
 
 // Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used.
-template <int N>
+template <int N, int ITEMS>
 __device__ inline void add_int_ranks(const u8* row, const Layout& at, i64 bits, int ranks, bool first,
-                                     const Tile& tile, float (&x)[kItems]) {
+                                     const Tile& tile, float (&x)[ITEMS]) {
     const i64 place = 4 * i64(at.nblocks) + tile.start * bits / 8;
-    u32 bytes[N][kItems];
+    u32 bytes[N][ITEMS];
     float scales[N];
 #pragma unroll
     for (int r = 0; r < N; ++r) {
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             bytes[r][j] = item(j) < tile.count ? int_byte(row + r * at.nbytes + place, j, bits) : 0;
         }
         scales[r] = get_scale(row + r * at.nbytes, tile.block);
@@ -259,7 +271,7 @@ __device__ inline void add_int_ranks(const u8* row, const Layout& at, i64 bits, 
     for (int r = 0; r < N; ++r) {
         const float share = div(scales[r], float(ranks));
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             if (item(j) >= tile.count) continue;
             const float own = int_decode(bytes[r][j], j, share, bits);
             x[j] = first && r == 0 ? own : add(x[j], own);
@@ -268,10 +280,11 @@ __device__ inline void add_int_ranks(const u8* row, const Layout& at, i64 bits, 
 }
 
 // The mean of rows, in their order. Every thread of the grid's block must come here.
+template <bool WARP, int ITEMS>
 __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding& how, int ranks, const Tile& tile,
-                                float (&x)[kItems]) {
+                                float (&x)[ITEMS]) {
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) x[j] = 0.0f;
+    for (int j = 0; j < ITEMS; ++j) x[j] = 0.0f;
     if (tile.count > 0) {
         int rank = 0;
         for (; rank + 4 <= ranks; rank += 4) {
@@ -281,7 +294,7 @@ __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding&
             add_int_ranks<1>(wires + rank * at.nbytes, at, how.bits, ranks, rank == 0, tile, x);
         }
     }
-    if (how.rotated) rotate(x, tile.count, int(at.block));
+    if (how.rotated) rotate<WARP>(x, tile.count, int(at.block));
 }
 
 struct IntReduce {
@@ -290,11 +303,12 @@ struct IntReduce {
     i64 ranks;
 };
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) int_reduce(const __grid_constant__ IntReduce of) {
+template <bool WARP, int ITEMS>
+__device__ inline void int_reduce_of(const IntReduce& of) {
     const Tile tile(of.to.at);
-    float x[kItems];
-    int_mean(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
-    int_encode(of.to, tile, x);
+    float x[ITEMS];
+    int_mean<WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
+    int_encode<WARP>(of.to, tile, x);
 }
 
 struct IntDecompression {
@@ -305,20 +319,20 @@ struct IntDecompression {
     const u8* live;  // null: all
 };
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    int_decompress(const __grid_constant__ IntDecompression of) {
+template <bool WARP, int ITEMS>
+__device__ inline void int_decompress_of(const IntDecompression& of) {
     const Tile tile(of.at);
     const u8* row = of.wire + tile.row * of.at.nbytes;
     const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * of.how.bits / 8;
     const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
-    float x[kItems];
+    float x[ITEMS];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) x[j] = item(j) < tile.count ? int_decode(int_byte(codes, j, of.how.bits), j, s, of.how.bits) : 0.0f;
-    if (of.how.rotated) rotate(x, tile.count, int(of.at.block));
+    for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode(int_byte(codes, j, of.how.bits), j, s, of.how.bits) : 0.0f;
+    if (of.how.rotated) rotate<WARP>(x, tile.count, int(of.at.block));
     const i64 mask_bytes = (of.at.n + 7) / 8;
-    const u32 alive = present(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
+    const u32 alive = present<ITEMS>(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         if (!(alive >> j & 1)) x[j] = 0.0f;
     }
     store(of.out + tile.row * of.at.n + tile.start, tile.count, x);
@@ -332,9 +346,28 @@ struct IntMean {
     i64 ranks;
 };
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads) int_decompress_mean(const __grid_constant__ IntMean of) {
+template <bool WARP, int ITEMS>
+__device__ inline void int_decompress_mean_of(const IntMean& of) {
     const Tile tile(of.at);
-    float x[kItems];
-    int_mean(of.wires, of.at, of.how, int(of.ranks), tile, x);
+    float x[ITEMS];
+    int_mean<WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
     store(of.out + tile.start, tile.count, x);
 }
+
+// kernels --------------------------------------------------------------------------------------------------------------
+
+#define COMMOPT_INTEGER_KERNELS(NAME, ARGUMENT)                                                           \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ ARGUMENT of) { \
+        NAME##_of<false, kItems>(of);                                                                     \
+    }                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kSegment) NAME##_256(const __grid_constant__ ARGUMENT of) { \
+        NAME##_of<true, kItems>(of);                                                                      \
+    }                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kSegment) NAME##_128(const __grid_constant__ ARGUMENT of) { \
+        NAME##_of<true, kItems / 2>(of);                                                                  \
+    }
+
+COMMOPT_INTEGER_KERNELS(int_compress, IntCompressRows)
+COMMOPT_INTEGER_KERNELS(int_reduce, IntReduce)
+COMMOPT_INTEGER_KERNELS(int_decompress, IntDecompression)
+COMMOPT_INTEGER_KERNELS(int_decompress_mean, IntMean)

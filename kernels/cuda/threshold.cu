@@ -2,7 +2,7 @@
 // commopt/ops/threshold.py. A warp works on a chunk, of which it has element 32 j + lane in lane `lane`.
 //
 // Five rounds of the search are one pass over the elements: it counts those that reach any of the 31 thresholds that the
-// five may ask for.
+// five may ask for. What chunks come to is added up by one block for a row, of as many warps as a block can have.
 
 constexpr int kIndexed = 65536;  // elements that indices count from the start of
 constexpr int kSummed = 4096;    // of a chunk
@@ -16,16 +16,10 @@ struct ThresholdLayout {
     __device__ int length(i64 chunk) const {
         return (chunk + 1) * kSummed <= n ? kSummed : int(n - chunk * kSummed);
     }
-    // Where the entries of a segment start, whatever a row says.
-    __device__ i64 start(const u8* row, i64 segment) const {
-        if (segment >= segments) return k;
-        i64 out = 0;
-        for (i64 s = 0; s < segment; ++s) {
-            i64 given = reinterpret_cast<const int*>(row)[s];
-            if (given > k) given = k;
-            if (given > out) out = given;
-        }
-        return out;
+    // Where a row says that the entries of segment s + 1 start, 0 ... k. They do where it is the largest so far.
+    __device__ u32 start_after(const u8* row, i64 s) const {
+        const i64 given = reinterpret_cast<const int*>(row)[s];
+        return u32(given < 0 ? 0 : given > k ? k : given);
     }
 };
 
@@ -93,19 +87,25 @@ extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCo
     const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
     double sum = 0.0;
     u32 largest = 0, wild = 0;
-    for (int first = 0; first < length; first += 32) {
-        const int i = first + lane();
-        float z = 0.0f;
-        if (i < length) {
-            if (live == nullptr || live[i >> 3] >> (i & 7) & 1) z = error == nullptr ? x[i] : add(x[i], error[i]);
-            if (rest != nullptr) rest[i] = z;
+    for (int first = 0; first < length; first += 32 * kItems) {
+        float z[kItems];
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {  // all loads before the first store, which may be to the same places
+            const int i = first + 32 * j + lane();
+            const bool alive = i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1);
+            z[j] = !alive ? 0.0f : error == nullptr ? x[i] : add(x[i], error[i]);
         }
-        const u32 size = magnitude_bits(z);
-        const double mine = widen(__uint_as_float(size)), after = __shfl_xor_sync(0xFFFFFFFFu, mine, 16);
-        sum += mine;  // the upper half of the warp has the elements that come after those of the lower
-        sum += after;
-        if (size > largest) largest = size;
-        wild += size >= kInfinity;
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            const int i = first + 32 * j + lane();
+            if (rest != nullptr && i < length) rest[i] = z[j];
+            const u32 size = magnitude_bits(z[j]);
+            const double mine = widen(__uint_as_float(size)), after = __shfl_xor_sync(0xFFFFFFFFu, mine, 16);
+            sum += mine;  // the upper half of the warp has the elements that come after those of the lower
+            sum += after;
+            if (size > largest) largest = size;
+            wild += size >= kInfinity;
+        }
     }
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
@@ -117,30 +117,48 @@ extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCo
     of.extremes[2 * index + 1] = wild;
 }
 
-// What of the chunks comes to, by a warp for a row: the mean, the first threshold.
-extern "C" __global__ void threshold_begin(const __grid_constant__ ThresholdCompression of) {
+// What of the chunks comes to: the mean, the first threshold.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    threshold_begin(const __grid_constant__ ThresholdCompression of) {
+    __shared__ u32 tops[kMaxWarps];
+    __shared__ i64 wilds[kMaxWarps];
     const i64 row = blockIdx.x, chunks = of.at.chunks();
     double* sums = of.sums + row * chunks;
-    for (i64 n = chunks; n > 1; n = (n + kSummed - 1) / kSummed) {
-        for (i64 start = 0; start < n; start += kSummed) {
-            double sum = 0.0;
+    for (i64 n = chunks; n > 1;) {
+        const i64 groups = (n + kSummed - 1) / kSummed;
+        for (i64 base = 0; base < groups; base += blockDim.y) {
+            const i64 group = base + threadIdx.y, start = group * kSummed;
             const i64 end = start + kSummed < n ? start + kSummed : n;
+            double sum = 0.0;
+#pragma unroll 8
             for (i64 i = start + (lane() & 15); i < end; i += 16) sum += sums[i];
 #pragma unroll
             for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-            if (lane() == 0) sums[start / kSummed] = sum;
-            __syncwarp();
+            __syncthreads();  // sums come where others have been read
+            if (lane() == 0 && group < groups) sums[group] = sum;
         }
+        __syncthreads();
+        n = groups;
     }
     u32 largest = 0;
     i64 wild = 0;
-    for (i64 i = lane(); i < chunks; i += 32) {
+#pragma unroll 4
+    for (i64 i = 32 * threadIdx.y + lane(); i < chunks; i += 32 * blockDim.y) {
         const u32* mine = of.extremes + 2 * (row * chunks + i);
         if (mine[0] > largest) largest = mine[0];
         wild += mine[1];
     }
     largest = warp_max(largest);
     wild = warp_sum(wild);
+    if (lane() == 0) {
+        tops[threadIdx.y] = largest;
+        wilds[threadIdx.y] = wild;
+    }
+    __syncthreads();
+    if (threadIdx.y != 0) return;
+    const bool there = u32(lane()) < blockDim.y;
+    largest = warp_max(there ? tops[lane()] : 0);
+    wild = warp_sum(there ? wilds[lane()] : 0);
     if (lane() != 0) return;
     ThresholdSearch& search = of.search[row];
     search.largest = largest;
@@ -149,50 +167,51 @@ extern "C" __global__ void threshold_begin(const __grid_constant__ ThresholdComp
     search.least[0] = threshold_reaching(search.sampled[0]);
 }
 
-// Of a chunk, by a warp: how many elements reach each of the thresholds.
+// Of a chunk, by a warp: how many elements reach each of the thresholds, which ascend.
 extern "C" __global__ void threshold_count(const __grid_constant__ ThresholdCompression of) {
+    __shared__ u32 bounds[kMaxWarps][32];
+    __shared__ int reached[kMaxWarps][32];  // [j]: elements that reach j thresholds
     const i64 index = threshold_team(), chunks = of.at.chunks();
     if (index >= of.rows * chunks) return;
-    const u32* least = of.search[index / chunks].least;
     const ThresholdItems items(of, index / chunks, index % chunks);
     const int thresholds = of.levels == 0 ? 1 : (1 << of.levels) - 1;
-    int counts[kSampled];
-#pragma unroll
-    for (int j = 0; j < kSampled; ++j) counts[j] = 0;
+    u32* bound = bounds[threadIdx.y];
+    int* count = reached[threadIdx.y];
+    bound[lane()] = lane() < thresholds ? of.search[index / chunks].least[lane()] : 0xFFFFFFFFu;
+    count[lane()] = 0;
+    __syncwarp();
     for (int first = 0; first < items.length; first += 32 * kItems) {
         u32 size[kItems];
-        bool there[kItems];
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) size[i] = magnitude_bits(items.get(first + 32 * i + lane()));
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-            const int place = first + 32 * i + lane();
-            size[i] = magnitude_bits(items.get(place));
-            there[i] = place < items.length;
-        }
+            int reach = 0;
 #pragma unroll
-        for (int j = 0; j < kSampled; ++j) {  // no break: counts are to stay in registers
-            if (j < thresholds) {
-                const u32 bound = least[j];
-#pragma unroll
-                for (int i = 0; i < kItems; ++i) counts[j] += there[i] && size[i] >= bound;
+            for (int step = 16; step > 0; step >>= 1) {
+                if (size[i] >= bound[reach + step - 1]) reach += step;
             }
+            if (reach > 0 && first + 32 * i + lane() < items.length) atomicAdd(&count[reach], 1);
         }
     }
-    int mine = 0;
+    __syncwarp();
+    int mine = count[lane()];
 #pragma unroll
-    for (int j = 0; j < kSampled; ++j) {
-        if (j < thresholds) {
-            const int all = warp_sum(counts[j]);
-            if (lane() == j) mine = all;
-        }
+    for (int step = 1; step < 32; step *= 2) {
+        const int after = __shfl_sync(0xFFFFFFFFu, mine, lane() + step);
+        if (lane() + step < 32) mine += after;
     }
-    of.counts[32 * index + lane()] = mine;
+    mine = __shfl_sync(0xFFFFFFFFu, mine, lane() + 1);
+    of.counts[32 * index + lane()] = lane() < thresholds ? mine : 0;
 }
 
-// The rounds that have been counted, by a block for a row, and the thresholds of the next ones.
-extern "C" __global__ void threshold_step(const __grid_constant__ ThresholdCompression of) {
-    __shared__ i64 partial[8][32];
+// The rounds that have been counted, and the thresholds of the next ones.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    threshold_step(const __grid_constant__ ThresholdCompression of) {
+    __shared__ i64 partial[kMaxWarps][32];
     const i64 row = blockIdx.x, chunks = of.at.chunks(), k = of.at.k;
     i64 sum = 0;
+#pragma unroll 4
     for (i64 chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
         sum += of.counts[32 * (row * chunks + chunk) + lane()];
     }
@@ -264,6 +283,7 @@ extern "C" __global__ void threshold_tally(const __grid_constant__ ThresholdComp
     const ThresholdSearch& search = of.search[index / chunks];
     const ThresholdItems items(of, index / chunks, index % chunks);
     int sure = 0, maybe = 0;
+#pragma unroll 8
     for (int i = lane(); i < items.length; i += 32) {
         const u32 size = magnitude_bits(items.get(i));
         sure += size >= search.high_bits;
@@ -274,24 +294,33 @@ extern "C" __global__ void threshold_tally(const __grid_constant__ ThresholdComp
     if (lane() < 2) of.counts[32 * index + lane()] = lane() == 0 ? sure : maybe;
 }
 
-// Where the entries of each chunk start, by a warp for a row, of which each lane has a run of chunks.
-extern "C" __global__ void threshold_places(const __grid_constant__ ThresholdCompression of) {
-    __shared__ i64 sums[2][32];
-    const i64 row = blockIdx.x, chunks = of.at.chunks(), each = (chunks + 31) / 32;
-    const i64 first = lane() * each, end = first + each < chunks ? first + each : chunks;
+// The sum of what the threads before this one have. Every thread of the grid's block must come here.
+__device__ inline i64 block_before(i64 mine) {
+    __shared__ i64 of_warps[kMaxWarps];
+    i64 sum = mine;  // of this lane and those before it
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const i64 other = __shfl_sync(0xFFFFFFFFu, sum, lane() - step);
+        if (lane() >= step) sum += other;
+    }
+    __syncthreads();
+    if (lane() == 31) of_warps[threadIdx.y] = sum;
+    __syncthreads();
+    return warp_sum(u32(lane()) < threadIdx.y ? of_warps[lane()] : 0) + sum - mine;
+}
+
+// Where the entries of each chunk start, by a block for a row, of which each thread has a run of chunks.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    threshold_places(const __grid_constant__ ThresholdCompression of) {
+    const i64 row = blockIdx.x, chunks = of.at.chunks(), threads = 32 * blockDim.y, each = (chunks + threads - 1) / threads;
+    const i64 first = (32 * threadIdx.y + lane()) * each, end = first + each < chunks ? first + each : chunks;
     i64 sure = 0, maybe = 0;
     for (i64 chunk = first; chunk < end; ++chunk) {
         sure += of.counts[32 * (row * chunks + chunk)];
         maybe += of.counts[32 * (row * chunks + chunk) + 1];
     }
-    sums[0][lane()] = sure;
-    sums[1][lane()] = maybe;
-    __syncwarp();
-    sure = maybe = 0;
-    for (int other = 0; other < lane(); ++other) {
-        sure += sums[0][other];
-        maybe += sums[1][other];
-    }
+    sure = block_before(sure);
+    maybe = block_before(maybe);
     u8* to = of.wire + row * of.at.nbytes;
     const i64 lacking = of.search[row].lacking;
     for (i64 chunk = first; chunk < end; ++chunk) {
@@ -304,7 +333,7 @@ extern "C" __global__ void threshold_places(const __grid_constant__ ThresholdCom
         sure += of.counts[32 * index];
         maybe += of.counts[32 * index + 1];
     }
-    for (i64 byte = of.at.used + lane(); byte < of.at.nbytes; byte += 32) to[byte] = 0;
+    for (i64 byte = of.at.used + 32 * threadIdx.y + lane(); byte < of.at.nbytes; byte += threads) to[byte] = 0;
 }
 
 // The entries of a chunk, by a warp, and what is left of their elements.
@@ -320,24 +349,32 @@ extern "C" __global__ void threshold_encode(const __grid_constant__ ThresholdCom
     float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
     const u32 ahead = (1u << lane()) - 1;
     i64 entry = of.before[2 * index], seen = of.before[2 * index + 1];
-    for (int first = 0; first < items.length; first += 32) {
-        const int i = first + lane();
-        const float z = items.get(i);
-        const u32 size = magnitude_bits(z);
-        const bool sure = i < items.length && size >= search.high_bits;
-        const bool maybe = i < items.length && !sure && size >= search.low_bits;
-        const u32 all_maybe = __ballot_sync(0xFFFFFFFFu, maybe);
-        const bool mine = sure || (maybe && seen + __popc(all_maybe & ahead) < search.lacking);
-        const u32 all = __ballot_sync(0xFFFFFFFFu, mine);
-        if (mine) {
-            const i64 place = entry + __popc(all & ahead);
-            const u16 code = Number<kBfloat16>::put(z);
-            codes[place] = code;
-            indices[place] = u16((start + i) % kIndexed);
-            if (rest != nullptr) rest[i] = sub(z, Number<kBfloat16>::get(code));
+    const u32 high = search.high_bits, low = search.low_bits;
+    const i64 lacking = search.lacking;
+    for (int first = 0; first < items.length; first += 32 * kItems) {
+        float given[kItems];
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) given[j] = items.get(first + 32 * j + lane());
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            const int i = first + 32 * j + lane();
+            const float z = given[j];
+            const u32 size = magnitude_bits(z);
+            const bool sure = i < items.length && size >= high;
+            const bool maybe = i < items.length && !sure && size >= low;
+            const u32 all_maybe = __ballot_sync(0xFFFFFFFFu, maybe);
+            const bool mine = sure || (maybe && seen + __popc(all_maybe & ahead) < lacking);
+            const u32 all = __ballot_sync(0xFFFFFFFFu, mine);
+            if (mine) {
+                const i64 place = entry + __popc(all & ahead);
+                const u16 code = Number<kBfloat16>::put(z);
+                codes[place] = code;
+                indices[place] = u16((start + i) % kIndexed);
+                if (rest != nullptr) rest[i] = sub(z, Number<kBfloat16>::get(code));
+            }
+            entry += __popc(all);
+            seen += __popc(all_maybe);
         }
-        entry += __popc(all);
-        seen += __popc(all_maybe);
     }
 }
 
@@ -352,6 +389,7 @@ struct ThresholdDecompression {
 
 // A segment, by a block.
 extern "C" __global__ void threshold_decompress(const __grid_constant__ ThresholdDecompression of) {
+    __shared__ u32 tops[kMaxWarps];
     const ThresholdLayout& at = of.at;
     const i64 row = blockIdx.x / at.segments, segment = blockIdx.x % at.segments, start = segment * kIndexed;
     const i64 length = at.n - start < kIndexed ? at.n - start : kIndexed;
@@ -362,8 +400,23 @@ extern "C" __global__ void threshold_decompress(const __grid_constant__ Threshol
         const u8* from = of.wire + (row * of.ranks + rank) * at.nbytes;
         const u16* codes = reinterpret_cast<const u16*>(from + at.values_at);
         const u16* indices = reinterpret_cast<const u16*>(from + at.indices_at);
-        const i64 first = at.start(from, segment), end = at.start(from, segment + 1);
-        __syncthreads();  // before it, other threads have written these elements
+        u32 start_here = 0;
+#pragma unroll 4
+        for (i64 s = threadIdx.x; s < segment; s += blockDim.x) {
+            const u32 given = at.start_after(from, s);
+            if (given > start_here) start_here = given;
+        }
+        start_here = warp_max(start_here);
+        __syncthreads();  // before it, other threads have written these elements, and read of tops
+        if (lane() == 0) tops[threadIdx.x >> 5] = start_here;
+        __syncthreads();
+        start_here = warp_max(u32(lane()) < blockDim.x >> 5 ? tops[lane()] : 0);
+        const i64 first = start_here;
+        i64 end = at.k;
+        if (segment + 1 < at.segments) {
+            const u32 given = at.start_after(from, segment);
+            end = given > start_here ? given : start_here;
+        }
         for (i64 entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
             const i64 i = indices[entry];
             if (i >= length || (live != nullptr && !(live[i >> 3] >> (i & 7) & 1))) continue;

@@ -1,5 +1,6 @@
 // Top-k of chunks: what is sent, what stays, and what rows on the wire stand for. The format is stated in
-// commopt/ops/top_k.py. A warp works on a chunk, of which it has element 32 j + lane in lane `lane`.
+// commopt/ops/top_k.py. A team works on a chunk: a warp on a small one, all warps of a block on a larger one, each on a
+// run of its elements, of which it has element 32 j + lane in lane `lane`.
 
 // As cuda_top_k.py lays it out: TopKRow of top_k_row.py.
 struct TopKLayout {
@@ -63,67 +64,127 @@ __device__ inline u32 warp_max(u32 x) {
     return x;
 }
 
-// The elements of a chunk as a warp has them: SMALL, of up to 32 kItems, in registers.
-template <bool SMALL>
+__device__ inline int warp_count(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(0xFFFFFFFFu, x);
+#else
+    return warp_sum(x);
+#endif
+}
+
+// The sum over a team: a warp or, if not WARP, the block, every thread of which must come here.
+template <bool WARP>
+__device__ inline int team_count(int mine) {
+    mine = warp_count(mine);
+    if constexpr (!WARP) {
+        __shared__ int of_warps[kMaxWarps];
+        __syncthreads();  // before it, others may still read those of the last time
+        if (lane() == 0) of_warps[threadIdx.x >> 5] = mine;
+        __syncthreads();
+        mine = warp_count(lane() < int(blockDim.x >> 5) ? of_warps[lane()] : 0);
+    }
+    return mine;
+}
+
+// The elements of a chunk as a team has them, in registers or, of a very large one, where they lie.
+template <bool WARP, bool REGISTERS>
 struct ChunkItems {
     const float* from;
     const u8* live;
     int length;
     float z[kItems];
 
-    __device__ int items() const { return SMALL ? kItems : (length + 31) >> 5; }
+    __device__ int items() const {  // of a thread
+        return REGISTERS ? kItems : (length + int(blockDim.x) - 1) / int(blockDim.x);
+    }
+    __device__ int place(int j) const { return (WARP ? 0 : int(threadIdx.x >> 5) * 32 * items()) + 32 * j + lane(); }
 
     __device__ float given(int i) const {
         return i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
     }
-    __device__ float get(int j) const { return SMALL ? z[j] : given(32 * j + lane()); }
+    __device__ float get(int j) const { return REGISTERS ? z[j] : given(place(j)); }
 
     __device__ int at_least(u32 least) const {
         int count = 0;
 #pragma unroll 8
         for (int j = 0; j < items(); ++j) count += magnitude_bits(get(j)) >= least;
-        return warp_sum(count);
+        return team_count<WARP>(count);
     }
 };
 
 // z of a chunk. Where there is a residual, it is written in its place, and what is not in registers is read from there.
-template <bool SMALL>
-__device__ inline ChunkItems<SMALL> chunk_items(const TopKCompression& of, i64 row, i64 start, int length) {
+template <bool WARP, bool REGISTERS>
+__device__ inline ChunkItems<WARP, REGISTERS> chunk_items(const TopKCompression& of, i64 row, i64 start, int length) {
     const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
-    ChunkItems<SMALL> out = {of.x + row * of.x_stride + start, live, length, {}};
+    ChunkItems<WARP, REGISTERS> out = {of.x + row * of.x_stride + start, live, length, {}};
     const float* error = of.error == nullptr ? nullptr : of.error + row * of.error_stride + start;
     float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
-    if (!SMALL && error == nullptr) return out;
+    if (!REGISTERS && error == nullptr) return out;
+    float loaded[kItems];
 #pragma unroll 8
     for (int j = 0; j < out.items(); ++j) {
-        const int i = 32 * j + lane();
+        const int i = out.place(j);
         float z = 0.0f;
         if (i < length) {
             const bool alive = live == nullptr || live[i >> 3] >> (i & 7) & 1;
             if (alive) z = error == nullptr ? out.from[i] : add(out.from[i], error[i]);
-            if (error != nullptr) rest[i] = z;
+            if (!REGISTERS) rest[i] = z;
         }
-        if (SMALL) out.z[j] = z;
+        if (REGISTERS) loaded[j] = z;
     }
-    if (error != nullptr) out.from = rest;
+    if (REGISTERS) {  // stores after all loads, which would wait for them: either may lie in the other's place
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+            if (error != nullptr && out.place(j) < length) rest[out.place(j)] = loaded[j];
+            out.z[j] = loaded[j];
+        }
+    } else {
+        out.from = rest;  // each thread reads again what it has written itself
+    }
     return out;
 }
 
-template <bool SMALL>
+template <bool WARP, bool REGISTERS>
 __device__ inline void select_entries(const TopKCompression& of, i64 row, i64 c) {
     const TopKLayout& at = of.at;
-    const ChunkItems<SMALL> chunk = chunk_items<SMALL>(of, row, c * at.chunk, int(at.length(c)));
+    const ChunkItems<WARP, REGISTERS> chunk = chunk_items<WARP, REGISTERS>(of, row, c * at.chunk, int(at.length(c)));
     u8* to = of.wire + row * at.nbytes;
     float* kept = of.kept + row * at.entries + c * at.k;
     const i64 entry = c * at.k;
     const int k = int(at.k), count = int(at.count(c));
     u32 least = 0;  // the magnitude of the k-th largest; 0 where fewer than k are not 0
     for (u32 bit = 0x40000000u; bit != 0; bit >>= 1) {
-        if (chunk.at_least(least | bit) >= k) least |= bit;
+        const int reach = chunk.at_least(least | bit);
+        if (reach >= k) least |= bit;
+        if (reach == k) {  // these are they: the k largest are all above the next smaller magnitude
+            --least;
+            break;
+        }
     }
     const int ties = least == 0 ? 0 : k - chunk.at_least(least + 1);
     const u32 before = (1u << lane()) - 1;
     int done = 0, seen = 0, last = 0;
+    if constexpr (!WARP) {  // what the warps before this one have
+        __shared__ int above[kMaxWarps], equal[kMaxWarps];
+        int more = 0, same = 0;
+#pragma unroll 8
+        for (int j = 0; j < chunk.items(); ++j) {
+            const u32 size = magnitude_bits(chunk.get(j));
+            more += size > least;
+            same += size == least && least != 0;
+        }
+        more = warp_count(more);
+        same = warp_count(same);
+        const int warp = int(threadIdx.x >> 5);
+        __syncthreads();
+        if (lane() == 0) {
+            above[warp] = more;
+            equal[warp] = same;
+        }
+        __syncthreads();
+        seen = warp_count(lane() < warp ? equal[lane()] : 0);
+        done = warp_count(lane() < warp ? above[lane()] : 0) + (seen < ties ? seen : ties);
+    }
 #pragma unroll 8
     for (int j = 0; j < chunk.items(); ++j) {
         const float z = chunk.get(j);
@@ -134,29 +195,47 @@ __device__ inline void select_entries(const TopKCompression& of, i64 row, i64 c)
         const u32 all = __ballot_sync(0xFFFFFFFFu, mine);
         if (mine) {
             const int place = done + __popc(all & before);
-            at.put_index(to, entry + place, 32 * j + lane());
+            at.put_index(to, entry + place, chunk.place(j));
             kept[place] = z;
         }
         done += __popc(all);
         seen += __popc(all_ties);
-        if (all != 0) last = 32 * j + 31 - __clz(int(all));
+        if (all != 0) last = chunk.place(j) - lane() + 31 - __clz(int(all));
     }
-    for (int place = done + lane(); place < count; place += 32) {
+    if constexpr (!WARP) {  // of the last warp all; the others' last ones are smaller
+        __shared__ int lasts[kMaxWarps], all_done;
+        const int warp = int(threadIdx.x >> 5), warps = int(blockDim.x >> 5);
+        if (lane() == 0) {
+            lasts[warp] = last;
+            if (warp == warps - 1) all_done = done;
+        }
+        __syncthreads();
+        done = all_done;
+        last = int(warp_max(lane() < warps ? u32(lasts[lane()]) : 0u));
+    }
+    for (int place = done + int(WARP ? u32(lane()) : threadIdx.x); place < count; place += WARP ? 32 : int(blockDim.x)) {
         const i64 nothing = place > 0 ? 0 : count > 1 ? 1 : at.length(c);
         at.put_index(to, entry + place, done > 0 ? last : nothing);
         kept[place] = 0.0f;
     }
 }
 
+// Chunks of up to 32 kItems elements, each by a warp ...
 extern "C" __global__ void topk_select(const __grid_constant__ TopKCompression of) {
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (index >= of.rows * of.at.chunks) return;
-    const i64 row = index / of.at.chunks, c = index % of.at.chunks;
-    if (of.at.chunk <= 32 * kItems) {
-        select_entries<true>(of, row, c);
-    } else {
-        select_entries<false>(of, row, c);
-    }
+    if (index < of.rows * of.at.chunks) select_entries<true, true>(of, index / of.at.chunks, index % of.at.chunks);
+}
+
+// ... of up to kMaxThreads * kItems, by a block ...
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    topk_select_block(const __grid_constant__ TopKCompression of) {
+    select_entries<false, true>(of, blockIdx.x / of.at.chunks, blockIdx.x % of.at.chunks);
+}
+
+// ... and of more.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    topk_select_large(const __grid_constant__ TopKCompression of) {
+    select_entries<false, false>(of, blockIdx.x / of.at.chunks, blockIdx.x % of.at.chunks);
 }
 
 // The scales of a group, by a warp, from the values that are kept.
@@ -267,26 +346,90 @@ struct TopKDecompression {
     i64 rows, ranks, out_stride, live_stride;
 };
 
+// Of a chunk, entry j of one rank: where it goes, and what it adds.
+struct TopKEntry {
+    i64 to;  // -1: nowhere
+    float value;
+
+    __device__ TopKEntry(const TopKDecompression& of, const u8* from, const u8* live, i64 c, i64 j) {
+        const TopKLayout& at = of.at;
+        const i64 length = at.length(c), count = at.count(c), entry = c * at.k + j;
+        to = -1;
+        value = 0.0f;
+        if (j >= count) return;
+        const i64 i = at.get_index(from, entry), beside = at.get_index(from, j > 0 ? entry - 1 : count > 1 ? entry + 1 : entry);
+        bool counts = i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1);
+        if (j > 0) counts = counts && i > beside;
+        if (j == 0 && count > 1) counts = counts && i <= beside;
+        if (!counts) return;
+        to = i;
+        value = at.value(from, c / at.group, entry);
+        if (of.ranks > 1) value = div(value, float(int(of.ranks)));
+    }
+};
+
+// A warp has a chunk. Of a few ranks all is asked for before any of it is added, where a lane has one entry of each.
 extern "C" __global__ void topk_decompress(const __grid_constant__ TopKDecompression of) {
+    constexpr int kAtOnce = 4;
     const TopKLayout& at = of.at;
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
     if (index >= of.rows * at.chunks) return;
     const i64 row = index / at.chunks, c = index % at.chunks, length = at.length(c), count = at.count(c);
-    const i64 entry = c * at.k;
     float* out = of.out + row * of.out_stride + c * at.chunk;
     const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + c * at.chunk / 8;
+    const u8* from = of.wire + row * of.ranks * at.nbytes;
     for (i64 i = lane(); i < length; i += 32) out[i] = 0.0f;
-    for (i64 rank = 0; rank < of.ranks; ++rank) {
-        const u8* from = of.wire + (row * of.ranks + rank) * at.nbytes;
-        __syncwarp();  // before it, other lanes have written these elements
-        for (i64 j = lane(); j < count; j += 32) {
-            const i64 i = at.get_index(from, entry + j);
-            bool counts = i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1);
-            if (j > 0) counts = counts && i > at.get_index(from, entry + j - 1);
-            if (j == 0 && count > 1) counts = counts && i <= at.get_index(from, entry + 1);
-            if (!counts) continue;
-            const float v = at.value(from, c / at.group, entry + j);
-            out[i] = add(out[i], of.ranks > 1 ? div(v, float(int(of.ranks))) : v);
+    i64 rank = 0;
+    for (; count <= 32 && rank + kAtOnce <= of.ranks; rank += kAtOnce, from += kAtOnce * at.nbytes) {
+        TopKEntry entries[kAtOnce] = {
+            {of, from, live, c, lane()},
+            {of, from + at.nbytes, live, c, lane()},
+            {of, from + 2 * at.nbytes, live, c, lane()},
+            {of, from + 3 * at.nbytes, live, c, lane()},
+        };
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            __syncwarp();  // before it, other lanes have written these elements
+            if (entries[r].to >= 0) out[entries[r].to] = add(out[entries[r].to], entries[r].value);
         }
     }
+    for (; rank < of.ranks; ++rank, from += at.nbytes) {
+        __syncwarp();
+        for (i64 j = lane(); j < count; j += 32) {
+            const TopKEntry entry(of, from, live, c, j);
+            if (entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
+        }
+    }
+}
+
+struct TopKSoundness {
+    TopKLayout at;
+    const u8* wire;
+    u8* sound;  // 1; 0 is written if rows are not such as compression makes of finite numbers
+    i64 rows;
+};
+
+__device__ inline bool is_scale(float s) { return not_negative(s) && magnitude_bits(s) < 0x7F800000u; }
+
+// A warp looks at a chunk, and at the scales of the group that begins with it.
+extern "C" __global__ void topk_find_unsound(const __grid_constant__ TopKSoundness of) {
+    const TopKLayout& at = of.at;
+    const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (index >= of.rows * at.chunks) return;
+    const i64 c = index % at.chunks, length = at.length(c), count = at.count(c), entry = c * at.k;
+    const u8* row = of.wire + index / at.chunks * at.nbytes;
+    const i64 first = count > 1 ? 1 : at.wide == 2 ? length & 0xFFFF : length & 0xFF;  // where there are no entries
+    bool ascends = true, nothing = true, finite = true;
+    for (i64 j = lane(); j < count; j += 32) {
+        const i64 i = at.get_index(row, entry + j);
+        const i64 step = j > 0 ? i - at.get_index(row, entry + j - 1) : 0;
+        const i64 before = j > 1 ? at.get_index(row, entry + j - 1) - at.get_index(row, entry + j - 2) : 1;
+        ascends = ascends && i < length && step >= 0 && !(step > 0 && before == 0);
+        nothing = nothing && i == (j == 0 ? first : 0);
+        if (at.bits >= 16) finite = finite && magnitude_bits(at.value(row, c / at.group, entry + j)) < 0x7F800000u;
+    }
+    if (c % at.group == 0 && lane() < at.scales) finite = finite && is_scale(get_scale(row, u32(at.scales * (c / at.group) + lane())));
+    const u32 all = 0xFFFFFFFFu;
+    const bool good = __ballot_sync(all, ascends) == all || __ballot_sync(all, nothing) == all;
+    if (__ballot_sync(all, finite && good) != all && lane() == 0) *of.sound = 0;
 }

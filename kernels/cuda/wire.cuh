@@ -69,23 +69,27 @@ __device__ inline float signed_by(u32 byte, float a) {
     return __uint_as_float(__float_as_uint(a) ^ (~(byte << (31 - (threadIdx.x & 7))) & 0x80000000u));
 }
 
-__device__ inline void load(const float* x, int count, float (&out)[kItems]) {
+// ITEMS: fewer than kItems where a team is one warp, and no tile has more elements.
+template <int ITEMS>
+__device__ inline void load(const float* x, int count, float (&out)[ITEMS]) {
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) out[j] = item(j) < count ? x[item(j)] : 0.0f;
+    for (int j = 0; j < ITEMS; ++j) out[j] = item(j) < count ? x[item(j)] : 0.0f;
 }
 
-__device__ inline void store(float* x, int count, const float (&from)[kItems]) {
+template <int ITEMS>
+__device__ inline void store(float* x, int count, const float (&from)[ITEMS]) {
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         if (item(j) < count) x[item(j)] = from[j];
     }
 }
 
 // Bit j: whether item j is there and alive. live (null: all are) is that of the tile.
+template <int ITEMS = kItems>
 __device__ inline u32 present(const u8* live, int count) {
     u32 out = 0;
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < ITEMS; ++j) {
         const int i = item(j);
         if (i < count && (live == nullptr || live[i >> 3] >> (i & 7) & 1)) out |= 1u << j;
     }

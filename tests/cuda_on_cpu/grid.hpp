@@ -166,6 +166,12 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     return out;
 }
 
+inline int atomicAdd(int* to, int x) {  // fibers leave nothing half done
+    const int before = *to;
+    *to += x;
+    return before;
+}
+
 inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, false); }
 
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

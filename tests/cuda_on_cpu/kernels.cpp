@@ -70,13 +70,16 @@ Kernel describe(const char* name, void (*kernel)(Argument)) {
 }
 
 #define KERNEL(name) describe(#name, name)
+#define INTEGER_KERNELS(name) KERNEL(name), KERNEL(name##_256), KERNEL(name##_128)
 const Kernel kernels[] = {
     KERNEL(sign_compress),   KERNEL(sign_compress_momentum), KERNEL(sign_reduce),          KERNEL(sign_scales),
     KERNEL(sign_residuals),  KERNEL(sign_decompress),        KERNEL(sign_decompress_mean), KERNEL(sign_decompress_adam),
     KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
-    KERNEL(total),           KERNEL(frozen_adam),            KERNEL(int_compress),         KERNEL(int_reduce),
-    KERNEL(int_decompress),  KERNEL(int_decompress_mean),
-    KERNEL(topk_select),     KERNEL(topk_scales),            KERNEL(topk_encode),          KERNEL(topk_decompress),
+    KERNEL(total),           KERNEL(frozen_adam),
+    INTEGER_KERNELS(int_compress), INTEGER_KERNELS(int_reduce),
+    INTEGER_KERNELS(int_decompress), INTEGER_KERNELS(int_decompress_mean),
+    KERNEL(topk_select),       KERNEL(topk_select_block), KERNEL(topk_select_large), KERNEL(topk_scales),
+    KERNEL(topk_encode),       KERNEL(topk_decompress),   KERNEL(topk_find_unsound),
     KERNEL(threshold_measure),    KERNEL(threshold_begin), KERNEL(threshold_count),  KERNEL(threshold_step),
     KERNEL(threshold_tally),      KERNEL(threshold_places), KERNEL(threshold_encode), KERNEL(threshold_decompress),
 };
