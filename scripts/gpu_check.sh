@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call of under 8 minutes: scripts/gpu_check.sh
 #
-# Equality with the reference, streams and graphs; the same under compute-sanitizer where there is one; a training step;
-# bandwidth, to benchmarks/cuda.json. Takes the python of the environment it is called in, which needs the extras
+# Equality with the reference, streams and graphs; the same under compute-sanitizer where there is one; every optimizer,
+# compressed gradients and sharded models over NCCL; bandwidth and the cost of steps, to benchmarks/cuda.json and
+# benchmarks/gpu_step.json. Takes the python of the environment it is called in, which needs the extras
 # test and cuda12 or cuda13, or installs commopt there with INSTALL=cuda12 or INSTALL=cuda13.
 #
 # Every part has its time limit, and runs even where one before has failed. Ends with the number of parts that failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
 
 part() { # SECONDS COMMAND...
@@ -40,12 +42,8 @@ else
     echo "== no compute-sanitizer here: memcheck is left out"
 fi
 
-processes="$(python -c 'import torch; print(min(2, torch.cuda.device_count()))')"
-if [ "$processes" = 2 ]; then
-    part 50 python -m torch.distributed.run --standalone --nproc-per-node=2 tests/gpu_step.py
-else
-    echo "== one GPU: NCCL takes no two ranks on it; test_gpu.py has trained two ranks on threads"
-fi
-part 100 python scripts/bench_cuda.py --check --json benchmarks/cuda.json
+part 160 python tests/gpu_ranks.py
+part 60 python scripts/bench_cuda.py --json benchmarks/cuda.json
+part 60 python scripts/bench_gpu_step.py --json benchmarks/gpu_step.json
 echo "== $failed parts failed, $SECONDS s in all"
 exit "$failed"

@@ -6,15 +6,16 @@ Tests with "small" in their name are those that scripts/gpu_check.sh runs under 
 from __future__ import annotations
 
 import cuda_checks as checks
-import gpu_step
 import integer_checks
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from wires import BLOCKS, FLAVOURS, bits_equal, new_wire, same
 from worlds import on_threads
 
+import commopt
 from commopt import ops
 from commopt.ops import cuda_module
 
@@ -200,10 +201,29 @@ def test_wrong_arguments_are_named():
         ops.momentum(x[0], [torch.ones(8)], [0], 0.9, 0.1, x[0])
 
 
+def train(rank, device, **arguments):
+    """The parameters after 12 steps, and the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 200), nn.Tanh(), nn.Linear(200, 7)).to(device)
+    model[2].bfloat16()
+    optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=4, **arguments)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    target = torch.randn(33, 7, generator=torch.Generator().manual_seed(9)).to(device)
+    for _ in range(12):
+        x = torch.randn(64, 33, generator=generator).to(device)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model[2](model[1](model[0](x)).bfloat16()).float(), x @ target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert optimizer.phase == "compressed"
+    return [p.detach().clone() for p in model.parameters()], losses
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_two_ranks_train_on_one_gpu(overlap):
     (first, losses), (second, _) = on_threads(
-        2, lambda backend: gpu_step.train(backend.rank, GPU, backend=backend, overlap=overlap)
+        2, lambda backend: train(backend.rank, GPU, backend=backend, overlap=overlap)
     )
     assert all(bits_equal(a.cpu(), b.cpu()) for a, b in zip(first, second))
     assert losses[-1] < losses[0]

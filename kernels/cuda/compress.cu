@@ -148,6 +148,12 @@ extern "C" __global__ void momentum(const __grid_constant__ MomentumTo of) {
     store(of.out + tile.row * of.stride + tile.start, tile.count, x);
 }
 
+// Lane r, less than N: the scale of row r over the number of ranks.
+template <int N>
+__device__ inline float share_of(const u8* row, const Layout& at, int ranks, const Tile& tile) {
+    return lane() < N ? div(get_scale(row + lane() * at.nbytes, tile.block), float(ranks)) : 0.0f;
+}
+
 // Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used. Each lane of a warp
 // has one byte of a row's signs, and gets those of its items from other lanes.
 template <int N>
@@ -156,15 +162,12 @@ __device__ inline void add_ranks(const u8* row, const Layout& at, int ranks, boo
     const int byte = int(threadIdx.x >> 5) * (kSegment / 8) + lane();
     const i64 place = at.signs() + tile.start / 8 + byte;
     u32 bytes[N];
-    float scales[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r) bytes[r] = 8 * byte < tile.count ? row[r * at.nbytes + place] : 0;
+    const float mine = share_of<N>(row, at, ranks, tile);
 #pragma unroll
     for (int r = 0; r < N; ++r) {
-        bytes[r] = 8 * byte < tile.count ? row[r * at.nbytes + place] : 0;
-        scales[r] = get_scale(row + r * at.nbytes, tile.block);
-    }
-#pragma unroll
-    for (int r = 0; r < N; ++r) {
-        const float share = div(scales[r], float(ranks));
+        const float share = __shfl_sync(0xFFFFFFFFu, mine, r);
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
             const float own = signed_by(__shfl_sync(0xFFFFFFFFu, bytes[r], 4 * j + (lane() >> 3)), share);

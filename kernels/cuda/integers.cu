@@ -56,10 +56,36 @@ __device__ inline float factor_of(int size_bits) {  // 1 / sqrt(size)
     return __uint_as_float((doublings & 1 ? 0x3F3504F3u : 0x3F800000u) - (u32(doublings / 2) << 23));
 }
 
-// The normalised Walsh-Hadamard transform of a block of count elements, or of the pieces of a shorter one. Every thread
-// of the grid's block must come here.
+// The normalised Walsh-Hadamard transform of a whole block of 32 ITEMS elements, by a warp.
+template <int ITEMS>
+__device__ inline void rotate_whole(float (&x)[ITEMS]) {
+#pragma unroll
+    for (int h = 1; h < 32; h *= 2) {
+        const u32 sign = lane() & h ? 0x80000000u : 0;
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, x[j], h);
+            x[j] = add(other, __uint_as_float(__float_as_uint(x[j]) ^ sign));
+        }
+    }
+#pragma unroll
+    for (int b = 1; b < ITEMS; b *= 2) {
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            if (j & b) continue;
+            const float low = x[j], high = x[j | b];
+            x[j] = add(low, high);
+            x[j | b] = sub(low, high);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) x[j] = mul(x[j], factor_of(32 * ITEMS));
+}
+
+// That of a block of count elements, or of the pieces of a shorter one. Every thread of the grid's block must come here.
 template <bool WARP, int ITEMS>
 __device__ inline void rotate(float (&x)[ITEMS], int count, int block) {
+    if (WARP && count == 32 * ITEMS) return rotate_whole(x);
     for (int h = 1; h < 32 && h < block; h *= 2) {
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) {
@@ -105,14 +131,14 @@ __device__ inline float usable(float scale) {
     return bits < kSmallestNormal ? 0.0f : __uint_as_float(bits < kInfinity ? bits : kNotANumber);
 }
 
-// members: of the items that count in a mean. Every thread of the grid's block must come here.
-template <bool WARP, int ITEMS>
-__device__ inline float scale_of(const float (&y)[ITEMS], int count, u32 members, const Coding& how) {
-    if (how.bits == 2 && !how.stochastic) {
+// y: 0 where there is nothing. members: of the items that count in a mean. Every thread of the grid's block must come here.
+template <int BITS, bool WARP, int ITEMS>
+__device__ inline float scale_of(const float (&y)[ITEMS], u32 members, bool stochastic) {
+    if (BITS == 2 && !stochastic) {
         double t[kItems] = {};
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) {
-            const double wide = item(j) < count ? widen(y[j]) : 0.0;
+            const double wide = widen(y[j]);
             t[j] = wide * wide;
         }
         const double mine = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
@@ -122,10 +148,8 @@ __device__ inline float scale_of(const float (&y)[ITEMS], int count, u32 members
     }
     u32 top = 0;
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) {
-        if (item(j) < count) top = Larger()(top, __float_as_uint(y[j]) & 0x7FFFFFFFu);
-    }
-    const float most = how.bits == 8 ? 127.0f : how.bits == 4 ? 7.0f : 1.5f;
+    for (int j = 0; j < ITEMS; ++j) top = Larger()(top, __float_as_uint(y[j]) & 0x7FFFFFFFu);
+    const float most = BITS == 8 ? 127.0f : BITS == 4 ? 7.0f : 1.5f;
     return usable(div(__uint_as_float(over_team<WARP>(top, Larger())), most));
 }
 
@@ -137,38 +161,41 @@ __device__ inline u32 mix(u32 h) {
 }
 
 // s: positive. i: the place in the block.
-__device__ inline int code_of(float y, float inverse, u32 key, int i, const Coding& how) {
+template <int BITS>
+__device__ inline int code_of(float y, float inverse, u32 key, int i, bool stochastic) {
     float t = mul(y, inverse);
-    if (how.stochastic) {
+    if (stochastic) {
         const u32 h = mix((__float_as_uint(y) ^ key) + 0x9E3779B9u * u32(i));
-        if (how.bits == 2) t = add(t, 1.5f);
+        if (BITS == 2) t = add(t, 1.5f);
         t = add(t, mul(float(int(h >> 8)), 1.0f / 16777216.0f));
     }
     const float rounded = add(t, kRound);
     int code = int(__float_as_uint(rounded) - kRoundBits);
-    if (how.stochastic || how.bits == 2) {  // to the floor
+    if (stochastic || BITS == 2) {  // to the floor
         if (__float_as_uint(sub(t, sub(rounded, kRound))) > 0x80000000u) --code;
     }
-    if (how.bits == 2 && !how.stochastic) code += 2;
-    const int high = how.bits == 2 ? 3 : how.bits == 4 ? 7 : 127, low = how.bits == 2 ? 0 : -high;
+    if (BITS == 2 && !stochastic) code += 2;
+    const int high = BITS == 2 ? 3 : BITS == 4 ? 7 : 127, low = BITS == 2 ? 0 : -high;
     return code < low ? low : code > high ? high : code;
 }
 
 // code * s; for 2 bits (code - 1.5) * s.
-__device__ inline float value_of(int code, float s, i64 bits) {
-    return mul(bits == 2 ? mul(float(2 * code - 3), 0.5f) : float(code), s);
+template <int BITS>
+__device__ inline float value_of(int code, float s) {
+    return mul(BITS == 2 ? mul(float(2 * code - 3), 0.5f) : float(code), s);
 }
 
-// Writes the codes of a tile. Every lane of a warp must come here.
-template <int ITEMS>
-__device__ inline void store_codes(const int (&code)[ITEMS], int count, int bits, u8* to) {
-    const int per = 8 / bits;
+// Writes the codes of a tile; there: of which items. Every lane of a warp must come here.
+template <int BITS, int ITEMS>
+__device__ inline void store_codes(const int (&code)[ITEMS], u32 there, u8* to) {
+    constexpr int kPer = 8 / BITS;
+    to += item(0) / kPer;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        u32 byte = item(j) < count ? u32(code[j]) & ((1u << bits) - 1) : 0;
-        if (bits <= 4) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 1) << bits;
-        if (bits == 2) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 2) << 4;
-        if (item(j) < count && lane() % per == 0) to[item(j) / per] = u8(byte);
+        u32 byte = there >> j & 1 ? u32(code[j]) & ((1u << BITS) - 1) : 0;
+        if (BITS <= 4) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 1) << BITS;
+        if (BITS == 2) byte |= __shfl_xor_sync(0xFFFFFFFFu, byte, 2) << 4;
+        if (there >> j & 1 && lane() % kPer == 0) to[32 / kPer * j] = u8(byte);
     }
 }
 
@@ -182,10 +209,11 @@ struct IntCompression {
 };
 
 // Compresses z, the items of this thread.
-template <bool WARP, int ITEMS>
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[ITEMS]) {
     const i64 place = tile.row * to.at.n + tile.start;
-    const int bits = int(to.how.bits), block = int(to.at.block), count = tile.count;
+    const int block = int(to.at.block), count = tile.count;
+    const bool stochastic = to.how.stochastic != 0;
     if (to.error != nullptr) {
         float e[ITEMS];
         load(to.error + place, count, e);
@@ -201,26 +229,27 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
         y[j] = z[j];
     }
     if (to.how.rotated) rotate<WARP>(y, count, block);
-    const float s = scale_of<WARP>(y, count, to.how.rotated ? present<ITEMS>(nullptr, count) : alive, to.how);
+    const u32 there = present<ITEMS>(nullptr, count);
+    const float s = scale_of<BITS, WARP>(y, to.how.rotated ? there : alive, stochastic);
     const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
     const float inverse = good ? div(1.0f, s) : 0.0f;
     const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
     int code[ITEMS];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        code[j] = good ? code_of(y[j], inverse, key, item(j), to.how) : bits == 2 ? 2 : 0;
+        code[j] = good ? code_of<BITS>(y[j], inverse, key, item(j), stochastic) : BITS == 2 ? 2 : 0;
     }
     u8* row = to.wire + tile.row * to.at.nbytes;
     const i64 codes = 4 * i64(to.at.nblocks);
-    store_codes(code, count, bits, row + codes + tile.start * bits / 8);
+    store_codes<BITS>(code, there, row + codes + tile.start * BITS / 8);
     if (threadIdx.x == 0 && count > 0) reinterpret_cast<float*>(row)[tile.block] = s;
     if (count > 0 && tile.start + count == to.at.n && threadIdx.x < 16) {  // the zeros at the end
-        const i64 byte = codes + (to.at.n * bits + 7) / 8 + threadIdx.x;
+        const i64 byte = codes + (to.at.n * BITS + 7) / 8 + threadIdx.x;
         if (byte < to.at.nbytes) row[byte] = 0;
     }
     if (to.error == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) y[j] = value_of(code[j], s, bits);
+    for (int j = 0; j < ITEMS; ++j) y[j] = value_of<BITS>(code[j], s);
     if (to.how.rotated) rotate<WARP>(y, count, block);
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
@@ -232,55 +261,56 @@ struct IntCompressRows {
     const float* x;
 };
 
-template <bool WARP, int ITEMS>
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_compress_of(const IntCompressRows& of) {
     const Tile tile(of.to.at);
     float z[ITEMS];
     load(of.x + tile.row * of.to.at.n + tile.start, tile.count, z);
-    int_encode<WARP>(of.to, tile, z);
+    int_encode<BITS, WARP>(of.to, tile, z);
 }
 
 // decoding -------------------------------------------------------------------------------------------------------------
 
 // Of item j the byte that holds its code; codes: of a tile.
-__device__ inline u32 int_byte(const u8* codes, int j, i64 bits) { return codes[item(j) * int(bits) >> 3]; }
+template <int BITS>
+__device__ inline u32 int_byte(const u8* codes, int j) {
+    return codes[item(0) * BITS / 8 + 32 * BITS / 8 * j];
+}
 
-// What the code of item j in that byte stands for.
-__device__ inline float int_decode(u32 byte, int j, float s, i64 bits) {
-    int code = int(byte >> (item(j) * int(bits) & 7)) & ((1 << bits) - 1);
-    if (bits > 2) code = (code ^ 1 << (bits - 1)) - (1 << (bits - 1));
-    return value_of(code, s, bits);
+// What the code of this lane's items in that byte stands for.
+template <int BITS>
+__device__ inline float int_decode(u32 byte, float s) {
+    int code = int(byte >> (lane() * BITS & 7)) & ((1 << BITS) - 1);
+    if (BITS > 2) code = (code ^ 1 << (BITS - 1)) - (1 << (BITS - 1));
+    return value_of<BITS>(code, s);
 }
 
 // Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used.
-template <int N, int ITEMS>
-__device__ inline void add_int_ranks(const u8* row, const Layout& at, i64 bits, int ranks, bool first,
-                                     const Tile& tile, float (&x)[ITEMS]) {
-    const i64 place = 4 * i64(at.nblocks) + tile.start * bits / 8;
+template <int BITS, int N, int ITEMS>
+__device__ inline void add_int_ranks(const u8* row, const Layout& at, int ranks, bool first, const Tile& tile,
+                                     float (&x)[ITEMS]) {
+    const i64 place = 4 * i64(at.nblocks) + tile.start * BITS / 8;
+    const int there = items_there<ITEMS>(tile.count);
     u32 bytes[N][ITEMS];
-    float scales[N];
 #pragma unroll
     for (int r = 0; r < N; ++r) {
 #pragma unroll
-        for (int j = 0; j < ITEMS; ++j) {
-            bytes[r][j] = item(j) < tile.count ? int_byte(row + r * at.nbytes + place, j, bits) : 0;
-        }
-        scales[r] = get_scale(row + r * at.nbytes, tile.block);
+        for (int j = 0; j < ITEMS; ++j) bytes[r][j] = j < there ? int_byte<BITS>(row + r * at.nbytes + place, j) : 0;
     }
+    const float mine = share_of<N>(row, at, ranks, tile);
 #pragma unroll
     for (int r = 0; r < N; ++r) {
-        const float share = div(scales[r], float(ranks));
+        const float share = __shfl_sync(0xFFFFFFFFu, mine, r);
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) {
-            if (item(j) >= tile.count) continue;
-            const float own = int_decode(bytes[r][j], j, share, bits);
+            const float own = int_decode<BITS>(bytes[r][j], share);
             x[j] = first && r == 0 ? own : add(x[j], own);
         }
     }
 }
 
-// The mean of rows, in their order. Every thread of the grid's block must come here.
-template <bool WARP, int ITEMS>
+// The mean of rows, in their order; 0 where there is nothing. Every thread of the grid's block must come here.
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding& how, int ranks, const Tile& tile,
                                 float (&x)[ITEMS]) {
 #pragma unroll
@@ -288,11 +318,16 @@ __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding&
     if (tile.count > 0) {
         int rank = 0;
         for (; rank + 4 <= ranks; rank += 4) {
-            add_int_ranks<4>(wires + rank * at.nbytes, at, how.bits, ranks, rank == 0, tile, x);
+            add_int_ranks<BITS, 4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
         for (; rank < ranks; ++rank) {
-            add_int_ranks<1>(wires + rank * at.nbytes, at, how.bits, ranks, rank == 0, tile, x);
+            add_int_ranks<BITS, 1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
+    }
+    const int there = items_there<ITEMS>(tile.count);
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) {
+        if (j >= there) x[j] = 0.0f;
     }
     if (how.rotated) rotate<WARP>(x, tile.count, int(at.block));
 }
@@ -303,12 +338,12 @@ struct IntReduce {
     i64 ranks;
 };
 
-template <bool WARP, int ITEMS>
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_reduce_of(const IntReduce& of) {
     const Tile tile(of.to.at);
     float x[ITEMS];
-    int_mean<WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
-    int_encode<WARP>(of.to, tile, x);
+    int_mean<BITS, WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
+    int_encode<BITS, WARP>(of.to, tile, x);
 }
 
 struct IntDecompression {
@@ -319,15 +354,15 @@ struct IntDecompression {
     const u8* live;  // null: all
 };
 
-template <bool WARP, int ITEMS>
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_decompress_of(const IntDecompression& of) {
     const Tile tile(of.at);
     const u8* row = of.wire + tile.row * of.at.nbytes;
-    const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * of.how.bits / 8;
+    const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * BITS / 8;
     const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
     float x[ITEMS];
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode(int_byte(codes, j, of.how.bits), j, s, of.how.bits) : 0.0f;
+    for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode<BITS>(int_byte<BITS>(codes, j), s) : 0.0f;
     if (of.how.rotated) rotate<WARP>(x, tile.count, int(of.at.block));
     const i64 mask_bytes = (of.at.n + 7) / 8;
     const u32 alive = present<ITEMS>(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
@@ -346,25 +381,39 @@ struct IntMean {
     i64 ranks;
 };
 
-template <bool WARP, int ITEMS>
+template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_decompress_mean_of(const IntMean& of) {
     const Tile tile(of.at);
     float x[ITEMS];
-    int_mean<WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
+    int_mean<BITS, WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
     store(of.out + tile.start, tile.count, x);
 }
 
 // kernels --------------------------------------------------------------------------------------------------------------
 
-#define COMMOPT_INTEGER_KERNELS(NAME, ARGUMENT)                                                           \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ ARGUMENT of) { \
-        NAME##_of<false, kItems>(of);                                                                     \
-    }                                                                                                     \
+__device__ inline const Coding& coding(const IntCompressRows& of) { return of.to.how; }
+__device__ inline const Coding& coding(const IntReduce& of) { return of.to.how; }
+__device__ inline const Coding& coding(const IntDecompression& of) { return of.how; }
+__device__ inline const Coding& coding(const IntMean& of) { return of.how; }
+
+#define COMMOPT_OF_BITS(NAME, WARP, ITEMS)            \
+    if (coding(of).bits == 8) {                       \
+        NAME##_of<8, WARP, ITEMS>(of);                \
+    } else if (coding(of).bits == 4) {                \
+        NAME##_of<4, WARP, ITEMS>(of);                \
+    } else {                                          \
+        NAME##_of<2, WARP, ITEMS>(of);                \
+    }
+
+#define COMMOPT_INTEGER_KERNELS(NAME, ARGUMENT)                                                              \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ ARGUMENT of) {    \
+        COMMOPT_OF_BITS(NAME, false, kItems)                                                                 \
+    }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(kSegment) NAME##_256(const __grid_constant__ ARGUMENT of) { \
-        NAME##_of<true, kItems>(of);                                                                      \
-    }                                                                                                     \
+        COMMOPT_OF_BITS(NAME, true, kItems)                                                                  \
+    }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(kSegment) NAME##_128(const __grid_constant__ ARGUMENT of) { \
-        NAME##_of<true, kItems / 2>(of);                                                                  \
+        COMMOPT_OF_BITS(NAME, true, kItems / 2)                                                              \
     }
 
 COMMOPT_INTEGER_KERNELS(int_compress, IntCompressRows)

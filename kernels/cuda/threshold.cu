@@ -205,25 +205,9 @@ extern "C" __global__ void threshold_count(const __grid_constant__ ThresholdComp
     of.counts[32 * index + lane()] = lane() < thresholds ? mine : 0;
 }
 
-// The rounds that have been counted, and the thresholds of the next ones.
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    threshold_step(const __grid_constant__ ThresholdCompression of) {
-    __shared__ i64 partial[kMaxWarps][32];
-    const i64 row = blockIdx.x, chunks = of.at.chunks(), k = of.at.k;
-    i64 sum = 0;
-#pragma unroll 4
-    for (i64 chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
-        sum += of.counts[32 * (row * chunks + chunk) + lane()];
-    }
-    partial[threadIdx.y][lane()] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0) return;
-    for (u32 team = 1; team < blockDim.y; ++team) sum += partial[team][lane()];
-    partial[0][lane()] = sum;
-    __syncwarp();
-    if (lane() != 0) return;
-    ThresholdSearch& search = of.search[row];
-    const i64* counts = partial[0];
+// What the counts say of where the threshold lies and, at the end, of which elements are sent. By one thread.
+__device__ inline void narrow_down(ThresholdSearch& search, const ThresholdCompression& of, const i64* counts) {
+    const i64 k = of.at.k;
     if (of.levels == 0) {
         const double mean = search.sampled[0];
         const bool below = counts[0] <= k;
@@ -253,27 +237,46 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
         search.left = __dadd_rn(left, __dmul_rn(unit, double(low)));  // exact, as are all halves of halves
         search.right = __dadd_rn(left, __dmul_rn(unit, double(high)));
     }
-    if (of.next == 0) {
-        search.low_bits = threshold_reaching(search.low);
-        search.high_bits = search.none ? kInfinity : threshold_reaching(search.high);
-        search.lacking = k - search.above;
-        if (search.wild > k) {
-            search.low_bits = kInfinity;
-            search.high_bits = 0x80000000u;
-            search.lacking = k;
-        } else if (search.wild > 0) {
-            search.low_bits = 0;
-            search.high_bits = kInfinity;
-            search.lacking = k - search.wild;
-        }
-        return;
+    if (of.next != 0) return;
+    search.low_bits = threshold_reaching(search.low);
+    search.high_bits = search.none ? kInfinity : threshold_reaching(search.high);
+    search.lacking = k - search.above;
+    if (search.wild > k) {
+        search.low_bits = kInfinity;
+        search.high_bits = 0x80000000u;
+        search.lacking = k;
+    } else if (search.wild > 0) {
+        search.low_bits = 0;
+        search.high_bits = kInfinity;
+        search.lacking = k - search.wild;
     }
-    const double unit = (search.right - search.left) / double(1 << of.next);
-    for (int j = 0; j < (1 << of.next) - 1; ++j) {
-        const double q = __dadd_rn(search.left, __dmul_rn(unit, double(j + 1)));
-        search.sampled[j] = __dadd_rn(search.base, __dmul_rn(q, __dadd_rn(search.top, -search.base)));
-        search.least[j] = threshold_reaching(search.sampled[j]);
+}
+
+// The rounds that have been counted, and the thresholds of the next ones, one by each lane.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    threshold_step(const __grid_constant__ ThresholdCompression of) {
+    __shared__ i64 partial[kMaxWarps][32];
+    const i64 row = blockIdx.x, chunks = of.at.chunks();
+    i64 sum = 0;
+#pragma unroll 16
+    for (i64 chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+        sum += of.counts[32 * (row * chunks + chunk) + lane()];
     }
+    partial[threadIdx.y][lane()] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0) return;
+    for (u32 team = 1; team < blockDim.y; ++team) sum += partial[team][lane()];
+    partial[0][lane()] = sum;
+    __syncwarp();
+    ThresholdSearch& search = of.search[row];
+    if (lane() == 0) narrow_down(search, of, partial[0]);
+    __syncwarp();
+    if (lane() >= (1 << of.next) - 1) return;
+    const double left = search.left, base = search.base, unit = (search.right - left) / double(1 << of.next);
+    const double q = __dadd_rn(left, __dmul_rn(unit, double(lane() + 1)));
+    const double sampled = __dadd_rn(base, __dmul_rn(q, __dadd_rn(search.top, -base)));
+    search.sampled[lane()] = sampled;
+    search.least[lane()] = threshold_reaching(sampled);
 }
 
 // Of a chunk, by a warp: how many of its elements are sent for sure, and how many may be.

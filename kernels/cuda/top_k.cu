@@ -2,6 +2,11 @@
 // commopt/ops/top_k.py. A team works on a chunk: a warp on a small one, all warps of a block on a larger one, each on a
 // run of its elements, of which it has element 32 j + lane in lane `lane`.
 
+// Both not negative. Numbers are small mostly, and a division of 64 bits takes as long as a hundred other instructions.
+__device__ inline i64 divided(i64 a, i64 b) {
+    return u64(a | b) >> 32 == 0 ? i64(u32(a) / u32(b)) : a / b;
+}
+
 // As cuda_top_k.py lays it out: TopKRow of top_k_row.py.
 struct TopKLayout {
     i64 n, k, chunk, bits;
@@ -220,22 +225,28 @@ __device__ inline void select_entries(const TopKCompression& of, i64 row, i64 c)
     }
 }
 
+template <bool WARP, bool REGISTERS>
+__device__ inline void of_chunk(const TopKCompression& of, i64 index) {
+    const i64 row = divided(index, of.at.chunks);
+    select_entries<WARP, REGISTERS>(of, row, index - row * of.at.chunks);
+}
+
 // Chunks of up to 32 kItems elements, each by a warp ...
 extern "C" __global__ void topk_select(const __grid_constant__ TopKCompression of) {
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (index < of.rows * of.at.chunks) select_entries<true, true>(of, index / of.at.chunks, index % of.at.chunks);
+    if (index < of.rows * of.at.chunks) of_chunk<true, true>(of, index);
 }
 
 // ... of up to kMaxThreads * kItems, by a block ...
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
     topk_select_block(const __grid_constant__ TopKCompression of) {
-    select_entries<false, true>(of, blockIdx.x / of.at.chunks, blockIdx.x % of.at.chunks);
+    of_chunk<false, true>(of, blockIdx.x);
 }
 
 // ... and of more.
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
     topk_select_large(const __grid_constant__ TopKCompression of) {
-    select_entries<false, false>(of, blockIdx.x / of.at.chunks, blockIdx.x % of.at.chunks);
+    of_chunk<false, false>(of, blockIdx.x);
 }
 
 // The scales of a group, by a warp, from the values that are kept.
@@ -243,7 +254,7 @@ extern "C" __global__ void topk_scales(const __grid_constant__ TopKCompression o
     const TopKLayout& at = of.at;
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
     if (index >= of.rows * at.groups) return;
-    const i64 row = index / at.groups, g = index % at.groups, size = at.group * at.k;
+    const i64 row = divided(index, at.groups), g = index - row * at.groups, size = at.group * at.k;
     const float* kept = of.kept + row * at.entries;
     const i64 first = g * size, end = first + size < at.entries ? first + size : at.entries;
     float* scales = reinterpret_cast<float*>(of.wire + row * at.nbytes) + at.scales * g;
@@ -294,7 +305,7 @@ extern "C" __global__ void topk_encode(const __grid_constant__ TopKCompression o
     const TopKLayout& at = of.at;
     const i64 octets = (at.entries + 7) / 8, index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (index >= of.rows * octets) return;
-    const i64 row = index / octets, first = index % octets * 8, left = at.entries - first;
+    const i64 row = divided(index, octets), first = (index - row * octets) * 8, left = at.entries - first;
     const int count = int(left < 8 ? left : 8);
     u8* to = of.wire + row * at.nbytes;
     u8* values = to + at.values_at;
@@ -305,7 +316,7 @@ extern "C" __global__ void topk_encode(const __grid_constant__ TopKCompression o
     }
     u32 codes = 0;
     for (int j = 0; j < count; ++j) {
-        const i64 e = first + j, g = e / at.k / at.group;
+        const i64 e = first + j, g = divided(divided(e, at.k), at.group);
         const float v = kept[e];
         if (at.bits <= 2 && !is_zero(v)) {
             u32 code = __float_as_uint(v) >> 31 ^ 1;
@@ -330,10 +341,10 @@ extern "C" __global__ void topk_encode(const __grid_constant__ TopKCompression o
     }
     if (of.error == nullptr) return;
     for (int j = 0; j < count; ++j) {
-        const i64 e = first + j, c = e / at.k;
+        const i64 e = first + j, c = divided(e, at.k);
         if (is_zero(kept[e])) continue;
         float* rest = of.new_error + row * of.new_error_stride + c * at.chunk + at.get_index(to, e);
-        *rest = sub(kept[e], at.value(to, c / at.group, e));
+        *rest = sub(kept[e], at.value(to, divided(c, at.group), e));
     }
 }
 
@@ -351,7 +362,7 @@ struct TopKEntry {
     i64 to;  // -1: nowhere
     float value;
 
-    __device__ TopKEntry(const TopKDecompression& of, const u8* from, const u8* live, i64 c, i64 j) {
+    __device__ TopKEntry(const TopKDecompression& of, const u8* from, const u8* live, i64 c, i64 group, i64 j) {
         const TopKLayout& at = of.at;
         const i64 length = at.length(c), count = at.count(c), entry = c * at.k + j;
         to = -1;
@@ -363,41 +374,40 @@ struct TopKEntry {
         if (j == 0 && count > 1) counts = counts && i <= beside;
         if (!counts) return;
         to = i;
-        value = at.value(from, c / at.group, entry);
+        value = at.value(from, group, entry);
         if (of.ranks > 1) value = div(value, float(int(of.ranks)));
     }
 };
 
-// A warp has a chunk. Of a few ranks all is asked for before any of it is added, where a lane has one entry of each.
+// A warp has a chunk, a lane one entry of one rank, of as many ranks as there are lanes for; or all lanes have one rank's.
 extern "C" __global__ void topk_decompress(const __grid_constant__ TopKDecompression of) {
-    constexpr int kAtOnce = 4;
     const TopKLayout& at = of.at;
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
     if (index >= of.rows * at.chunks) return;
-    const i64 row = index / at.chunks, c = index % at.chunks, length = at.length(c), count = at.count(c);
+    const i64 row = divided(index, at.chunks), c = index - row * at.chunks, group = divided(c, at.group);
+    const int length = int(at.length(c)), count = int(at.count(c)), ranks = int(of.ranks);
     float* out = of.out + row * of.out_stride + c * at.chunk;
     const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + c * at.chunk / 8;
     const u8* from = of.wire + row * of.ranks * at.nbytes;
-    for (i64 i = lane(); i < length; i += 32) out[i] = 0.0f;
-    i64 rank = 0;
-    for (; count <= 32 && rank + kAtOnce <= of.ranks; rank += kAtOnce, from += kAtOnce * at.nbytes) {
-        TopKEntry entries[kAtOnce] = {
-            {of, from, live, c, lane()},
-            {of, from + at.nbytes, live, c, lane()},
-            {of, from + 2 * at.nbytes, live, c, lane()},
-            {of, from + 3 * at.nbytes, live, c, lane()},
-        };
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
+#pragma unroll 8
+    for (int i = lane(); i < length; i += 32) out[i] = 0.0f;
+    if (count > 32) {
+        for (int rank = 0; rank < ranks; ++rank) {
             __syncwarp();  // before it, other lanes have written these elements
-            if (entries[r].to >= 0) out[entries[r].to] = add(out[entries[r].to], entries[r].value);
+            for (int j = lane(); j < count; j += 32) {
+                const TopKEntry entry(of, from + rank * at.nbytes, live, c, group, j);
+                if (entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
+            }
         }
+        return;
     }
-    for (; rank < of.ranks; ++rank, from += at.nbytes) {
-        __syncwarp();
-        for (i64 j = lane(); j < count; j += 32) {
-            const TopKEntry entry(of, from, live, c, j);
-            if (entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
+    const int at_once = 32 / count, mine = lane() / count;
+    for (int first = 0; first < ranks; first += at_once) {
+        const bool has = mine < at_once && first + mine < ranks;
+        const TopKEntry entry(of, from + (first + mine) * at.nbytes, live, c, group, has ? lane() - mine * count : count);
+        for (int rank = 0; rank < at_once && first + rank < ranks; ++rank) {
+            __syncwarp();
+            if (rank == mine && entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
         }
     }
 }
@@ -416,8 +426,9 @@ extern "C" __global__ void topk_find_unsound(const __grid_constant__ TopKSoundne
     const TopKLayout& at = of.at;
     const i64 index = i64(blockIdx.x) * blockDim.y + threadIdx.y;
     if (index >= of.rows * at.chunks) return;
-    const i64 c = index % at.chunks, length = at.length(c), count = at.count(c), entry = c * at.k;
-    const u8* row = of.wire + index / at.chunks * at.nbytes;
+    const i64 which = divided(index, at.chunks), c = index - which * at.chunks, group = divided(c, at.group);
+    const i64 length = at.length(c), count = at.count(c), entry = c * at.k;
+    const u8* row = of.wire + which * at.nbytes;
     const i64 first = count > 1 ? 1 : at.wide == 2 ? length & 0xFFFF : length & 0xFF;  // where there are no entries
     bool ascends = true, nothing = true, finite = true;
     for (i64 j = lane(); j < count; j += 32) {
@@ -426,9 +437,11 @@ extern "C" __global__ void topk_find_unsound(const __grid_constant__ TopKSoundne
         const i64 before = j > 1 ? at.get_index(row, entry + j - 1) - at.get_index(row, entry + j - 2) : 1;
         ascends = ascends && i < length && step >= 0 && !(step > 0 && before == 0);
         nothing = nothing && i == (j == 0 ? first : 0);
-        if (at.bits >= 16) finite = finite && magnitude_bits(at.value(row, c / at.group, entry + j)) < 0x7F800000u;
+        if (at.bits >= 16) finite = finite && magnitude_bits(at.value(row, group, entry + j)) < 0x7F800000u;
     }
-    if (c % at.group == 0 && lane() < at.scales) finite = finite && is_scale(get_scale(row, u32(at.scales * (c / at.group) + lane())));
+    if (c == group * at.group && lane() < at.scales) {
+        finite = finite && is_scale(get_scale(row, u32(at.scales * group + lane())));
+    }
     const u32 all = 0xFFFFFFFFu;
     const bool good = __ballot_sync(all, ascends) == all || __ballot_sync(all, nothing) == all;
     if (__ballot_sync(all, finite && good) != all && lane() == 0) *of.sound = 0;

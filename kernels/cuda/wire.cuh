@@ -46,10 +46,11 @@ struct Tile {
     __device__ explicit Tile(const Layout& at) {
         index = at.first + blockIdx.x * blockDim.y + threadIdx.y;
         const u32 per_row = at.nblocks * at.tiles_per_block;
-        const u32 in_row = index % per_row, in_block = in_row % at.tiles_per_block;
-        row = index / per_row;
-        block = in_row / at.tiles_per_block;
-        start = i64(block) * at.block + i64(in_block) * at.tile;
+        const u32 which = index < per_row ? 0 : index / per_row;  // the same for all threads mostly: few divide
+        const u32 in_row = index - which * per_row;
+        row = which;
+        block = at.tiles_per_block == 1 ? in_row : in_row / at.tiles_per_block;
+        start = i64(block) * at.block + i64(in_row - block * at.tiles_per_block) * at.tile;
         i64 end = i64(block + 1) * at.block;
         if (end > at.n) end = at.n;
         const i64 left = index < at.last && start < end ? end - start : 0;
@@ -69,15 +70,38 @@ __device__ inline float signed_by(u32 byte, float a) {
     return __uint_as_float(__float_as_uint(a) ^ (~(byte << (31 - (threadIdx.x & 7))) & 0x80000000u));
 }
 
-// ITEMS: fewer than kItems where a team is one warp, and no tile has more elements.
+// How many items of this thread there are: the first ones. ITEMS: fewer than kItems where a team is one warp, and no tile
+// has more elements.
+template <int ITEMS>
+__device__ inline int items_there(int count) {
+    const int left = (count - item(0) + 31) >> 5;
+    return left < 0 ? 0 : left < ITEMS ? left : ITEMS;
+}
+
+// Whether all elements of this warp are there.
+template <int ITEMS>
+__device__ inline bool is_whole(int count) {
+    return int(threadIdx.x >> 5) * kSegment + 32 * ITEMS <= count;
+}
+
 template <int ITEMS>
 __device__ inline void load(const float* x, int count, float (&out)[ITEMS]) {
+    if (is_whole<ITEMS>(count)) {
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) out[j] = x[item(j)];
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) out[j] = item(j) < count ? x[item(j)] : 0.0f;
 }
 
 template <int ITEMS>
 __device__ inline void store(float* x, int count, const float (&from)[ITEMS]) {
+    if (is_whole<ITEMS>(count)) {
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) x[item(j)] = from[j];
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
         if (item(j) < count) x[item(j)] = from[j];
@@ -87,11 +111,12 @@ __device__ inline void store(float* x, int count, const float (&from)[ITEMS]) {
 // Bit j: whether item j is there and alive. live (null: all are) is that of the tile.
 template <int ITEMS = kItems>
 __device__ inline u32 present(const u8* live, int count) {
+    const u32 there = (1u << items_there<ITEMS>(count)) - 1;
+    if (live == nullptr) return there;
     u32 out = 0;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        const int i = item(j);
-        if (i < count && (live == nullptr || live[i >> 3] >> (i & 7) & 1)) out |= 1u << j;
+        if (there >> j & 1 && live[item(j) >> 3] >> (item(j) & 7) & 1) out |= 1u << j;
     }
     return out;
 }

@@ -8,6 +8,7 @@ typedef uint8_t u8;
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 #if defined(__aarch64__)
 typedef __fp16 Half;
