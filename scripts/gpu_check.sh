@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under 8 minutes: scripts/gpu_check.sh
+# Everything that needs a GPU, in one call of about 6 minutes: scripts/gpu_check.sh
 #
 # Equality with the reference, streams and graphs; the same under compute-sanitizer where there is one; every optimizer,
 # compressed gradients and sharded models over NCCL; bandwidth and the cost of steps, to benchmarks/cuda.json and
@@ -36,7 +36,7 @@ part 110 python -m pytest -q -m gpu tests/test_gpu.py
 sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)"
 if [ -n "$sanitizer" ]; then
     # without torch's cache, so that what is read or written outside of a tensor is outside of an allocation
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 100 "$sanitizer" --tool memcheck --error-exitcode 9 \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 240 "$sanitizer" --tool memcheck --error-exitcode 9 \
         python -m pytest -q -m gpu tests/test_gpu.py -k "small" -p no:cacheprovider
 else
     echo "== no compute-sanitizer here: memcheck is left out"
@@ -45,5 +45,6 @@ fi
 part 160 python tests/gpu_ranks.py
 part 60 python scripts/bench_cuda.py --json benchmarks/cuda.json
 part 60 python scripts/bench_gpu_step.py --json benchmarks/gpu_step.json
+part 10 python scripts/cuda_report.py
 echo "== $failed parts failed, $SECONDS s in all"
 exit "$failed"

@@ -87,6 +87,22 @@ def test_small_square_sum(dtype):
     checks.check_square_sum(RUN, GPU, dtype)
 
 
+@pytest.mark.parametrize("block", [16, 128, 256, 1024])
+def test_small_integers(block):
+    for bits, rotated in ((8, False), (4, True), (2, True)):
+        case = {"rows": 2, "n": 1300, "bits": bits, "block": block, "flavour": "normal", "mask": "some", "bad": None}
+        integer_checks.check(RUN, GPU, **case, rotated=rotated, stochastic=bits == 8, seed=3)
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (40, 2048), (100, 16384)])
+def test_small_top_k(shape):
+    checks.check_top_k(RUN, GPU, 2, 17_001, shape, 2, "normal", "some", 1)
+
+
+def test_small_threshold():
+    checks.check_threshold(RUN, GPU, 2, 70_001, 0.01, 20, "normal", "some", 1)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("shape", [(4, 256), (3, 16), (40, 2048), (100, 65536)])
 def test_top_k(shape, bits):
