@@ -118,12 +118,17 @@ class Bucket:
     def pack_gradients(self, scale: float) -> Tensor:
         """A new flat buffer, shape (padded,), with ``scale`` times each gradient; zeros where there is none."""
         flat = torch.empty(self.padded, dtype=self.dtype, device=self.device)
-        end = 0
+        grads, places, end = [], [], 0
         for grad, offset in self.gradients():
-            flat[end:offset].zero_()
+            if offset > end:
+                flat[end:offset].zero_()
             end = offset + grad.numel()
-            flat[offset:end].view(grad.shape).copy_(grad)
-        flat[end:].zero_()
+            grads.append(grad)
+            places.append(flat[offset:end].view(grad.shape))
+        if end < self.padded:
+            flat[end:].zero_()
+        if grads:
+            torch._foreach_copy_(places, grads)
         return flat if scale == 1 else flat.mul_(scale)
 
     def pack_params(self) -> Tensor:

@@ -18,7 +18,7 @@ MARKS = {
 
 def kernels(facts: dict[str, Any]) -> str:
     """The table of kernels."""
-    lines = ["| operator | µs | B an element | GB/s | of a copy | × separate operations |", "| --- | " + "---: | " * 5]
+    lines = ["| operator | µs | B an element | GB/s | of a copy | × separate operations |", "| --- | " + " | ".join(["---:"] * 5) + " |"]
     for row in facts["rows"]:
         rate = row["bytes_per_element"] * row["size"] / row["native_us"] / 1e3
         lines.append(
@@ -35,7 +35,7 @@ def steps(facts: dict[str, Any]) -> str:
     models = facts["models"]
     names = list(next(iter(models.values())))
     lines = ["| | " + " | ".join(f"{model}: host ms | step ms" for model in models) + " |"]
-    lines.append("| --- | " + "---: | " * (2 * len(models)))
+    lines.append("| --- | " + " | ".join(["---:"] * (2 * len(models))) + " |")
     for name in names:
         cells = [f"{models[model][name][key]:.1f}" for model in models for key in ("host_ms", "step_ms")]
         lines.append(f"| {name.strip()} | " + " | ".join(cells) + " |")
