@@ -95,6 +95,14 @@ def adam_family(
         "AdamW": Method(plain),
         **on_gradients(plain),
         "OneBitAdam": Method({"name": "OneBitAdam", **adam, "args": {**betas, "freeze_step": freeze}}, "AdamW"),
+        "OneBitAdam, warm-up by Int8": Method(
+            {
+                "name": "OneBitAdam",
+                **adam,
+                "args": {**betas, "freeze_step": freeze, "warmup_compressor": {"name": "Int8"}},
+            },
+            "AdamW",
+        ),
         "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
         "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
         "OneBitLamb": Method({"name": "OneBitLamb", **lamb, "args": {**betas, "freeze_step": freeze}}, "Lamb"),

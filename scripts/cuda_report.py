@@ -18,7 +18,10 @@ MARKS = {
 
 def kernels(facts: dict[str, Any]) -> str:
     """The table of kernels."""
-    lines = ["| operator | µs | B an element | GB/s | of a copy | × separate operations |", "| --- | " + " | ".join(["---:"] * 5) + " |"]
+    lines = [
+        "| operator | µs | B an element | GB/s | of a copy | × separate operations |",
+        "| --- | " + " | ".join(["---:"] * 5) + " |",
+    ]
     for row in facts["rows"]:
         rate = row["bytes_per_element"] * row["size"] / row["native_us"] / 1e3
         lines.append(

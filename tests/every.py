@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commopt
-from commopt.compress import RandomBlocks, Sign
+from commopt.compress import Int4, RandomBlocks, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
 
@@ -56,6 +56,9 @@ EVERY: dict[str, Callable[..., Any]] = {
 WITH_VARIANTS: dict[str, Callable[..., Any]] = {
     **EVERY,
     "OneBitAdam warming up": lambda params, **settings: commopt.OneBitAdam(params, freeze_step=1000, **settings),
+    "OneBitAdam warming up by 4 bits": lambda params, **settings: commopt.OneBitAdam(
+        params, freeze_step=1000, warmup_compressor=Int4(16), **settings
+    ),
     "OneBitAdam overlapping": lambda params, **settings: EVERY["OneBitAdam"](params, overlap=True, **settings),
     "QSparseLocalSGD, blocks": lambda params, **settings: EVERY["QSparseLocalSGD"](
         params, compressor=RandomBlocks(2, 8), **settings

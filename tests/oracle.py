@@ -41,11 +41,13 @@ class OneBitAdamOracle:
         freeze: T_w.
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
+        lossy_warmup: gradients of the warm-up are compressed, too, with the same residuals.
     """
 
     def __init__(
         self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
         row_multiple: int, block: int | None, norm: str | None, rows: int | None = None,
+        lossy_warmup: bool = False,
     ) -> None:  # fmt: skip
         self.size, self.world, self.freeze = len(x), world, freeze
         self.rows = rows or world
@@ -58,7 +60,7 @@ class OneBitAdamOracle:
         self.t = 0
         self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
         self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
-        self.block, self.norm = block, norm
+        self.block, self.norm, self.lossy_warmup = block, norm, lossy_warmup
 
     def _send(self, z: list[float], live: list[bool]) -> list[float]:
         if self.norm is None:
@@ -75,31 +77,42 @@ class OneBitAdamOracle:
         filled = [[g or 0.0 for g in (column[i] for column in columns)] for i in range(len(grads))]
         for j in here:
             self.steps[j] += 1
+        present = set(here)
         if self.t <= self.freeze:
+            means = [sum(column) / self.world for column in zip(*filled)]
+            if self.lossy_warmup:
+                means = self._mean(filled, [j in present for j in range(len(self.m))], present)
             for j in here:
                 self.refreshed[j] += 1
-                g = sum(grad[j] for grad in filled) / self.world
+                g = means[j]
                 self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
                 self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
+            if self.lossy_warmup and self.t == self.freeze:  # what is owed of gradients is owed of the momentum now
+                for owed in (*self.worker, *self.server):
+                    owed[:] = [e * (1 - self.b1) for e in owed]
         else:
-            self._compressed(filled, set(here))
+            live = [v != 0 and j in present for j, v in enumerate(self.v)]
+            locals_ = [[self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, grad)] for grad in filled]
+            means = self._mean(locals_, live, present)
+            for j in here:
+                self.m[j] = means[j]
         for j in here:
             self.x[j] *= 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:
                 c1, c2 = 1 - self.b1 ** self.steps[j], 1 - self.b2 ** self.refreshed[j]
                 self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)
 
-    def _compressed(self, grads: list[list[float]], here: set[int]) -> None:
-        live = [v != 0 and j in here for j, v in enumerate(self.v)]
+    def _mean(self, values: list[list[float]], live: list[bool], here: set[int]) -> list[float]:
+        """The mean of what the workers have, compressed both ways with the residuals."""
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []  # sent[i][r]: what rank r decodes of rank i's row r
-        for i, grad in enumerate(grads):
-            z = [self.b1 * m + (1 - self.b1) * g + e for m, g, e in zip(self.m, grad, self.worker[i])]
-            z = [v if a else 0.0 for v, a in zip(z, live)]
+        for i, own in enumerate(values):
+            z = [x + e if a else 0.0 for x, e, a in zip(own, self.worker[i], live)]
             sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
             flat = [q for part in sent[-1] for q in part]
             for j in here:
                 self.worker[i][j] = z[j] - flat[j]
+        out = []
         for r, row in enumerate(rows):
             alive = [live[j] for j in row]
             columns = zip(*(part[r] for part in sent))
@@ -109,4 +122,5 @@ class OneBitAdamOracle:
             for k, j in enumerate(row):
                 if j in here:
                     self.server[r][k] = y[k] - q[k]
-                    self.m[j] = q[k]
+            out += q
+        return out

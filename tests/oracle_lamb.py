@@ -28,6 +28,7 @@ class OneBitLambOracle:
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         common: the magnitude that all momenta are brought to is "one", or, as in the paper, the "mean" over tensors.
         debias: whether the averaged ratio is divided by 1 - b3^n; the paper does not.
+        lossy_warmup: gradients of the warm-up are compressed, too, with the same residuals.
 
     Attributes:
         seen: how often each way through the bounds of r was taken, so that a test can say that it was.
@@ -37,7 +38,7 @@ class OneBitLambOracle:
         self, x: list[list[float]], world: int, freeze: int | None, *, lr: float, b1: float, b2: float, eps: float,
         wd: float, b3: float = 0.9, low: float = 0.01, high: float = 10.0, r_min: float = 0.5, r_max: float = 4.0,
         r_thr: float = 0.1, row_multiple: int = 1, block: int | None = None, norm: str | None = None,
-        rows: int | None = None, common: str = "one", debias: bool = True,
+        rows: int | None = None, common: str = "one", debias: bool = True, lossy_warmup: bool = False,
     ) -> None:  # fmt: skip
         self.x = [list(t) for t in x]
         self.world, self.freeze, self.rows = world, freeze, rows or world
@@ -52,7 +53,7 @@ class OneBitLambOracle:
         self.t = 0
         self.lr, self.b1, self.b2, self.b3, self.eps, self.wd = lr, b1, b2, b3, eps, wd
         self.low, self.high, self.r_min, self.r_max, self.r_thr = low, high, r_min, r_max, r_thr
-        self.block, self.norm, self.common, self.debias = block, norm, common, debias
+        self.block, self.norm, self.common, self.debias, self.lossy_warmup = block, norm, common, debias, lossy_warmup
         self.seen: Counter[str] = Counter()
 
     def step(self, given: list[list[list[float] | None]]) -> None:
@@ -62,8 +63,12 @@ class OneBitLambOracle:
         here = [i for i in range(len(self.x)) if any(rank[i] is not None for rank in given)]
         grads = [[g or [0.0] * len(x) for g, x in zip(rank, self.x)] for rank in given]
         if self.freeze is None or self.t <= self.freeze:
+            means = [[math.fsum(g) / self.world for g in zip(*(rank[i] for rank in grads))] for i in range(len(self.x))]
+            if self.lossy_warmup:
+                takes_part = self._takes_part(here)
+                means = self._cut(self._mean([self._flat(rank) for rank in grads], [a > 0 for a in takes_part], here))
             for i in here:
-                self._lamb(i, [math.fsum(g) / self.world for g in zip(*(rank[i] for rank in grads))])
+                self._lamb(i, means[i])
             return
         if not self.k:
             self._switch()
@@ -101,6 +106,20 @@ class OneBitLambOracle:
         target = 1.0 if self.common == "one" else math.fsum(there) / len(there)
         self.k = [target / s if s > 0 else 1.0 for s in sizes]
         self.f = [list(v) for v in self.v]
+        if self.lossy_warmup:  # what is owed of gradients is 1 - b1 of it of the momentum, which is scaled from now on
+            factors = self._flat([[(1 - self.b1) * k] * len(t) for k, t in zip(self.k, self.x)])
+            self.worker = [[f * e for f, e in zip(factors, owed)] for owed in self.worker]
+            self.server = [f * e for f, e in zip(factors, self.server)]
+
+    def _takes_part(self, here: list[int]) -> list[float]:
+        return self._flat([[float(i in here)] * len(t) for i, t in enumerate(self.x)])
+
+    def _cut(self, flat: list[float]) -> list[list[float]]:
+        out, start = [], 0
+        for t in self.x:
+            out.append(flat[start : start + len(t)])
+            start += len(t)
+        return out
 
     def _flat(self, tensors: list[list[float]]) -> list[float]:
         return [v for t in tensors for v in t] + [0.0] * self.padding
@@ -112,15 +131,24 @@ class OneBitLambOracle:
 
     def _exchange(self, grads: list[list[list[float]]], here: list[int]) -> None:
         """m <- the compressed mean of k (b1 m + (1-b1) g_i), over k. Residuals are those of the scaled momentum."""
-        takes_part = self._flat([[float(i in here)] * len(t) for i, t in enumerate(self.x)])
-        live = [v > 0 and a > 0 for v, a in zip(self._flat(self.v), takes_part)]
-        cuts = [slice(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
-        sent = []
-        for i, rank in enumerate(grads):
+        live = [v > 0 and a > 0 for v, a in zip(self._flat(self.v), self._takes_part(here))]
+        values = []
+        for rank in grads:
             scaled = [
                 [k * (self.b1 * a + (1 - self.b1) * b) for a, b in zip(m, g)] for k, m, g in zip(self.k, self.m, rank)
             ]
-            z = [(a + e) if alive else 0.0 for a, e, alive in zip(self._flat(scaled), self.worker[i], live)]
+            values.append(self._flat(scaled))
+        means = self._cut(self._mean(values, live, here))
+        for i in here:
+            self.m[i] = [value / self.k[i] for value in means[i]]
+
+    def _mean(self, values: list[list[float]], live: list[bool], here: list[int]) -> list[float]:
+        """The mean of what the workers have, compressed both ways with the residuals."""
+        takes_part = self._takes_part(here)
+        cuts = [slice(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
+        sent = []
+        for i, own in enumerate(values):
+            z = [(a + e) if alive else 0.0 for a, e, alive in zip(own, self.worker[i], live)]
             q = [value for cut in cuts for value in self._send(z[cut], live[cut])]
             self.worker[i] = [a - b if c else e for a, b, c, e in zip(z, q, takes_part, self.worker[i])]
             sent.append(q)
@@ -128,12 +156,7 @@ class OneBitLambOracle:
         y = [(a + e) if alive else 0.0 for a, e, alive in zip(mean, self.server, live)]
         q = [value for cut in cuts for value in self._send(y[cut], live[cut])]
         self.server = [a - b if c else e for a, b, c, e in zip(y, q, takes_part, self.server)]
-        start = 0
-        for i, k in enumerate(self.k):
-            stop = start + len(self.m[i])
-            if i in here:
-                self.m[i] = [value / k for value in q[start:stop]]
-            start = stop
+        return q
 
     def _frozen(self, i: int, before: list[float]) -> None:
         m, v, x, f = self.m[i], self.v[i], self.x[i], self.f[i]

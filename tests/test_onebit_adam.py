@@ -98,15 +98,19 @@ def test_warm_up_is_torch_adamw_on_the_averaged_gradient(world_size, decay):
         (Sign(None), None, "l2"),
     ],
 )
-@pytest.mark.parametrize(("absent", "overlap"), [(False, False), (True, False), (True, True)])
-def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block, norm, absent, overlap):
+@pytest.mark.parametrize(
+    ("absent", "overlap", "lossy_warmup"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
+)
+def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block, norm, absent, overlap, lossy_warmup):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once.
-    ``absent``: parameters come and go, in blocks that they share with others."""
+    ``absent``: parameters come and go, in blocks that they share with others. ``lossy_warmup``: gradients are sent by
+    the same compressor, with the same residuals."""
     sizes: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5)]
     settings = {"lr": 0.02, "eps": 1e-6}
     oracle = OneBitAdamOracle(
         flat(some_params(sizes)), world_size, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
-        row_multiple=ROW_MULTIPLE, block=block, norm=norm,
+        row_multiple=ROW_MULTIPLE, block=block, norm=norm, lossy_warmup=lossy_warmup,
     )  # fmt: skip
     expected = []
 
@@ -131,6 +135,7 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
             weight_decay=0.05,
             freeze_step=6,
             compressor=compressor,
+            warmup_compressor=compressor if lossy_warmup else None,
             overlap=overlap,
             backend=backend,
             **settings,

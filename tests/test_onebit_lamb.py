@@ -128,7 +128,7 @@ def against_the_oracle(
 ) -> Counter:
     """Compares every step, parameters and state, and returns which ways the oracle has taken."""
     steps, overlap = 18, options.pop("overlap", False)
-    absent = options.pop("absent", False)
+    absent, lossy_warmup = options.pop("absent", False), options.pop("lossy_warmup", False)
     common, debias = options.pop("common", "one"), options.pop("debias", True)
     order = list(reversed(range(len(SIZES))))  # how a bucket packs
     ours = {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.05, "betas": (0.9, 0.98), **options}
@@ -139,7 +139,7 @@ def against_the_oracle(
         r_min=options.get("factor_min", 0.5), r_max=options.get("factor_max", 4.0),
         r_thr=options.get("factor_threshold", 0.1), row_multiple=ROW_MULTIPLE,
         block=getattr(compressor, "block", None), norm=getattr(compressor, "norm", None), rows=nodes * places,
-        common=common, debias=debias,
+        common=common, debias=debias, lossy_warmup=lossy_warmup,
     )  # fmt: skip
     expected = []
     for step in range(steps):
@@ -149,8 +149,15 @@ def against_the_oracle(
     def run(backend):
         mine = some_params()
         backend = backend if places == 1 else backend.nodes(places)
+        warmup = compressor if lossy_warmup else None
         optimizer = OneBitLamb(
-            mine, freeze_step=freeze, compressor=compressor, backend=backend, overlap=overlap, **ours
+            mine,
+            freeze_step=freeze,
+            compressor=compressor,
+            warmup_compressor=warmup,
+            backend=backend,
+            overlap=overlap,
+            **ours,
         )
         for step in range(steps):
             grads: list[Any] = [some_grad(step, backend.rank, i) for i in range(len(mine))]
@@ -182,6 +189,12 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overla
     # 3 ranks: a mean of float32 scales can lie exactly between two float32 (see test_onebit_adam.py)
     atol = 1e-5 if world_size == 3 and compressor != Identity() else 1e-11
     against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap, absent=absent)
+
+
+@pytest.mark.parametrize(("nodes", "places"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_warm_up_that_is_compressed_is_that_on_lists(nodes, places, overlap):
+    against_the_oracle(nodes, places, Sign(block=16), 6, 1e-11, overlap=overlap, absent=places == 1, lossy_warmup=True)
 
 
 @pytest.mark.parametrize(

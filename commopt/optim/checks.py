@@ -96,9 +96,9 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_compressor(compressor: Any) -> None:
+def check_compressor(compressor: Any, name: str = "compressor") -> None:
     if not isinstance(compressor, Compressor):
-        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+        raise ValueError(f"{name} must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
 
 
 def check_partial(name: str, how: Any) -> None:

@@ -1,6 +1,6 @@
 """Exchange of a bucket's step with the other ranks: the heart of every optimizer of the Adam family.
 
-    g      mean_i g_i, in full precision              averaged_gradients
+    g      mean_i g_i, in full precision, or coarser  averaged_gradients
     m_i    b1 m + (1-b1) g_i                          local_momentum
     m      mean_i m_i, compressed both ways           compressed_mean_of(...).into(m, update)
 
@@ -33,16 +33,25 @@ from commopt.comm import (
 )
 from commopt.compress import Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim.in_flight import StepContext
-from commopt.optim.masks import Run, absent_runs, active_mask, within, without
+from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
 from commopt.optim.state_bucket import StateBucket
 
 
-def averaged_gradients(bucket: StateBucket, ctx: StepContext) -> Generator[Work, None, list[Tensor]]:
-    """The exact means of the gradients of the parameters that move, in the dtype of the state.
+def averaged_gradients(
+    bucket: StateBucket, ctx: StepContext, compressor: Compressor | None = None
+) -> Generator[Work, None, list[Tensor]]:
+    """The means of the gradients of the parameters that move, in the dtype of the state: exact ones or, with a
+    ``compressor``, compressed both ways, with the bucket's residuals.
 
     All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
     """
+    if compressor is not None and bucket.feedback is not None:
+        g_i = yield from local_momentum(bucket, bucket["exp_avg"], 0.0, ctx)
+        mean = yield from compressed_mean_of(g_i, bucket, compressor, ctx, variance_moves=True)
+        bucket.active = None
+        views = bucket.views(mean.values())
+        return [views[i] for i in ctx.moving(bucket)]
     if ctx.average:
         flat = bucket.pack_gradients(ctx.scale)
         yield from mean_over_all(flat, ctx.send, ctx.reply)
@@ -80,6 +89,7 @@ def compressed_mean_of(
     *,
     scaling: Sequence[float] | None = None,
     absent: Sequence[int] | None = None,
+    variance_moves: bool = False,
 ) -> Generator[Work, None, Received]:
     """The mean over the ranks of ``local`` + residual, compressed, and the residuals of that.
 
@@ -94,11 +104,12 @@ def compressed_mean_of(
         scaling: one factor k of each parameter: k (``local`` + residual) is compressed, what comes back is divided by
             k, and so are the residuals.
         absent: indices of the parameters that take no part, ascending; None: those without a gradient on any rank.
+        variance_moves: elements take part whose variance is 0, too.
     """
     feedback = bucket.feedback
     assert feedback is not None
     runs = absent_runs(bucket, ctx.absent(bucket) if absent is None else absent)
-    active = without(active_mask(bucket), runs)
+    active = without(padding_mask(bucket) if variance_moves else active_mask(bucket), runs)
     server = feedback.server.numel()
     kept = feedback.spare(
         within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),

@@ -72,6 +72,8 @@ class OneBitAdam(WarmupOptimizer):
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
+        warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
+            for full precision, as in the paper.
         max_grad_norm: clip to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2), where ||g_i||
             is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks and in both
             phases. It is not below the norm of the averaged gradient (which nobody knows in the compressed phase), and
@@ -108,6 +110,7 @@ class OneBitAdam(WarmupOptimizer):
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
         compressor: Compressor | None = None,
+        warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
@@ -129,6 +132,7 @@ class OneBitAdam(WarmupOptimizer):
             params,
             defaults,
             compressor=compressor,
+            warmup_compressor=warmup_compressor,
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
@@ -153,7 +157,7 @@ class OneBitAdam(WarmupOptimizer):
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Adam on the mean gradient."""
-        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        g = yield from averaged_gradients(bucket, ctx, self.warmup_compressor)  # g = mean_i g_i
         x, m, v, counts = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
         adam_(x, g, m, v, counts, group)
 

@@ -86,6 +86,8 @@ class OneBitLamb(WarmupOptimizer):
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
+        warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
+            for full precision, as in the paper.
         max_grad_norm: clip to this norm, > 0, or None; as for :class:`commopt.OneBitAdam`.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
@@ -124,6 +126,7 @@ class OneBitLamb(WarmupOptimizer):
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
         compressor: Compressor | None = None,
+        warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
@@ -151,6 +154,7 @@ class OneBitLamb(WarmupOptimizer):
             params,
             defaults,
             compressor=compressor,
+            warmup_compressor=warmup_compressor,
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
             overlap=overlap,
@@ -171,7 +175,7 @@ class OneBitLamb(WarmupOptimizer):
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
-        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        g = yield from averaged_gradients(bucket, ctx, self.warmup_compressor)  # g = mean_i g_i
         moving = self.increment(bucket, ctx, variance_moves=True)
         x, m, v, _ = bucket.operands(moving)
         ratios = lamb_(x, g, m, v, group, bucket.total)

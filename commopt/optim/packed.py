@@ -339,9 +339,13 @@ class PackedOptimizer(torch.optim.Optimizer):
                 for p, own in zip(bucket.params, self.own_tensors(bucket, group)):
                     self.state[p].update(own)
 
+    def chunk_multiple(self) -> int | None:
+        """Of how many elements chunks are multiples, but the last; None: nothing can be sent in chunks."""
+        return self.compressor.chunk_multiple
+
     def init_messages(self, bucket: StateBucket, capacity: int) -> None:
         """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
-        bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
+        bucket.chunks = bucket.split(capacity, self.chunk_multiple())
         bucket.add_residuals(self.overlap)
 
     def follow_parameters(self) -> bool:

@@ -1,7 +1,11 @@
-"""Optimizers that warm up on exact averages, and compress once their variance has settled.
+"""Optimizers that warm up on averages of gradients, and compress once their variance has settled.
 
 A subclass is an Adam of some kind: it keeps a momentum ``exp_avg`` and a variance ``exp_avg_sq`` in every bucket, and
 freezes the variance after step ``freeze_step`` (T_w) of a group.
+
+A ``warmup_compressor`` compresses the gradients of the warm-up, with error feedback (the papers send them in full
+precision). The residuals are those of the compressed phase: where that begins, what the ranks owe of their gradients is
+as much of their momentum as the gradients would have been, 1-b1 of it.
 
 ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
 risen in between; groups of the same age and beta2 decide together. 1-bit Adam (arXiv 2102.02888) has the rule of the
@@ -11,6 +15,7 @@ ratio; that it must not fire while v still grows from 0, nor in the warm-up of l
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +24,9 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Work, wait
+from commopt.compress import Compressor
 from commopt.optim.base import CommOptimizer
+from commopt.optim.checks import check_compressor
 from commopt.optim.diagnostics import tell_if_never_compressed
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
@@ -39,7 +46,35 @@ def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
 
 
 class WarmupOptimizer(CommOptimizer):
-    """Base of the optimizers with a warm-up; see the module's docstring."""
+    """Base of the optimizers with a warm-up; see the module's docstring.
+
+    Args:
+        params, defaults, common: as for :class:`commopt.optim.CommOptimizer`.
+        warmup_compressor: of the gradients of the warm-up; None for full precision.
+    """
+
+    _SETTINGS = (*CommOptimizer._SETTINGS, "warmup_compressor")
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, warmup_compressor: Compressor | None = None, **common: Any
+    ) -> None:
+        self.warmup_compressor = warmup_compressor
+        super().__init__(params, defaults, **common)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.warmup_compressor is not None:
+            check_compressor(self.warmup_compressor, "warmup_compressor")
+
+    def settings(self) -> list[Any]:
+        return [*super().settings(), self.warmup_compressor]
+
+    def chunk_multiple(self) -> int | None:
+        both = [c.chunk_multiple for c in (self.compressor, self.warmup_compressor) if c is not None]
+        return None if None in both else math.lcm(*(multiple for multiple in both if multiple is not None))
+
+    def wants_average(self, group: dict[str, Any]) -> bool:
+        return super().wants_average(group) and (self.warmup_compressor is None or self.topology.nodes == 1)
 
     def _restart(self) -> None:
         super()._restart()
@@ -88,8 +123,15 @@ class WarmupOptimizer(CommOptimizer):
     # the end of warm-up -----------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
         self._count()
+        self._freeze_where_settled()
+        for bucket, group in self.grouped_buckets() if self.warmup_compressor is not None else ():
+            if bucket.feedback is not None and group["freeze_step"] == group["step"]:
+                for residual in (bucket.feedback.worker, bucket.feedback.server):
+                    residual.mul_(1 - group["betas"][0])  # of gradients; from now on of the momentum
+
+    def _freeze_where_settled(self) -> None:
+        """Freezes the variance there (``freeze_step="auto"``)."""
         cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
         for group in self.param_groups:
             beta2 = group["betas"][1]
