@@ -34,6 +34,7 @@ from worlds import Toy, Used, backward, on_processes, on_threads, params_of, sam
 from commopt import CSER, LocalSGD, OneBitAdam, attach, comm
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
+from commopt.compress import Int8
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9
@@ -360,6 +361,8 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "attached": run_attached(rank, world),
         "attached, accumulated": run_attached(rank, world, parts=2),
         "attached, clipped": run_attached(rank, world, max_grad_norm=0.1),
+        "bare, by 8 bits": run_bare(rank, world, warmup_compressor=Int8(16)),
+        "attached, by 8 bits": run_attached(rank, world, warmup_compressor=Int8(16)),
         "crossed": run_crossed(rank, world),
         "mixed": run_mixed(rank, world),
         **{name: run_unattached(rank, world, **settings) for name, settings in UNATTACHED.items()},
@@ -427,6 +430,15 @@ def test_attached_ddp_averages_in_warm_up_only_and_each_byte_is_counted(ranks):
             presence = 8 * sum(p.requires_grad for p in Toy().parameters())
             assert a["stats"][t]["by_collective"]["all_reduce"] == {"bytes": presence, "calls": 1}
     assert not any("already equal" in line for line in a["log"])
+
+
+def test_where_the_warm_up_is_compressed_an_attached_ddp_averages_nothing(ranks):
+    for a, b in zip(ranks, reversed(ranks)):
+        ours = a["attached, by 8 bits"]
+        assert same_bits(ours["params"], a["bare, by 8 bits"]["params"])
+        assert same_bits(ours["params"], b["attached, by 8 bits"]["params"])
+        assert ours["stats"][:STEPS] == a["bare, by 8 bits"]["stats"][:STEPS]
+    assert not same_bits(ranks[0]["attached, by 8 bits"]["params"], ranks[0]["attached"]["params"])
 
 
 @pytest.mark.parametrize(
