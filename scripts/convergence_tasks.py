@@ -95,7 +95,7 @@ def adam_family(
         "AdamW": Method(plain),
         **on_gradients(plain),
         "OneBitAdam": Method({"name": "OneBitAdam", **adam, "args": {**betas, "freeze_step": freeze}}, "AdamW"),
-        "OneBitAdam, warm-up by Int8": Method(
+        "OneBitAdam + Int8 warm-up": Method(
             {
                 "name": "OneBitAdam",
                 **adam,
@@ -166,7 +166,8 @@ SMALL = ["--model.layers=2", "--model.heads=4", "--model.width=64", "--data.voca
 SCHEDULE = {"warmup_steps": 20, "decay": "cosine", "min_lr_ratio": 0.05, "max_grad_norm": None}
 
 LANGUAGE = SCHEDULE | {"warmup_steps": 60}
-SIGN = {"outer_lr": 1.0, "outer_betas": [0.5, 0.8]}
+SIGN = {"outer_lr": 1.0, "outer_betas": [0.0, 0.0]}
+"""No momentum on top of a base that has one: it would be delay. Best where outer_lr lr is about 2e-3."""
 
 TASKS = {
     "gpt": Task(
@@ -187,6 +188,6 @@ TASKS = {
         200,
         64,
         SCHEDULE,
-        {**adam_family(3e-3, 1e-2, 0.01, 60, 16, {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}), **sgd_family(0.05)},
+        {**adam_family(3e-3, 1e-2, 0.01, 60, 16, {**SIGN, "outer_lr": 0.7}), **sgd_family(0.05)},
     ),
 }
