@@ -165,6 +165,11 @@ class OuterOptimizer(PackedOptimizer):
         is out of range."""
         return []
 
+    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
+        """The mean over all ranks of how far they have come, by bucket: flat buffers. Of what lasts, only the residuals
+        to come are written. ``where`` begins errors."""
+        return rounds.mean_pseudo_gradients(self.topology, self.buckets, self.compressor, where)
+
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         """Moves ``bucket.buffers["anchor"]``.
 
@@ -388,7 +393,7 @@ class OuterOptimizer(PackedOptimizer):
             self._equalize_anchors(device, where)
         if decision.checks:
             rounds.compare(topology, buckets, device, comparing.digests(self), self._compare, where)
-        means = rounds.mean_pseudo_gradients(topology, buckets, self.compressor, where)
+        means = self.mean_pseudo_gradients(where)
         positions, squares = self._positions(), dict[int, float]()
         for (bucket, group), mean in zip(self.grouped_buckets(), means):
             lr = group["round_lr"] / group["round_step"]
