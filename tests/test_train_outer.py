@@ -11,7 +11,7 @@ from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
 import commopt
-from commopt.compress import Sign
+from commopt.compress import Sign, TopK
 from commopt.outer import RandomSign
 from commopt.train.config import OptimConfig
 from commopt.train.errors import ConfigError
@@ -30,7 +30,8 @@ SIGN = {
     },
 }  # fmt: skip
 COMPRESSED = {"name": "LocalSGD", "compressor": {"name": "Sign"}, "args": {"base": "SGD", "period": 5}}
-CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED}
+SPARSE = {"name": "SparseLoCo", "args": {"period": 5, "error_decay": 0.9, "clip_to_median": True}}
+CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED, "sparse": SPARSE}
 
 
 def optimizer(**values: Any) -> Any:
@@ -51,6 +52,9 @@ def test_outer_optimizers_by_name() -> None:
     assert isinstance(optimizer(name="SlowMo", args={"base": "torch.optim.SGD"}).base, torch.optim.SGD)
     assert isinstance(optimizer(name="commopt.DiLoCo", args={"base": "Lamb"}).base, commopt.Lamb)
     assert optimizer(name="SignMomentum", args={"sign": "RandomSign"}).sign == RandomSign()
+    sparse = optimizer(**SPARSE)
+    assert (sparse.compressor, sparse.param_groups[1]["error_decay"], sparse.clip_to_median) == (TopK(), 0.9, True)
+    assert optimizer(name="SparseLoCo", compressor={"name": "TopK", "args": {"k": 8}}).compressor == TopK(8)
 
 
 WRONG = [
@@ -67,6 +71,10 @@ WRONG = [
     ({"args": {"base": "Rprop"}, "weight_decay": 0.1}, "optim.weight_decay: Rprop has no such argument"),
     ({"args": {"base": "LocalSGD"}}, "optim.args.base='LocalSGD' is no Optimizer"),
     ({"args": {"base": "commopt.LocalSGD"}}, "LocalSGD already synchronises the ranks"),
+    (
+        {"name": "SparseLoCo", "args": {"mean_over": "all"}},
+        "optim: SparseLoCo: mean_over must be 'ranks' or 'contributors', got 'all'",
+    ),
     ({"args": {"period": 0}}, "optim: SignMomentum: period must be an int >= 1, got 0"),
     ({"args": {"sign": "RandomSing"}}, "optim.args.sign.name='RandomSing' .*; did you mean RandomSign"),
     (
@@ -105,7 +113,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return folders
 
 
-@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8)])
+@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8), ("sparse", 8)])
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: dict[str, Path], tmp_path: Path, name: str, step: int
 ) -> None:
@@ -146,8 +154,10 @@ def test_records_have_phases_and_bytes(unstopped: dict[str, Path]) -> None:
         assert [line["bytes"] > 0 for line in lines] == [False] * 4 + [True, False]
         totals = [line["bytes_total"] for line in lines]
         assert totals == [0, 0] + [lines[4]["bytes"]] * 2 + [2 * lines[4]["bytes"]] * 2
-        if name == "compressed":
-            assert lines[4]["bytes"] < lines[4]["fp32_bytes"] / 8
+        if name != "sign":
+            assert lines[4]["bytes"] < lines[4]["fp32_bytes"] / (
+                8 if name == "compressed" else 50
+            )  # some are of the agreement
             assert [line["residual_ratio"] is None for line in lines] == [True] * 2 + [False] * 4
         else:
             assert lines[4]["bytes"] >= lines[4]["fp32_bytes"]

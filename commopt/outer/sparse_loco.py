@@ -19,8 +19,8 @@ Where this differs from the paper, and from the code with which its authors have
 * C is any compressor. Chunks are runs of a bucket, in which parameters lie end to end, and not tiles of a matrix, and
   are of 256 elements by default (:mod:`commopt.compress.top_k`). Their ``TopK(64, 4096)`` is one of ours, too.
 * The mean is over all ranks, as in the paper, where Templar's is over the contributors: the ranks that have sent the
-  element. With 4 of 256 elements sent hardly any is sent by two, so that this is nearly the sum: a step up to W times
-  as long, as one rank alone has found. ``mean_over="contributors"`` is that.
+  element. Where ranks choose other elements that is the sum, a step up to W times as long, of what one rank alone has
+  found: so it is not the default, but ``mean_over="contributors"``.
 * ``clip_to_median=True`` is Templar's, the paper has none: s_r of a tensor is made no longer than the median of the
   ranks' (of those that have sent something of it; of two in the middle, the lower). e_r is not told.
 * One rank alone sends nothing, and so compresses nothing: x <- x - a D.
@@ -122,8 +122,8 @@ class SparseLoCo(OuterOptimizer):
         checks.check_bool("clip_to_median", self.clip_to_median)
         if self.compressor is None and (self.mean_over != "ranks" or self.clip_to_median):
             raise ValueError(
-                f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} need each rank's own message, which "
-                "compressor=None does not send; with it they must be 'ranks' and False"
+                f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} need each rank's own message, "
+                "which compressor=None does not send; with it they must be 'ranks' and False"
             )
         return [self.mean_over, self.clip_to_median]
 
@@ -154,7 +154,7 @@ class SparseLoCo(OuterOptimizer):
                 pipeline.start(sent[i].send(d, group["error_decay"], channel, norms=self.clip_to_median), what)
             pipeline.finish()
             clips = factors_to_median(list(sent.values()), where) if self.clip_to_median else [None] * len(sent)
-        sound = all([messages.is_sound() for messages in sent.values()])
+        sound = all(messages.is_sound() for messages in sent.values())
         for (i, messages), factors in zip(sent.items(), clips if sound else ()):
             messages.mean(flats[i], self.mean_over, factors)  # mean_r s_r
         if self.topology.world_size > 1:
