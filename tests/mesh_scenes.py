@@ -96,8 +96,9 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 def exact(name: str) -> dict[str, Any]:
-    """Settings with which nothing is lost."""
-    return {"compressor": Identity()} | ({"reset_compressor": Identity()} if name == "CSER" else {})
+    """Settings with which nothing is lost; norms of whole tensors are wanted."""
+    more = {"CSER": {"reset_compressor": Identity()}, "SparseLoCo": {"clip_to_median": True}}
+    return {"compressor": Identity(), **more.get(name, {})}
 
 
 def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits
 from commopt import DiLoCo, Guard, LocalSGD, SparseLoCo
 from commopt.comm import LocalBackend
 from commopt.compress import Identity, Sign, TopK
+from commopt.optim import join_state_dict, split_state_dict
 from commopt.outer.rounds import ROUND_BYTES
 
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5), (26, 3)]
@@ -328,6 +329,26 @@ def test_a_gradient_that_is_not_finite_is_its_ranks_own_and_such_a_parameter_ski
 
 def owed_of(optimizer: SparseLoCo) -> list[Tensor]:
     return [entry["worker_error"] for entry in optimizer.residuals.values()]
+
+
+def test_one_rank_that_is_left_takes_what_is_owed_at_the_outer_learning_rate():
+    def save(backend):
+        model = Toy(torch.float64)
+        optimizer = SparseLoCo(model.parameters(), lr=1e-2, period=2, outer_lr=0.5, backend=backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        return split_state_dict(optimizer.state_dict())
+
+    (replicated, first), (_, second) = on_threads(2, save)
+    optimizer = SparseLoCo(Toy(torch.float64).parameters(), lr=1e-2, period=2, backend=LocalBackend())
+    optimizer.load_state_dict(join_state_dict(replicated, [first, second], 0, 1))
+    owed = 0.0
+    for i, p in enumerate(p for p in optimizer.params if p.requires_grad):
+        i = list(first["state"])[i]
+        mean = (first["state"][i]["worker_error"] + second["state"][i]["worker_error"]).view(p.shape) / 2
+        expected = replicated["state"][i]["anchor"] - 0.5 * mean
+        torch.testing.assert_close(optimizer.state[p]["anchor"], expected, rtol=0, atol=1e-15)
+        owed += float(mean.abs().sum())
+    assert owed > 0
 
 
 # what is refused ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ OUTER = {
     "slowmo": (commopt.SlowMo, "SlowMo: local steps of AdamW, then momentum on the mean of all"),
     "sparseloco": (
         commopt.SparseLoCo,
-        "SparseLoCo: local steps of AdamW, then the mean of the largest elements of all",
+        "SparseLoCo: local steps of AdamW, then the largest elements of all",
     ),
 }
 """Local steps of a base: AdamW, or what is given as ``base``."""
