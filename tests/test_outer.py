@@ -61,15 +61,20 @@ def lr_of(step: int) -> float:
     return 0.0 if step in (6, 7, 8) else 0.02 / (1 + step % 5)  # a whole round of 3 at lr = 0
 
 
-def compare_with_oracle(world_size, method, base, period, block=0, sign=None, rule=None, atol=1e-12):
+STATE = {"momentum_buffer": "m", "exp_avg": "m", "exp_avg_sq": "v"}
+
+
+def compare_with_oracle(world_size, method, base, period, block=0, sign=None, rule=None, atol=1e-12, states=None):
     ours, arguments = OUTER[method]
     params = some_params()
-    oracle = OuterOracle(method, flat([params[i] for i in ORDER]), world_size, period, base, ours, block, sign)
+    means = {STATE[name]: every for name, every in (states or {}).items()}
+    oracle = OuterOracle(method, flat([params[i] for i in ORDER]), world_size, period, base, ours, block, sign, means)
     expected = []
     for step in range(14):
         oracle.step([flat([some_grad(step, r, i) for i in ORDER]) for r in range(world_size)], lr_of(step))
         expected.append([list(x) for x in oracle.x])
     arguments = arguments | ({"compressor": Sign(block=block)} if block else {}) | ({"sign": rule} if rule else {})
+    arguments = arguments | {"state_period": states}
 
     def run(backend):
         mine = some_params()
@@ -100,6 +105,20 @@ def test_every_step_equals_the_papers_loop_on_plain_lists(world_size, method, ba
 @pytest.mark.parametrize("method", METHODS)
 def test_compressed_ways_equal_the_loop_with_residuals(world_size, method):
     compare_with_oracle(world_size, method, "adamw", 3, block=16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("base", "period", "states"),
+    [
+        ("sgd", 3, {"momentum_buffer": 2}),
+        ("adamw", 1, {"exp_avg": 3, "exp_avg_sq": 6}),
+        ("adamw", 3, {"exp_avg_sq": 1}),
+    ],
+)
+def test_state_of_the_bases_is_averaged_at_its_own_rounds(world_size, method, base, period, states):
+    compare_with_oracle(world_size, method, base, period, states=states)
 
 
 # randomised signs -----------------------------------------------------------------------------------------------------
