@@ -96,8 +96,12 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 def exact(name: str) -> dict[str, Any]:
-    """Settings with which nothing is lost; norms of whole tensors are wanted."""
-    more = {"CSER": {"reset_compressor": Identity()}, "SparseLoCo": {"clip_to_median": True}}
+    """Settings with which nothing is lost; norms of whole tensors, and means of a base's state, are wanted."""
+    more: dict[str, dict[str, Any]] = {
+        "CSER": {"reset_compressor": Identity()},
+        "SparseLoCo": {"clip_to_median": True},
+        "LocalSGD": {"state_period": {"exp_avg": 1, "exp_avg_sq": 2}},
+    }
     return {"compressor": Identity(), **more.get(name, {})}
 
 

@@ -26,6 +26,7 @@ SIGN = {
     "max_grad_norm": 0.5,
     "args": {
         "base": "AdamW", "base_args": {"betas": [0.8, 0.9]}, "period": 5, "outer_lr": 0.5,
+        "state_period": {"exp_avg_sq": 1},
         "sign": {"name": "RandomSign", "args": {"seed": 3}},
     },
 }  # fmt: skip
@@ -43,6 +44,7 @@ def test_outer_optimizers_by_name() -> None:
     assert isinstance(mine, commopt.SignMomentum)
     assert isinstance(mine.base, torch.optim.AdamW)
     assert (mine.sign, mine.compressor, mine.max_grad_norm) == (RandomSign(seed=3), Sign(block=64), 0.5)
+    assert mine.state_period == {"exp_avg_sq": 1}
     decayed, rest = mine.param_groups
     assert mine.base.param_groups is mine.param_groups
     given = [decayed[name] for name in ("lr", "betas", "weight_decay", "period", "outer_lr")]
@@ -74,6 +76,10 @@ WRONG = [
     (
         {"name": "SparseLoCo", "args": {"mean_over": "all"}},
         "optim: SparseLoCo: mean_over must be 'ranks' or 'contributors', got 'all'",
+    ),
+    (
+        {"args": {"state_period": {"exp_avh": 2}}},
+        "the state of AdamW has no tensor of that name .*; allowed are exp_avg",
     ),
     ({"args": {"period": 0}}, "optim: SignMomentum: period must be an int >= 1, got 0"),
     ({"args": {"sign": "RandomSing"}}, "optim.args.sign.name='RandomSing' .*; did you mean RandomSign"),
@@ -128,6 +134,8 @@ def test_stopped_and_resumed_is_never_stopped(
     if name == "sign":
         moments = [[entry["exp_avg"] for entry in part["base"]["state"].values()] for part in parts]
         assert any(not torch.equal(a, b) for a, b in zip(*moments))
+        averaged = [[entry["exp_avg_sq"] for entry in part["base"]["state"].values()] for part in parts]
+        assert all(torch.equal(a, b) for a, b in zip(*averaged)) == (step == 5)
 
 
 @pytest.mark.parametrize("name", ["sign", "compressed"])

@@ -46,7 +46,7 @@ class LocalSGD(OuterOptimizer):
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
             synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
-            Adam. None: the state stays with its rank.
+            Adam. For that while each takes 1 more of the memory. None: the state stays with its rank.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.
         process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
