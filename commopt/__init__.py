@@ -6,7 +6,7 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 from commopt.attach import attach
 from commopt.gradients import compress_gradients
 from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
-from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
+from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo, SparseLoCo
 
 __version__ = "0.2.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "QSparseLocalSGD",
     "SignMomentum",
     "SlowMo",
+    "SparseLoCo",
     "ZeroOneAdam",
     "__version__",
     "attach",

@@ -96,8 +96,13 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 def exact(name: str) -> dict[str, Any]:
-    """Settings with which nothing is lost."""
-    return {"compressor": Identity()} | ({"reset_compressor": Identity()} if name == "CSER" else {})
+    """Settings with which nothing is lost; norms of whole tensors, and means of a base's state, are wanted."""
+    more: dict[str, dict[str, Any]] = {
+        "CSER": {"reset_compressor": Identity()},
+        "SparseLoCo": {"clip_to_median": True},
+        "LocalSGD": {"state_period": {"exp_avg": 1, "exp_avg_sq": 2}},
+    }
+    return {"compressor": Identity(), **more.get(name, {})}
 
 
 def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:

@@ -139,6 +139,7 @@ IN_COMMON = {
     "SlowMo": ("anchor", "outer_momentum"),
     "DiLoCo": ("anchor", "outer_momentum"),
     "SignMomentum": ("anchor", "outer_momentum"),
+    "SparseLoCo": ("anchor",),
 }
 """What all ranks have in common after 7 steps: within a round, where there are any. CSER(RandomBlocks) has nothing then
 but its settings."""

@@ -31,6 +31,10 @@ OUTER = {
     "localsgd": (commopt.LocalSGD, "local steps of AdamW, then the mean of all"),
     "signmomentum": (commopt.SignMomentum, "local steps of AdamW, then a step by the sign of the momentum of all"),
     "slowmo": (commopt.SlowMo, "SlowMo: local steps of AdamW, then momentum on the mean of all"),
+    "sparseloco": (
+        commopt.SparseLoCo,
+        "SparseLoCo: local steps of AdamW, then the largest elements of all",
+    ),
 }
 """Local steps of a base: AdamW, or what is given as ``base``."""
 

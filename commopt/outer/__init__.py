@@ -7,6 +7,7 @@ from commopt.outer.rounds import Round
 from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
 from commopt.outer.slowmo import SlowMo
+from commopt.outer.sparse_loco import SparseLoCo
 
 __all__ = [
     "DiLoCo",
@@ -19,4 +20,5 @@ __all__ = [
     "SignMomentum",
     "SignRule",
     "SlowMo",
+    "SparseLoCo",
 ]
