@@ -5,7 +5,17 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 
 from commopt.attach import attach
 from commopt.gradients import compress_gradients
-from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt.optim import (
+    CSER,
+    Guard,
+    Lamb,
+    Lans,
+    OneBitAdam,
+    OneBitLamb,
+    QSparseLocalSGD,
+    ZeroOneAdam,
+    sort_parameters,
+)
 from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
 
 __version__ = "0.2.0"
@@ -26,4 +36,5 @@ __all__ = [
     "__version__",
     "attach",
     "compress_gradients",
+    "sort_parameters",
 ]

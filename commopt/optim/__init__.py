@@ -10,6 +10,7 @@ from commopt.optim.onebit_lamb import OneBitLamb
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.qsparse import QSparseLocalSGD
+from commopt.optim.sorting import SortedParameters, sort_parameters
 from commopt.optim.state import join_state_dict, split_state_dict
 from commopt.optim.zero_one_adam import ZeroOneAdam
 
@@ -25,9 +26,11 @@ __all__ = [
     "OwnTensor",
     "QSparseLocalSGD",
     "ReplicasDiffer",
+    "SortedParameters",
     "SyncPolicy",
     "VariancePolicy",
     "ZeroOneAdam",
     "join_state_dict",
+    "sort_parameters",
     "split_state_dict",
 ]
