@@ -16,7 +16,7 @@ from commopt.optim import (
     ZeroOneAdam,
     sort_parameters,
 )
-from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
+from commopt.outer import DiLoCo, LocalSGD, Mixed, SignMomentum, SlowMo
 
 __version__ = "0.2.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "Lamb",
     "Lans",
     "LocalSGD",
+    "Mixed",
     "OneBitAdam",
     "OneBitLamb",
     "QSparseLocalSGD",

@@ -116,6 +116,8 @@ def test_a_head_is_found_by_its_rows_where_its_name_says_nothing() -> None:
     hidden, rest = commopt.sort_parameters(model)
     assert names(hidden) == {"inner.weight"}
     assert {"tokens.weight", "last.weight"} <= names(rest)
+    numbered = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 8), nn.Linear(8, 40))  # says nothing at all
+    assert names(commopt.sort_parameters(numbered, head=["2.*"]).hidden) == {"1.weight"}
 
 
 def test_frozen_parameters_are_in_neither() -> None:
