@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +222,18 @@ def test_one_that_is_loaded_by_itself_is_followed() -> None:
     assert optimizer.param_groups[0] is muon.param_groups[0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-2]
     assert optimizer.param_groups[0]["rounds"] == 1
+    muon.load_state_dict(muon.state_dict())
+    assert optimizer.base.param_groups[0] is not muon.param_groups[0]
+    optimizer.base.step()  # without an outer step, too
+    assert optimizer.base.param_groups[0] is muon.param_groups[0]
+
+
+def test_groups_have_nothing_of_each_others_defaults() -> None:
+    optimizer = muloco(Toy())
+    of_muon, of_adamw = optimizer.param_groups
+    assert of_adamw.keys() - of_muon.keys() >= {"betas", "amsgrad"}
+    assert of_muon.keys() - of_adamw.keys() >= {"ns_steps", "nesterov"}
+    assert of_muon["period"] == of_adamw["period"] == 3
 
 
 def test_a_state_is_loaded_as_each_optimizer_does_it() -> None:
@@ -254,6 +268,30 @@ def test_tools_for_distributed_checkpoints_see_all_of_the_state() -> None:
     assert {"exp_avg", "exp_avg_sq", "step"} <= set(state["state"]["bias"])
     set_optimizer_state_dict(other, second, state, options=StateDictOptions(strict=False))  # one is empty
     assert same_bits(tensors_in(first.state_dict()), tensors_in(second.state_dict()))
+
+
+def test_the_lines_of_the_page_train_a_model_of_transformers() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "outer.md").read_text()
+    (block,) = [b for b in re.findall(r"(?ms)^```python\n(.*?)^```$", page) if "Mixed" in b]
+
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def run(backend: Any) -> list[Tensor]:
+        torch.manual_seed(0)  # ranks that start apart get rank 0's parameters
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=12))
+        names: dict[str, Any] = {"commopt": commopt, "torch": torch, "model": model}
+        exec(block.replace("period=30", "period=3, backend=backend"), {**names, "backend": backend}, names)
+        names["optimizer"].synchronize()
+        for step in range(3):
+            tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(2 * step + backend.rank))
+            names["optimizer"].zero_grad()
+            model(tokens, labels=tokens).loss.backward()
+            names["optimizer"].step()
+        assert [len(group["params"]) for group in names["optimizer"].param_groups] == [4, 12]
+        return params_of(model)
+
+    first, second = on_threads(2, run)
+    assert same_bits(first, second)
 
 
 def some(n: int = 1) -> list[nn.Parameter]:
