@@ -7,6 +7,7 @@ from commopt.optim.lamb import Lamb
 from commopt.optim.lans import Lans
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.onebit_lion import OneBitLion
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.qsparse import QSparseLocalSGD
@@ -23,6 +24,7 @@ __all__ = [
     "NotFinite",
     "OneBitAdam",
     "OneBitLamb",
+    "OneBitLion",
     "OwnTensor",
     "QSparseLocalSGD",
     "ReplicasDiffer",
