@@ -335,3 +335,17 @@ def test_keywords_that_frameworks_give_are_taken_and_others_are_not() -> None:
     for key, value in (("eps", 1e-8), ("amsgrad", False)):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{key}'"):
             OneBitLion(Toy().parameters(), backend=LocalBackend(), **{key: value})
+
+
+def test_a_config_names_it() -> None:
+    from commopt.train.config import CompressorConfig, OptimConfig
+    from commopt.train.optimizer import make_optimizer
+
+    compressor = CompressorConfig("Sign", {"block": 16})
+    config = OptimConfig("OneBitLion", 1e-3, weight_decay=0.5, compressor=compressor, args={"betas": [0.8, 0.95]})
+    optimizer = make_optimizer(config, Toy(), LocalBackend())
+    assert isinstance(optimizer, OneBitLion)
+    assert optimizer.compressor == Sign(16)
+    assert optimizer.guard.check_every == config.check_every
+    assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(1e-3, (0.8, 0.95))}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
