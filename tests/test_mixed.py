@@ -339,13 +339,16 @@ def _with_a_period() -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_ranks_with_other_optimizers_are_told() -> None:
+class Another(torch.optim.AdamW):
+    """AdamW by another name, with the same hyper-parameters."""
+
+
+@pytest.mark.parametrize("classes", [(torch.optim.SGD, torch.optim.AdamW), (Another, torch.optim.AdamW)])
+def test_ranks_with_other_optimizers_are_told(classes: Any) -> None:
     def run(backend: Any) -> str:
-        model = Toy()
-        hidden, rest = commopt.sort_parameters(model, head=["embedding"])
-        cls = torch.optim.Muon if backend.rank else torch.optim.SGD
+        hidden, rest = commopt.sort_parameters(Toy(), head=["embedding"])
         with pytest.raises(ValueError, match="differ between ranks") as caught:
-            DiLoCo(Mixed(cls(hidden, lr=0.01), torch.optim.AdamW(rest)), backend=backend)
+            DiLoCo(Mixed(torch.optim.Muon(hidden), classes[backend.rank](rest, lr=0.01)), backend=backend)
         return str(caught.value)
 
     assert all("rank 1" in text for text in on_threads(2, run))
