@@ -45,6 +45,7 @@ OUTER = {cls.__name__: _outer(cls) for cls in _OUTER}
 EVERY: dict[str, Callable[..., Any]] = {
     "OneBitAdam": lambda params, **settings: commopt.OneBitAdam(params, **{"freeze_step": 2, **settings}),
     "OneBitLamb": lambda params, **settings: commopt.OneBitLamb(params, **{"freeze_step": 2, **settings}),
+    "OneBitLion": commopt.OneBitLion,
     **PLAIN,
     "ZeroOneAdam": _zero_one,
     "CSER": _cser,

@@ -111,7 +111,7 @@ def attempt(name: str, verb: str, damage: Any, before: int = 4, after: int = 12)
     return on_threads(3, run)
 
 
-COMPRESSED = ["OneBitAdam", "OneBitAdam overlapping", "OneBitLamb", "ZeroOneAdam"]
+COMPRESSED = ["OneBitAdam", "OneBitAdam overlapping", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -98,7 +98,7 @@ def compressed_mean_of(
 
     Args:
         local: what this rank compresses, (padded / local_world_size,); let go of when it is compressed.
-        bucket: has the residuals, and a variance.
+        bucket: has the residuals; elements whose variance is 0, if it has one, take no part.
         compressor: the same on every rank.
         ctx: the step.
         scaling: one factor k of each parameter: k (``local`` + residual) is compressed, what comes back is divided by

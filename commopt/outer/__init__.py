@@ -3,6 +3,7 @@
 from commopt.outer.averaging import LocalSGD
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.diloco import DiLoCo
+from commopt.outer.mixed import Mixed
 from commopt.outer.rounds import Round
 from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
@@ -13,6 +14,7 @@ __all__ = [
     "DiLoCo",
     "ExactSign",
     "LocalSGD",
+    "Mixed",
     "OuterOptimizer",
     "RandomSign",
     "RandomSignOrZero",

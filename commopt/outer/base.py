@@ -42,6 +42,7 @@ from commopt.optim.setup import equalize
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
 from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
+from commopt.outer.mixed import Mixed, name_of, parts_of
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
 from commopt.sharding import as_cut, local
@@ -64,7 +65,8 @@ class OuterOptimizer(PackedOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or parameter groups, for the class ``base``; or a base optimizer.
-        base: class (or any callable) of the base optimizer; None is torch.optim.AdamW, or ``params`` is the optimizer.
+        base: class (or any callable) of the base optimizer; None is torch.optim.AdamW, or ``params`` is the optimizer:
+            :class:`commopt.Mixed` is one of several.
         base_args: arguments of that class.
         outer: outer hyper-parameters of the groups.
         period: local steps between two synchronisations, >= 1.
@@ -236,7 +238,7 @@ class OuterOptimizer(PackedOptimizer):
             if "lr" not in group:
                 raise ValueError(
                     f"{type(self).__name__} needs the learning rate of its base, but a parameter group of "
-                    f"{type(self.base).__name__} has no 'lr'; allowed are bases that have one"
+                    f"{name_of(self.base)} has no 'lr'; allowed are bases that have one"
                 )
             checks.check_lr(group["lr"])
         self.check_group(group)
@@ -244,7 +246,7 @@ class OuterOptimizer(PackedOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        base = type(getattr(self, "base", None)).__name__
+        base = name_of(self.base) if hasattr(self, "base") else None
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
         settings += [self.reduction, self.state_period]
         settings += self.own_settings() if error is None else []
@@ -358,6 +360,8 @@ class OuterOptimizer(PackedOptimizer):
 
     def follow(self) -> None:
         """Follows what was done to parameters, and to the base behind our back."""
+        if isinstance(self.base, Mixed):
+            self.base.follow()
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
             self._adopt_groups(self.param_groups)
         binding.refuse_exchanged(self)
@@ -520,7 +524,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def saved_as(self) -> str:
         """With the name of its base."""
-        return f"{super().saved_as()}({type(self.base).__name__})"
+        return f"{super().saved_as()}({name_of(self.base)})"
 
     def loads_of(self) -> tuple[str, ...]:
         """Also that of its base alone."""
@@ -647,9 +651,10 @@ class OuterOptimizer(PackedOptimizer):
 
 
 def _check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
-    both = sorted(base.defaults.keys() & ours.keys())
-    if both:
-        raise ValueError(
-            f"the base optimizer {type(base).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
-            f"optimizers without any of {', '.join(ours)}"
-        )
+    for part in parts_of(base):
+        both = sorted(part.defaults.keys() & ours.keys())
+        if both:
+            raise ValueError(
+                f"the base optimizer {type(part).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
+                f"optimizers without any of {', '.join(ours)}"
+            )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commopt.optim.own import MIXED, Origin
+from commopt.outer.mixed import Mixed, name_of
 from commopt.sharding import like, local
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
     """The state of the base in ``given``, whose own part is of ``origin``; empty if there is none for this rank. Says
     what is lacking."""
     base = (given.get("residuals") or {}).get("base")
-    name = type(optimizer.base).__name__
+    name = name_of(optimizer.base)
     if base is None:
         if optimizer.topology.rank == 0:
             logger.warning(
@@ -49,6 +50,8 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
 def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str, Tensor]:
     """The state that ``base`` has of ``p``, of which this rank has ``x``, as plain tensors; before it has stepped,
     zeros like those that it will have, which take no memory."""
+    if isinstance(base, Mixed):
+        base = base.part_of(p)
     state = base.state.get(p)
     if not state and p.requires_grad:
         known = state_known_of(base, p, x) or {}
