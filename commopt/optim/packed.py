@@ -39,6 +39,7 @@ from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import OF_RANKS, RANK_LOCAL
 from commopt.optim.state_bucket import StateBucket, fp32_bytes
+from commopt.optim.wrapped import Obstacle
 from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
@@ -79,6 +80,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
     _looked: bool  # for a model that averages the gradients
+    _obstacle: Obstacle | None = None  # one that cannot be attached
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
 
     ever_rank_local: tuple[str, ...] = ()
