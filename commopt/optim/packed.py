@@ -79,6 +79,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
+    _warned_of_copies = False
     _looked: bool  # for a model that averages the gradients
     _obstacle: Obstacle | None = None  # one that cannot be attached
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
@@ -395,11 +396,13 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Args:
             model: its buffers, such as BatchNorm's running statistics, are the same on all ranks, too, whether or not
-                replicas differ. Without it they are each rank's own.
+                replicas differ. Without it they are each rank's own. So are parameters of it that the optimizer does
+                not hold: of a moving average (torch.optim.swa_utils.AveragedModel), which averages what each rank has,
+                this is the moving average of the mean. Where they differ they are the ranks' mean.
             buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
-            ValueError: for another word, or buffers of a sharded model.
+            ValueError: for another word, or buffers, or such parameters, of a sharded model.
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """

@@ -24,7 +24,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.optim.agreement import StepRefused
-from commopt.optim.model_buffers import HowBuffers, same_buffers
+from commopt.optim.model_buffers import HowBuffers, same_buffers, warn_of_copies
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ def agree_inside(
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
-    with same_buffers(optimizer.topology, model, buffers), _averaged_parameters(optimizer):
+    held = {id(p) for p in optimizer.params}
+    if optimizer.replicas_differ and optimizer.topology.rank == 0 and not optimizer._warned_of_copies:
+        optimizer._warned_of_copies = True
+        warn_of_copies(type(optimizer).__name__, [p for p in optimizer.params if p.requires_grad], model)
+    with same_buffers(optimizer.topology, model, buffers, held), _averaged_parameters(optimizer):
         yield
 
 
