@@ -197,12 +197,12 @@ def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:
     else:
         attachment = Attachment(model, optimizer)
         if model._comm_hooks:
-            raise RuntimeError(_whose_hook(model))
+            raise RuntimeError(_whose_hook(model, optimizer))
         try:
             model.register_comm_hook(attachment, Attachment.hook)
         except RuntimeError as error:  # it has one that its list lacks
             del model._comm_hooks[:]  # what DDP has written down before it refused
-            raise RuntimeError(_whose_hook(model)) from error
+            raise RuntimeError(_whose_hook(model, optimizer)) from error
         optimizer._attachment = attachment
     optimizer._obstacle = None
     optimizer.warn_in_evaluation(model.module)
@@ -214,13 +214,15 @@ _LEAVE_OUT = (
 )
 
 
-def _whose_hook(model: DistributedDataParallel) -> str:
+def _whose_hook(model: DistributedDataParallel, optimizer: Ours) -> str:
     """What to do about the communication hook that ``model`` has: it takes one."""
     if not model._comm_hooks:
         return f"it has a communication hook of its own, one of those built in; {_LEAVE_OUT}"
     hook, state = model._comm_hooks[0]
     if isinstance(state, Attachment):
-        return "another optimizer of commopt decides when it averages, and it takes one: give that one all parameters"
+        if state is optimizer._attachment:
+            return "its communication hook is that of this optimizer already: once is enough"
+        return "its communication hook is that of another optimizer of commopt: give that one all parameters"
     if isinstance(state, DDPHook):
         return (
             "compress_gradients() compresses the averages already, for any optimizer: take one of torch with it, or "
@@ -243,7 +245,7 @@ def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
         return _obstacle(models, f"there are {len(models)} around its parameters: make an optimizer for each")
     why_not = _why_not(models[0], optimizer)
     if why_not is None and models[0]._comm_hooks and not _free(models[0]):
-        why_not = _whose_hook(models[0])
+        why_not = _whose_hook(models[0], optimizer)
     if why_not is not None:
         return _obstacle(models, why_not)
     return functools.partial(_connect_late, models[0], optimizer)

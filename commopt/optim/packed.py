@@ -612,7 +612,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.topology.world_size > 1 and self.topology.rank == int(keeps):  # one rank speaks for all
             logger.warning(
                 "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
-                "again from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
+                "again from 0. Save those of every rank to keep them (commopt.optim.split_state_dict, or "
+                "consolidate_state_dict() on all ranks before one saves).",
                 type(self).__name__, describe(origin), origin, here,
             )  # fmt: skip
 
