@@ -54,6 +54,7 @@ def same_buffers(
                 x.copy_(value)
 
 
+@torch._disable_dynamo
 def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
     """Those of ``params`` that differ between ranks. Sends 8 bytes for each."""
     params = [p for p in params if p.numel()]
