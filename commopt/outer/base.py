@@ -319,6 +319,7 @@ class OuterOptimizer(PackedOptimizer):
             if self._attachment is not None:
                 self._attachment.clear()
             self.topology.receipt.clear()
+            wrapped.count_others(self)
             self.topology.traffic.end_step()
         return loss
 
@@ -405,7 +406,8 @@ class OuterOptimizer(PackedOptimizer):
             return
         self._skipped_in_a_row = 0
         if decision.equal_gradients:
-            self._diagnostics.equal_gradients_in_rounds()
+            self._diagnostics.equal_gradients_in_rounds(wrapped.advice(self))
+        wrapped.averages_now(self, decision.equal_gradients)
         self._diagnostics.norms(decision.alike, decision.norm)
         if decision.moved:
             self._equalize_anchors(device, where)
