@@ -89,7 +89,7 @@ def title(setting: Setting, runs: Sequence[Record]) -> str:
 def table(rows: dict[str, Record], labels: dict[str, list[str]]) -> str:
     """Markdown: a line for each method, the fastest first."""
     head = ["method", "time to the loss", "DDP's over it", "MB sent until then", "steps until then", "ms a step"]
-    head += ["ends at", "after steps"]
+    head += ["ends at", "after steps", "seeds"]
     lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for name, row in sorted(rows.items(), key=lambda item: (item[1]["seconds"], item[0] != RIVAL)):
         never = math.isinf(row["seconds"])
@@ -105,6 +105,7 @@ def table(rows: dict[str, Record], labels: dict[str, list[str]]) -> str:
             f"{1e3 * row['step_seconds']:.0f}",
             "diverged" if row["loss"] is None else f"{row['loss']:.3f}",
             f"{row['last_step']:.0f} of {row['schedule']}",
+            str(row["seeds"]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -182,7 +183,7 @@ def draw(figures: Record, path: Path) -> None:
     handles = {label: handle for axes in panels[:, 0] for handle, label in zip(*axes.get_legend_handles_labels())}
     order = [figures["labels"][name][0] for name in colors if figures["labels"][name][0] in handles]
     order += [label for label in handles if label not in order]
-    figure.legend([handles[o] for o in order], order, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
+    figure.legend([handles[o] for o in order], order, frameon=False, loc="outside upper center", ncols=3, fontsize=9)
     save_figure(figure, path)
 
 
@@ -224,7 +225,7 @@ def finish(row: Any, name: str, target: float, runs: Sequence[Record]) -> None:
     losses = [p["loss"] for run in runs for p in run["curve"] if p["loss"] is not None]
     lowest, highest = min([*losses, target]), max([*losses, target])
     for axes, label in zip(row, ("seconds", "MB that a host has sent")):
-        axes.axhline(target, color="0.3", linestyle=":", linewidth=1.2)
+        axes.axhline(target, color="0.3", linestyle=":", linewidth=1.2, label="the loss to be reached")
         axes.set_ylim(lowest - 0.04 * (highest - lowest), min(highest + 0.05, target + 2.5))
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
