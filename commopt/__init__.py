@@ -5,8 +5,19 @@ optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.o
 
 from commopt.attach import attach
 from commopt.gradients import compress_gradients
-from commopt.optim import CSER, Guard, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
-from commopt.outer import DiLoCo, LocalSGD, SignMomentum, SlowMo
+from commopt.optim import (
+    CSER,
+    Guard,
+    Lamb,
+    Lans,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    QSparseLocalSGD,
+    ZeroOneAdam,
+    sort_parameters,
+)
+from commopt.outer import DiLoCo, LocalSGD, Mixed, SignMomentum, SlowMo, SparseLoCo
 
 __version__ = "0.2.0"
 
@@ -17,13 +28,17 @@ __all__ = [
     "Lamb",
     "Lans",
     "LocalSGD",
+    "Mixed",
     "OneBitAdam",
     "OneBitLamb",
+    "OneBitLion",
     "QSparseLocalSGD",
     "SignMomentum",
     "SlowMo",
+    "SparseLoCo",
     "ZeroOneAdam",
     "__version__",
     "attach",
     "compress_gradients",
+    "sort_parameters",
 ]

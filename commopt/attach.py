@@ -16,11 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
+from commopt.comm.counting import all_reduce_bytes
 from commopt.comm.torch import ranks_of
-from commopt.gradients.ddp import joining
+from commopt.gradients.ddp import DDPHook, joining
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
-from commopt.optim.wrapped import Attach, look_with
+from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.outer import OuterOptimizer
 
 logger = logging.getLogger("commopt")
@@ -131,7 +132,7 @@ def attach(model: nn.Module, optimizer: Any) -> None:
     Raises:
         ValueError: if ``model`` is or has no DDP model, or optimizer and model have no parameter in common or different
             ranks.
-        RuntimeError: from DDP, if a communication hook is registered already.
+        RuntimeError: if the model has a communication hook of its own already, by whomever.
     """
     ours = unwrapped(optimizer)
     if not isinstance(ours, Ours):
@@ -195,30 +196,84 @@ def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:
         optimizer._attachment = free[0]
     else:
         attachment = Attachment(model, optimizer)
-        model.register_comm_hook(attachment, Attachment.hook)
+        if model._comm_hooks:
+            raise RuntimeError(_whose_hook(model, optimizer))
+        try:
+            model.register_comm_hook(attachment, Attachment.hook)
+        except RuntimeError as error:  # it has one that its list lacks
+            del model._comm_hooks[:]  # what DDP has written down before it refused
+            raise RuntimeError(_whose_hook(model, optimizer)) from error
         optimizer._attachment = attachment
+    optimizer._obstacle = None
     optimizer.warn_in_evaluation(model.module)
+
+
+_LEAVE_OUT = (
+    "leave that out (register_comm_hook(), mixed_precision=; accelerate's comm_hook; Lightning's ddp_comm_hook), and "
+    "call commopt.attach(ddp_model, optimizer), or have the first step do so"
+)
+
+
+def _whose_hook(model: DistributedDataParallel, optimizer: Ours) -> str:
+    """What to do about the communication hook that ``model`` has: it takes one."""
+    if not model._comm_hooks:
+        return f"it has a communication hook of its own, one of those built in; {_LEAVE_OUT}"
+    hook, state = model._comm_hooks[0]
+    if isinstance(state, Attachment):
+        if state is optimizer._attachment:
+            return "its communication hook is that of this optimizer already: once is enough"
+        return "its communication hook is that of another optimizer of commopt: give that one all parameters"
+    if isinstance(state, DDPHook):
+        return (
+            "compress_gradients() compresses the averages already, for any optimizer: take one of torch with it, or "
+            "leave it out"
+        )
+    return f"it has a communication hook of its own, {getattr(hook, '__qualname__', hook)}; {_LEAVE_OUT}"
 
 
 def _free(model: DistributedDataParallel) -> list[Attachment]:
     return [state for _, state in model._comm_hooks if isinstance(state, Attachment) and state.is_free()]
 
 
-def _look(optimizer: PackedOptimizer) -> Attach | None:
-    """What attaches ``optimizer``, at its first step, to the one model that averages its gradients."""
+def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
+    """What attaches ``optimizer``, at its first step, to the one model that averages its gradients; or why it cannot
+    be."""
     models = _around(optimizer)
-    if len(models) != 1 or not isinstance(optimizer, Ours) or _why_not(models[0], optimizer) is not None:
+    if not models or not isinstance(optimizer, Ours):
         return None
-    if models[0]._comm_hooks and not _free(models[0]):
-        return None
+    if len(models) > 1:
+        return _obstacle(models, f"there are {len(models)} around its parameters: make an optimizer for each")
+    why_not = _why_not(models[0], optimizer)
+    if why_not is None and models[0]._comm_hooks and not _free(models[0]):
+        why_not = _whose_hook(models[0], optimizer)
+    if why_not is not None:
+        return _obstacle(models, why_not)
     return functools.partial(_connect_late, models[0], optimizer)
 
 
-def _connect_late(model: DistributedDataParallel, optimizer: Ours) -> None:
+def _obstacle(models: list[DistributedDataParallel], why: str) -> Obstacle:
+    there = [weakref.ref(model) for model in models]
+
+    def nbytes() -> int:
+        return sum(_bytes_of(model) for ref in there if (model := ref()) is not None)
+
+    return Obstacle(why, nbytes)
+
+
+def _bytes_of(model: DistributedDataParallel) -> int:
+    """Bytes that this rank sends if ``model`` all-reduces its gradients once, in their dtype; 0 where that is counted
+    by who has its hook."""
+    if any(isinstance(state, (Attachment, DDPHook)) for _, state in model._comm_hooks):
+        return 0
+    nbytes = sum(p.nbytes for p in model._module_parameters if p.requires_grad)
+    return all_reduce_bytes(nbytes, dist.get_world_size(model.process_group))
+
+
+def _connect_late(model: DistributedDataParallel, optimizer: Ours) -> Obstacle | None:
     try:
         _connect(model, optimizer)
-    except RuntimeError:  # it has a hook that it does not know of: one of those built in
-        return
+    except RuntimeError as error:  # it has a hook that it does not know of: one of those built in
+        return _obstacle([model], str(error))
     optimizer._attachment.came_late()
     if optimizer.topology.rank == 0:
         logger.warning(
@@ -226,6 +281,7 @@ def _connect_late(model: DistributedDataParallel, optimizer: Ours) -> None:
             "only when they are to be averaged in full precision",
             type(optimizer).__name__,
         )
+    return None
 
 
 look_with(_look)

@@ -98,9 +98,12 @@ class Bucket:
         """Zeros shaped like each parameter, which take no memory."""
         return [torch.zeros((), dtype=self.dtype, device=self.device).expand(shape) for shape in self.shapes]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """``flat`` of shape (padded,) as one view per parameter, shaped like it."""
-        return [flat[o : o + shape.numel()].view(shape) for o, shape in zip(self.offsets, self.shapes)]
+    def views(self, flat: Tensor, indices: Iterable[int] | None = None) -> list[Tensor]:
+        """``flat`` of shape (padded,) as one view per parameter, or of each of those given by their indices, shaped
+        like it."""
+        places = list(zip(self.offsets, self.shapes))
+        chosen = places if indices is None else [places[i] for i in indices]
+        return [flat[o : o + shape.numel()].view(shape) for o, shape in chosen]
 
     def gradients(self) -> list[tuple[Tensor, int]]:
         """The dense gradients there are, each with where it starts in a flat buffer."""

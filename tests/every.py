@@ -40,10 +40,12 @@ def _outer(cls: Any) -> Callable[..., torch.optim.Optimizer]:
 
 PLAIN = {cls.__name__: _plain(cls) for cls in (commopt.Lamb, commopt.Lans)}
 """Those that send nothing."""
-OUTER = {cls.__name__: _outer(cls) for cls in (commopt.LocalSGD, commopt.SlowMo, commopt.DiLoCo, commopt.SignMomentum)}
+_OUTER = (commopt.LocalSGD, commopt.SlowMo, commopt.DiLoCo, commopt.SignMomentum, commopt.SparseLoCo)
+OUTER = {cls.__name__: _outer(cls) for cls in _OUTER}
 EVERY: dict[str, Callable[..., Any]] = {
     "OneBitAdam": lambda params, **settings: commopt.OneBitAdam(params, **{"freeze_step": 2, **settings}),
     "OneBitLamb": lambda params, **settings: commopt.OneBitLamb(params, **{"freeze_step": 2, **settings}),
+    "OneBitLion": commopt.OneBitLion,
     **PLAIN,
     "ZeroOneAdam": _zero_one,
     "CSER": _cser,

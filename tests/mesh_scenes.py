@@ -96,8 +96,13 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 def exact(name: str) -> dict[str, Any]:
-    """Settings with which nothing is lost."""
-    return {"compressor": Identity()} | ({"reset_compressor": Identity()} if name == "CSER" else {})
+    """Settings with which nothing is lost; norms of whole tensors, and means of a base's state, are wanted."""
+    more: dict[str, dict[str, Any]] = {
+        "CSER": {"reset_compressor": Identity()},
+        "SparseLoCo": {"clip_to_median": True},
+        "LocalSGD": {"state_period": {"exp_avg": 1, "exp_avg_sq": 2}},
+    }
+    return {"compressor": Identity(), **more.get(name, {})}
 
 
 def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
@@ -194,6 +199,44 @@ def loaded(
             continue
         learn(net, optimizer, range(SAVED, later), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
+    return out
+
+
+# Muon -----------------------------------------------------------------------------------------------------------------
+
+
+def muloco(net: Net, **settings: Any) -> Any:
+    """DiLoCo with Muon and AdamW inside."""
+    hidden, rest = commopt.sort_parameters(net, head=["embedding"])
+    base = commopt.Mixed(torch.optim.Muon(hidden, lr=0.1), torch.optim.AdamW(rest, lr=1e-2))
+    return commopt.DiLoCo(base, period=3, outer_momentum=0.5, **settings)
+
+
+def mixed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """MuLoCo on (2, 2): how far it comes from that of whole models, and a run that is resumed within a round."""
+    mesh, out = grid(2, 2), {}
+    replica, _ = mesh.get_coordinate()
+    net, reference = sharded(mesh["shard"]), Net()
+    ours = muloco(net, process_group=mesh)
+    theirs = muloco(reference, process_group=mesh.get_group("replicate"))
+    out["sorted"] = [len(group["params"]) for group in ours.param_groups]
+    for step in range(4):
+        learn(net, ours, range(step, step + 1), rank)
+        learn(reference, theirs, range(step, step + 1), 2 * replica, 2 * replica + 1)
+        if step == 2:
+            out["same"] = equal_over(mesh.get_group("replicate"), net)
+    out["apart"] = distance(net, reference)
+    nets = [sharded(mesh["shard"], seed) for seed in (0, 1)]
+    first, resumed = (muloco(net, process_group=mesh, compressor=Sign(16)) for net in nets)
+    learn(nets[0], first, range(4), rank)
+    dcp.save(states(nets[0], first, False), checkpoint_id=f"{folder}/mixed")
+    learn(nets[0], first, range(4, 8), rank)
+    state = states(nets[1], resumed, False)
+    dcp.load(state, checkpoint_id=f"{folder}/mixed")
+    set_model_state_dict(nets[1], state["model"])
+    set_optimizer_state_dict(nets[1], resumed, state["optim"])
+    learn(nets[1], resumed, range(4, 8), rank)
+    out["resumed"] = all(torch.equal(local(p), local(q)) for p, q in zip(*(net.parameters() for net in nets)))
     return out
 
 

@@ -41,7 +41,7 @@ class OneBitAdamOracle:
         freeze: T_w.
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
-        lossy_warmup: gradients of the warm-up are compressed, too, with the same residuals.
+        lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class OneBitAdamOracle:
         if self.t <= self.freeze:
             means = [sum(column) / self.world for column in zip(*filled)]
             if self.lossy_warmup:
-                means = self._mean(filled, [j in present for j in range(len(self.m))], present)
+                shares = [[(1 - self.b1) * g for g in grad] for grad in filled]
+                means = [
+                    q / (1 - self.b1) for q in self._mean(shares, [j in present for j in range(len(self.m))], present)
+                ]
             for j in here:
                 self.refreshed[j] += 1
                 g = means[j]
                 self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
                 self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
-            if self.lossy_warmup and self.t == self.freeze:  # what is owed of gradients is owed of the momentum now
-                for owed in (*self.worker, *self.server):
-                    owed[:] = [e * (1 - self.b1) for e in owed]
         else:
             live = [v != 0 and j in present for j, v in enumerate(self.v)]
             locals_ = [[self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, grad)] for grad in filled]

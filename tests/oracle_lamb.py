@@ -28,7 +28,7 @@ class OneBitLambOracle:
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         common: the magnitude that all momenta are brought to is "one", or, as in the paper, the "mean" over tensors.
         debias: whether the averaged ratio is divided by 1 - b3^n; the paper does not.
-        lossy_warmup: gradients of the warm-up are compressed, too, with the same residuals.
+        lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
 
     Attributes:
         seen: how often each way through the bounds of r was taken, so that a test can say that it was.
@@ -66,7 +66,9 @@ class OneBitLambOracle:
             means = [[math.fsum(g) / self.world for g in zip(*(rank[i] for rank in grads))] for i in range(len(self.x))]
             if self.lossy_warmup:
                 takes_part = self._takes_part(here)
-                means = self._cut(self._mean([self._flat(rank) for rank in grads], [a > 0 for a in takes_part], here))
+                shares = [[(1 - self.b1) * g for g in self._flat(rank)] for rank in grads]
+                q = self._mean(shares, [a > 0 for a in takes_part], here)
+                means = self._cut([value / (1 - self.b1) for value in q])
             for i in here:
                 self._lamb(i, means[i])
             return
@@ -106,8 +108,8 @@ class OneBitLambOracle:
         target = 1.0 if self.common == "one" else math.fsum(there) / len(there)
         self.k = [target / s if s > 0 else 1.0 for s in sizes]
         self.f = [list(v) for v in self.v]
-        if self.lossy_warmup:  # what is owed of gradients is 1 - b1 of it of the momentum, which is scaled from now on
-            factors = self._flat([[(1 - self.b1) * k] * len(t) for k, t in zip(self.k, self.x)])
+        if self.lossy_warmup:  # what is owed is of the momentum, which is scaled from now on
+            factors = self._flat([[k] * len(t) for k, t in zip(self.k, self.x)])
             self.worker = [[f * e for f, e in zip(factors, owed)] for owed in self.worker]
             self.server = [f * e for f, e in zip(factors, self.server)]
 

@@ -42,18 +42,19 @@ class OuterOracle:
         h: outer hyper-parameters.
         block: of the sign compressor of the ways; 0 for full precision.
         sign: of the vector u in round k.
+        state_period: rounds between two means of "m" and of "v" of the bases.
     """
 
     def __init__(
         self, method: str, x: list[float], world: int, period: int, base: str, h: dict[str, float], block: int = 0,
-        sign: Callable[[list[float], int], list[float]] | None = None,
+        sign: Callable[[list[float], int], list[float]] | None = None, state_period: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.method, self.world, self.period, self.h, self.block = method, world, period, h, block
         self.anchor, self.m = list(x), [0.0] * len(x)
         self.x = [list(x) for _ in range(world)]
         self.bases = [Local(base, len(x)) for _ in range(world)]
         self.lrs: list[float] = []
-        self.rounds = 0
+        self.rounds, self.state_period = 0, state_period or {}
         self.sign = sign or (lambda u, k: [(v > 0) - (v < 0) for v in u])
         row = -(-len(x) // (world * 64)) * 64
         self.worker = [[0.0] * (row * world) for _ in range(world)]
@@ -77,6 +78,11 @@ class OuterOracle:
         self.x = [list(self.anchor) for _ in range(self.world)]
         self.lrs = []
         self.rounds += 1
+        for name, every in self.state_period.items():
+            if self.rounds % every == 0:
+                mean = [sum(column) / self.world for column in zip(*(getattr(base, name) for base in self.bases))]
+                for base in self.bases:
+                    setattr(base, name, list(mean))
 
     def _compressed(self, ways: list[list[float]]) -> list[float]:
         n, total = len(self.anchor), len(self.server)

@@ -22,7 +22,7 @@ from worlds import (
     tokens,
 )
 
-from commopt import CSER, Lamb, Lans, OneBitAdam, OneBitLamb, QSparseLocalSGD, ZeroOneAdam
+from commopt import CSER, Lamb, Lans, OneBitAdam, OneBitLamb, OneBitLion, QSparseLocalSGD, ZeroOneAdam
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
@@ -31,6 +31,7 @@ ROUNDS: dict[str, Any] = {"variance": VariancePolicy(100, 6), "sync": SyncPolicy
 EVERYTHING = [
     pytest.param(OneBitAdam, {"freeze_step": 6}, id="1-bit Adam"),
     pytest.param(OneBitLamb, {"freeze_step": 6}, id="1-bit LAMB"),
+    pytest.param(OneBitLion, {}, id="1-bit Lion"),
     pytest.param(ZeroOneAdam, ROUNDS, id="0/1 Adam"),
     pytest.param(ZeroOneAdam, {"variance": VariancePolicy(3, 100)}, id="0/1 Adam, refreshing"),
     pytest.param(
@@ -96,7 +97,7 @@ def test_overlap_changes_no_bit_where_parameters_come_and_go(cls, settings):
             assert same_bits(a[1], b[1])
 
 
-@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, OneBitLion])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):
     """The same bits as whole; gone on all ranks at every third step, on one of them in between."""
@@ -104,8 +105,9 @@ def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):
     def run(backend, bucket_mb):
         params = some_params([(41, 97), (97, 31)])
         groups = [{"params": [p]} for p in params]
-        optimizer = cls(groups, 1e-2, freeze_step=3, bucket_mb=bucket_mb, compressor=Sign(8), overlap=overlap,
-                        backend=backend)  # fmt: skip
+        settings = {} if cls is OneBitLion else {"freeze_step": 3}
+        optimizer = cls(groups, 1e-2, bucket_mb=bucket_mb, compressor=Sign(8), overlap=overlap, backend=backend,
+                        **settings)  # fmt: skip
         for step in range(12):
             grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + backend.rank)).double()
                      for p in params]  # fmt: skip
@@ -120,14 +122,14 @@ def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):
         assert same_bits(a[1], b[1])
 
 
-@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_is_called_off_leaves_those_alone_who_are_absent_too(cls, overlap):
     """NaN on a rank, in a compressed step in which parameters have no gradient: nothing has changed."""
 
     def run(backend):
         params = some_params(SIZES)
-        settings = ROUNDS if cls is ZeroOneAdam else {"freeze_step": 6}
+        settings = {ZeroOneAdam: ROUNDS, OneBitLion: {}}.get(cls, {"freeze_step": 6})
         optimizer = cls(params, 1e-2, overlap=overlap, backend=backend, bucket_mb=2e-4, **settings)
         for step in range(16):
             grads = some_of(some_grads(SIZES, step, backend.rank), step, backend.rank)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import OneBitAdam, attach
+from commopt import LocalSGD, OneBitAdam, attach
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Sign
 from commopt.optim import checks
@@ -202,3 +202,22 @@ def test_parameters_without_memory_and_devices_that_the_backend_cannot_send_from
     checks.check_params(params, ("cpu", "cuda"))
     with pytest.raises(ValueError, match="parameter 0 is on cpu, but this backend sends from cuda only"):
         checks.check_params(params, ("cuda",))  # as NCCL
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, LocalSGD])
+def test_a_model_in_place_of_its_parameters(make):
+    with pytest.raises(TypeError, match=r"got the model Sequential: give it \.parameters\(\)"):
+        make(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_the_name_of_a_backend_of_torch_is_where_it_does_not_belong():
+    with pytest.raises(ValueError, match=r"backend 'nccl' lacks rank.*call init_process_group\('nccl'\)"):
+        OneBitAdam(Toy().parameters(), backend="nccl")
+
+
+@pytest.mark.parametrize(("ranks", "backend", "said"), [("2", None, 1), ("1", None, 0), ("2", LocalBackend(), 0)])
+def test_a_rank_that_a_launcher_has_started_and_that_has_no_process_group(monkeypatch, caplog, ranks, backend, said):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    model = Toy()
+    train(model, OneBitAdam(model.parameters(), backend=backend), range(2))
+    assert caplog.text.count("this rank trains alone, though WORLD_SIZE is 2: call torch.distributed.init") == said

@@ -20,8 +20,9 @@ from listening import listening
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Used, backward, on_processes, params_of, same_bits, train
 
-from commopt import LocalSGD, OneBitAdam
+from commopt import LocalSGD, OneBitAdam, compress_gradients
 from commopt.comm import LocalBackend
+from commopt.compress import Sign
 from commopt.optim import join_state_dict, split_state_dict
 
 APART = ("ZeroOneAdam", "CSER", "CSER, signs", "QSparseLocalSGD", *OUTER)
@@ -84,6 +85,11 @@ def made_too_early(rank: int, world_size: int) -> None:
         assert same_bits(params_of(model), params_of(Used()))
         train(other, alone, range(4), rank, world_size)
         assert not same_bits(params_of(other), params_of(Used()))
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        handle = compress_gradients(model, Sign())
+    with pytest.raises(RuntimeError, match=r"compress_gradients\(\) was made before torch\.distributed\.init"):
+        backward(model, 0, rank, world_size)
+    handle.remove()
     with mock.patch("torch.distributed.is_initialized", return_value=False):
         model = Used()
         base = OneBitAdam(model.parameters(), lr=1e-2)

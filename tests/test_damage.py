@@ -111,7 +111,7 @@ def attempt(name: str, verb: str, damage: Any, before: int = 4, after: int = 12)
     return on_threads(3, run)
 
 
-COMPRESSED = ["OneBitAdam", "OneBitAdam overlapping", "OneBitLamb", "ZeroOneAdam"]
+COMPRESSED = ["OneBitAdam", "OneBitAdam overlapping", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -124,7 +124,17 @@ def test_damage_of_what_is_compressed_is_noticed_and_nothing_used(name, verb, da
         assert unchanged
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam warming up", "CSER", "QSparseLocalSGD, blocks", *OUTER])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_messages_that_all_gather_is_noticed(damage):
+    for text, _ in attempt("SparseLoCo", "all_gather", DAMAGES[damage]):
+        assert "all_gather: what rank 1 received from rank " in text
+        assert "is not what was sent" in text
+
+
+ALL_REDUCING = [name for name in OUTER if name != "SparseLoCo"]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam warming up", "CSER", "QSparseLocalSGD, blocks", *ALL_REDUCING])
 def test_damage_of_a_mean_is_noticed(name):
     for text, unchanged in attempt(name, "all_reduce", bit, after=40):
         assert "all_reduce: the result on rank 1 is another than on the others" in text

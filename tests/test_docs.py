@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, train
 
 import commopt
@@ -120,15 +121,17 @@ def programs(page: str) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text())
 
 
-def test_the_lines_that_save_and_resume_do_so(tmp_path: Path) -> None:
-    save, load, *_ = programs("saving.md")
+@pytest.mark.parametrize("first_block", [0, 2], ids=["each rank's own file", "one file"])
+def test_the_lines_that_save_and_resume_do_so(tmp_path: Path, first_block: int) -> None:
+    save, load = programs("saving.md")[first_block : first_block + 2]
 
     def made(backend: ThreadBackend) -> dict[str, Any]:
         model = Toy()
         settings: dict[str, Any] = {"lr": 1e-2, "freeze_step": 3, "backend": backend}
         return {
-            "commopt": commopt, "torch": torch, "folder": tmp_path, "rank": backend.rank, "saved_world_size": 2,
-            "world_size": backend.world_size, "model": model, "optimizer": OneBitAdam(model.parameters(), **settings),
+            "commopt": commopt, "torch": torch, "folder": tmp_path, "path": tmp_path / "all.pt", "rank": backend.rank,
+            "saved_world_size": 2, "world_size": backend.world_size, "model": model,
+            "optimizer": OneBitAdam(model.parameters(), **settings),
         }  # fmt: skip
 
     def trained(names: dict[str, Any], steps: range) -> list[torch.Tensor]:
@@ -156,7 +159,7 @@ def test_the_lines_that_save_and_resume_do_so(tmp_path: Path) -> None:
 
 
 def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
-    block = programs("saving.md")[2]
+    block = programs("saving.md")[4]
 
     def run(backend: ThreadBackend) -> None:
         def made() -> tuple[Used, commopt.gradients.CompressedGradients]:
@@ -174,14 +177,16 @@ def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
     on_threads(2, run)
 
 
-def test_the_lines_that_save_the_mean_model_do_so(tmp_path: Path) -> None:
-    block = programs("saving.md")[3]
+@pytest.mark.parametrize("number", [5, 6], ids=["the model", "its moving average, after one update"])
+def test_the_lines_that_save_the_mean_model_do_so(tmp_path: Path, number: int) -> None:
+    block = programs("saving.md")[number]
 
     def run(backend: ThreadBackend) -> list[torch.Tensor]:
         model = Used()
         optimizer = commopt.LocalSGD(model.parameters(), torch.optim.SGD, lr=0.1, period=8, backend=backend)
         train(model, optimizer, range(5), backend.rank, backend.world_size)
-        exec(block, {"torch": torch, "optimizer": optimizer, "model": model, "rank": backend.rank, "path": path})
+        names = {"torch": torch, "optimizer": optimizer, "model": model, "ema": AveragedModel(model)}
+        exec(block, {**names, "rank": backend.rank, "path": path})
         return params_of(model)
 
     path = tmp_path / "mean.pt"

@@ -34,9 +34,9 @@ with warnings.catch_warnings():  # of what timm imports
     from timm.optim._param_groups import param_groups_layer_decay
     from timm.scheduler import CosineLRScheduler
 
-    from commopt.integrations.timm import ADAPTIVE, MOMENTUM, OUTER, register
+    from commopt.integrations.timm import ADAPTIVE, MOMENTUM, OUTER, WITHOUT_EPS, register
 
-EVERY = {name: cls for table in (ADAPTIVE, MOMENTUM, OUTER) for name, (cls, _) in table.items()}
+EVERY = {name: cls for table in (ADAPTIVE, WITHOUT_EPS, MOMENTUM, OUTER) for name, (cls, _) in table.items()}
 PLAIN = ("commoptlamb", "commoptlans")
 
 
@@ -74,7 +74,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 4) -> None:
 def test_every_optimizer_has_a_name() -> None:
     exported = [getattr(commopt, name) for name in commopt.__all__]
     classes = {cls for cls in exported if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
-    assert set(EVERY.values()) == classes
+    assert set(EVERY.values()) == classes - {commopt.Mixed}  # which is made of optimizers
     assert set(EVERY) <= set(list_optimizers())
     assert not [name for name in EVERY if "_" in name], "timm takes what is before a _ for something else"
 
@@ -97,6 +97,8 @@ def test_what_timm_gives_arrives(name: str) -> None:
         assert group["lr"] == 1e-2
         if name in MOMENTUM:
             assert group["momentum"] == 0.7
+        elif name in WITHOUT_EPS:
+            assert list(group["betas"]) == [0.8, 0.9]
         else:
             assert (list(group["betas"]), group["eps"]) == ([0.8, 0.9], 1e-5)
 

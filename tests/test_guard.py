@@ -133,12 +133,14 @@ IN_COMMON = {
     "OneBitAdam": ("parameter", "exp_avg", "exp_avg_sq"),
     "OneBitAdam overlapping": ("parameter", "exp_avg_sq"),
     "OneBitLamb": ("parameter", "exp_avg_sq", "fresh_exp_avg_sq"),
+    "OneBitLion": ("parameter", "exp_avg"),
     "ZeroOneAdam": ("anchor", "exp_avg_sq"),
     "QSparseLocalSGD": ("anchor",),
     "LocalSGD": ("anchor",),
     "SlowMo": ("anchor", "outer_momentum"),
     "DiLoCo": ("anchor", "outer_momentum"),
     "SignMomentum": ("anchor", "outer_momentum"),
+    "SparseLoCo": ("anchor",),
 }
 """What all ranks have in common after 7 steps: within a round, where there are any. CSER(RandomBlocks) has nothing then
 but its settings."""
@@ -250,7 +252,7 @@ def test_majorities():
 # ranks that are not at one place, or not of one make ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "CSER", "QSparseLocalSGD"])
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam", "CSER", "QSparseLocalSGD"])
 @pytest.mark.parametrize(
     ("key", "value"), [("lr", 0.5), ("lr", torch.tensor(0.5)), ("step", 77), ("weight_decay", 0.3)]
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import on_threads, same_bits
 
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import ThreadBackend
+from commopt.optim.model_buffers import warn_of_copies
 
 
 class Net(nn.Module):
@@ -89,3 +92,69 @@ def test_another_word_is_refused() -> None:
             pass
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("cls", [LocalSGD, OneBitAdam])
+def test_a_moving_average_of_the_model_is_that_of_the_mean_where_it_is_evaluated(cls: Any) -> None:
+    def run(backend: ThreadBackend) -> tuple[list[Tensor], list[Tensor], bool, list[Tensor], int]:
+        net = Net()
+        net.norm.bias.requires_grad_(False)
+        ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        settings = {"lr": 0.1} if cls is OneBitAdam else {"period": 2}
+        optimizer = cls([p for p in net.parameters() if p.requires_grad], backend=backend, **settings)
+        draw = torch.Generator().manual_seed(backend.rank)
+        means = []
+        for _ in range(3):
+            net.zero_grad()
+            net(torch.randn(5, 3, generator=draw)).square().sum().backward()
+            optimizer.step()
+            ema.update_parameters(net)
+            with optimizer.averaged():
+                means.append([p.detach().clone() for p in net.parameters()])
+        expected = [a.lerp(b, 0.5).lerp(c, 0.5) for a, b, c in zip(*means)]
+        own = [p.detach().clone() for p in ema.parameters()]
+        calls = optimizer.comm_stats()["total"]["calls"]
+        with optimizer.averaged(nn.ModuleList([net, ema])):
+            inside = [p.detach().clone() for p in ema.parameters()]
+            calls = optimizer.comm_stats()["total"]["calls"] - calls
+        return inside, expected, same_bits(own, list(ema.parameters())), own, calls
+
+    ranks = on_threads(3, run)
+    assert same_bits(ranks[0][3], ranks[1][3]) == (cls is OneBitAdam)
+    for inside, expected, restored, own, _ in ranks:
+        assert restored
+        assert same_bits(inside, ranks[0][0])
+        for mine, theirs in zip(inside, expected):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+        if cls is OneBitAdam:
+            assert same_bits(inside, own)
+
+
+def test_a_moving_average_that_is_each_ranks_own_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+
+    def run(backend: ThreadBackend, updates: int) -> None:
+        net, optimizer = trained(backend, LocalSGD)
+        ema = AveragedModel(net)
+        for _ in range(updates):
+            ema.update_parameters(net)
+        for _ in range(2):
+            with optimizer.averaged():
+                pass
+
+    on_threads(2, lambda backend: run(backend, 0))  # it has averaged nothing yet
+    assert not caplog.text
+    on_threads(2, lambda backend: run(backend, 1))
+    assert caplog.text.count("within `with optimizer.averaged(averaged_model):`, on all ranks") == 1
+
+
+def test_a_moving_average_that_is_given_or_of_another_model_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+    net, other = Net(), nn.Linear(3, 4)
+    ema, of_other = AveragedModel(net), AveragedModel(other)
+    ema.update_parameters(net)
+    of_other.update_parameters(other)
+    warn_of_copies("LocalSGD", list(net.parameters()), nn.ModuleList([net, ema]))
+    assert not caplog.text
+    warn_of_copies("LocalSGD", list(net.parameters()), net)
+    assert "AveragedModel" in caplog.text

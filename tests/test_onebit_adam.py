@@ -493,6 +493,43 @@ def test_gradients_that_somebody_else_has_averaged_are_reported_once(caplog):
     assert "commopt.attach" in caplog.text
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_come_equal_to_the_bit_are_not_averaged_again_and_others_are(reduction):
+    def gradients(t, rank):
+        """In steps 0, 1 and 5 the same on all ranks; else of the same norm, but in other places, or missing."""
+        a = torch.randn(6, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
+        if t in (2, 4):
+            return a.roll(rank), torch.ones(2, dtype=torch.float64)
+        if t == 3:
+            return a, torch.zeros(2, dtype=torch.float64) if rank else None
+        return a, torch.ones(2, dtype=torch.float64)
+
+    def run(backend):
+        p = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (6, 2)]
+        optimizer = OneBitAdam(p, lr=1e-2, freeze_step=9, backend=backend, reduction=reduction)
+        averaged = []
+        for t in range(6):
+            p[0].grad, p[1].grad = gradients(t, backend.rank)
+            optimizer.step()
+            averaged.append("all_reduce" in optimizer.comm_stats()["step"]["by_collective"])
+        return params_of(nn.ParameterList(p)), averaged
+
+    ranks = on_threads(3, run)
+    p = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (6, 2)]
+    reference = torch.optim.Adam(p, lr=1e-2)
+    for t in range(6):
+        brought = [gradients(t, rank) for rank in range(3)]
+        factor = 3 if reduction == "sum" else 1
+        p[0].grad = factor * sum(a for a, _ in brought) / 3
+        p[1].grad = factor * sum(torch.zeros(2, dtype=torch.float64) if b is None else b for _, b in brought) / 3
+        reference.step()
+    for params, averaged in ranks:
+        assert same_bits(params, ranks[0][0])
+        assert averaged == [False, False, True, True, True, False]
+        for mine, theirs in zip(params, p):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("freeze_step", "beta2", "said"), [(8, 0.999, 1), (1000, 0.999, 0), (8, 0.8, 0), ("auto", 0.999, 0)]
 )

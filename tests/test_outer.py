@@ -10,7 +10,7 @@ from oracle_outer import OuterOracle
 from torch import Tensor, nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo
+from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Sign
 from commopt.outer import RandomSign, RandomSignOrZero
@@ -27,7 +27,9 @@ OUTER = {
         {"outer_lr": 0.8, "outer_betas": (0.7, 0.9), "outer_weight_decay": 0.2},
     ),
 }
-EVERY = pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS)
+EVERY = pytest.mark.parametrize("cls", [*METHODS.values(), SparseLoCo], ids=[*METHODS, "sparse"])
+IN_TWO_WAYS = pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS)
+"""Those that send by an all-reduce; or compressed, with residuals of both ways."""
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
 ORDER = list(reversed(range(len(SIZES))))  # how a bucket packs
 
@@ -59,15 +61,20 @@ def lr_of(step: int) -> float:
     return 0.0 if step in (6, 7, 8) else 0.02 / (1 + step % 5)  # a whole round of 3 at lr = 0
 
 
-def compare_with_oracle(world_size, method, base, period, block=0, sign=None, rule=None, atol=1e-12):
+STATE = {"momentum_buffer": "m", "exp_avg": "m", "exp_avg_sq": "v"}
+
+
+def compare_with_oracle(world_size, method, base, period, block=0, sign=None, rule=None, atol=1e-12, states=None):
     ours, arguments = OUTER[method]
     params = some_params()
-    oracle = OuterOracle(method, flat([params[i] for i in ORDER]), world_size, period, base, ours, block, sign)
+    means = {STATE[name]: every for name, every in (states or {}).items()}
+    oracle = OuterOracle(method, flat([params[i] for i in ORDER]), world_size, period, base, ours, block, sign, means)
     expected = []
     for step in range(14):
         oracle.step([flat([some_grad(step, r, i) for i in ORDER]) for r in range(world_size)], lr_of(step))
         expected.append([list(x) for x in oracle.x])
     arguments = arguments | ({"compressor": Sign(block=block)} if block else {}) | ({"sign": rule} if rule else {})
+    arguments = arguments | {"state_period": states}
 
     def run(backend):
         mine = some_params()
@@ -98,6 +105,20 @@ def test_every_step_equals_the_papers_loop_on_plain_lists(world_size, method, ba
 @pytest.mark.parametrize("method", METHODS)
 def test_compressed_ways_equal_the_loop_with_residuals(world_size, method):
     compare_with_oracle(world_size, method, "adamw", 3, block=16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("base", "period", "states"),
+    [
+        ("sgd", 3, {"momentum_buffer": 2}),
+        ("adamw", 1, {"exp_avg": 3, "exp_avg_sq": 6}),
+        ("adamw", 3, {"exp_avg_sq": 1}),
+    ],
+)
+def test_state_of_the_bases_is_averaged_at_its_own_rounds(world_size, method, base, period, states):
+    compare_with_oracle(world_size, method, base, period, states=states)
 
 
 # randomised signs -----------------------------------------------------------------------------------------------------
@@ -367,7 +388,7 @@ def test_replicas_are_bit_identical_after_every_synchronisation_and_only_then(cl
         assert not same_bits(own_0, own)
 
 
-@EVERY
+@IN_TWO_WAYS
 def test_bytes_are_those_of_the_ledger(cls):
     """Nothing in local steps; at a synchronisation one all-reduce of 32 bits a parameter and a row a rank."""
     world_size = 3
@@ -421,7 +442,7 @@ def test_bytes_of_compressed_ways_are_those_of_the_ledger():
     on_threads(2, run)
 
 
-@EVERY
+@IN_TWO_WAYS
 @pytest.mark.parametrize("compressor", [None, Sign()])
 def test_memory_is_what_the_docstring_says(cls, compressor):
     """In units of the parameters (a large one, so that padding is nothing)."""
@@ -564,7 +585,7 @@ def test_models_that_were_changed_differently_on_each_rank_become_one_again(cls,
         assert "broadcast" in optimizer.comm_stats()["step"]["by_collective"]
         train(model, optimizer, range(4, 6), backend.rank, 2)
         assert "broadcast" not in optimizer.comm_stats()["step"]["by_collective"]
-        return params_of(model), tensors_in(optimizer.state_dict())
+        return params_of(model), tensors_in({**optimizer.state_dict(), "residuals": {"state": {}}})
 
     (a, state_a), (b, state_b) = on_threads(2, run)
     assert same_bits(a, b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import shutil
 import sys
 import tempfile
@@ -236,12 +237,24 @@ def run_unattached(
         attach(model, optimizer)
     if how == "wrappers":
         attach(torch.compile(model, backend="eager"), Wrapper(Wrapper(optimizer)))
+    stats = []
     with listening() as lines:
         for t in range(STEPS):
             step(model, optimizer, t, rank, world, parts)
-    attached, local = optimizer._attachment is not None, params_of(inner)
+            stats.append(optimizer.comm_stats())
+    attached, local, refused = optimizer._attachment is not None, params_of(inner), ""
     with optimizer.averaged():
-        return {"params": params_of(inner), "local": local, "log": list(lines), "attached": attached}
+        params = params_of(inner)
+    if hook:
+        del optimizer
+        gc.collect()
+        try:
+            attach(model, OneBitAdam(model.parameters(), **SETTINGS))
+        except RuntimeError as error:
+            refused = str(error)
+    return {
+        "params": params, "local": local, "log": list(lines), "attached": attached, "stats": stats, "refused": refused
+    }  # fmt: skip
 
 
 UNATTACHED: dict[str, dict[str, Any]] = {
@@ -250,6 +263,8 @@ UNATTACHED: dict[str, dict[str, Any]] = {
     "unattached, overlapped, accumulated": {"overlap": True, "max_grad_norm": None, "parts": 2},
     "unattached, hooked": {"hook": "python"},
     "unattached, built in": {"hook": "builtin"},
+    "unattached, hooked, overlapped": {"hook": "python", "overlap": True},
+    "unattached, hooked, local": {"hook": "python", "kind": LocalSGD, "period": 2},
     "unattached, local": {"kind": LocalSGD, "period": 2},
     "replicated": {"how": "replicate"},
     "wrapped": {"how": "wrappers"},
@@ -470,11 +485,42 @@ def test_a_replicated_module_is_attached(ranks):
     assert same_bits(ranks[0]["replicated"]["params"], ranks[1]["replicated"]["params"])
 
 
-@pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
+@pytest.mark.parametrize(
+    "scene",
+    ["unattached, hooked", "unattached, built in", "unattached, hooked, overlapped", "unattached, hooked, local"],
+)
 def test_a_ddp_model_that_cannot_be_attached_is_reported_once_on_rank_0(ranks, scene):
     assert not ranks[0][scene]["attached"]
-    assert sum("commopt.attach" in line for line in ranks[0][scene]["log"]) == 1
+    said = [line for line in ranks[0][scene]["log"] if "commopt.attach" in line]
+    assert len(said) == 1
+    assert "already equal on all ranks" in said[0]
+    assert ("one of those built in" if "built in" in scene else "allreduce_hook") in said[0]
+    assert "leave that out" in said[0]
     assert not ranks[1][scene]["log"]
+
+
+@pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
+def test_gradients_that_a_ddp_model_has_averaged_are_not_averaged_again(ranks, scene):
+    for a, b in zip(ranks[0][scene]["params"], ranks[1][scene]["params"]):
+        assert torch.equal(a, b)
+    inner = Used()  # whose gradients DDP has, and brings: those of the unused one, too
+    nbytes = sum(p.nbytes for p in inner.parameters() if p.requires_grad) + inner.unused.nbytes
+    for t, stats in enumerate(ranks[0][scene]["stats"]):
+        sent = stats["step"]["by_collective"]
+        assert sent["ddp"] == {"bytes": nbytes, "calls": 1}, t
+        assert sent.get("all_reduce", {}).get("bytes", 0) <= 8 * 8  # which have a gradient: no average
+        assert stats["ratio"] < 1
+
+
+def test_what_ddp_sends_beside_local_steps_is_counted_from_the_first_round_on(ranks):
+    stats = [stats["step"]["by_collective"].get("ddp") for stats in ranks[0]["unattached, hooked, local"]["stats"]]
+    assert stats[0] is None
+    assert all(stats[1:])
+
+
+@pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
+def test_what_cannot_be_attached_cannot_by_another_optimizer_either(ranks, scene):
+    assert "it has a communication hook of its own" in ranks[0][scene]["refused"]
 
 
 def test_warm_up_is_ddp_with_torch_adamw(ranks):

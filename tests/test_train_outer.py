@@ -11,7 +11,7 @@ from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
 import commopt
-from commopt.compress import Sign
+from commopt.compress import Sign, TopK
 from commopt.outer import RandomSign
 from commopt.train.config import OptimConfig
 from commopt.train.errors import ConfigError
@@ -26,11 +26,13 @@ SIGN = {
     "max_grad_norm": 0.5,
     "args": {
         "base": "AdamW", "base_args": {"betas": [0.8, 0.9]}, "period": 5, "outer_lr": 0.5,
+        "state_period": {"exp_avg_sq": 1},
         "sign": {"name": "RandomSign", "args": {"seed": 3}},
     },
 }  # fmt: skip
 COMPRESSED = {"name": "LocalSGD", "compressor": {"name": "Sign"}, "args": {"base": "SGD", "period": 5}}
-CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED}
+SPARSE = {"name": "SparseLoCo", "args": {"period": 5, "error_decay": 0.9, "clip_to_median": True}}
+CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED, "sparse": SPARSE}
 
 
 def optimizer(**values: Any) -> Any:
@@ -42,6 +44,7 @@ def test_outer_optimizers_by_name() -> None:
     assert isinstance(mine, commopt.SignMomentum)
     assert isinstance(mine.base, torch.optim.AdamW)
     assert (mine.sign, mine.compressor, mine.max_grad_norm) == (RandomSign(seed=3), Sign(block=64), 0.5)
+    assert mine.state_period == {"exp_avg_sq": 1}
     decayed, rest = mine.param_groups
     assert mine.base.param_groups is mine.param_groups
     given = [decayed[name] for name in ("lr", "betas", "weight_decay", "period", "outer_lr")]
@@ -51,6 +54,9 @@ def test_outer_optimizers_by_name() -> None:
     assert isinstance(optimizer(name="SlowMo", args={"base": "torch.optim.SGD"}).base, torch.optim.SGD)
     assert isinstance(optimizer(name="commopt.DiLoCo", args={"base": "Lamb"}).base, commopt.Lamb)
     assert optimizer(name="SignMomentum", args={"sign": "RandomSign"}).sign == RandomSign()
+    sparse = optimizer(**SPARSE)
+    assert (sparse.compressor, sparse.param_groups[1]["error_decay"], sparse.clip_to_median) == (TopK(), 0.9, True)
+    assert optimizer(name="SparseLoCo", compressor={"name": "TopK", "args": {"k": 8}}).compressor == TopK(8)
 
 
 WRONG = [
@@ -67,6 +73,14 @@ WRONG = [
     ({"args": {"base": "Rprop"}, "weight_decay": 0.1}, "optim.weight_decay: Rprop has no such argument"),
     ({"args": {"base": "LocalSGD"}}, "optim.args.base='LocalSGD' is no Optimizer"),
     ({"args": {"base": "commopt.LocalSGD"}}, "LocalSGD already synchronises the ranks"),
+    (
+        {"name": "SparseLoCo", "args": {"mean_over": "all"}},
+        "optim: SparseLoCo: mean_over must be 'ranks' or 'contributors', got 'all'",
+    ),
+    (
+        {"args": {"state_period": {"exp_avh": 2}}},
+        "the state of AdamW has no tensor of that name .*; allowed are exp_avg",
+    ),
     ({"args": {"period": 0}}, "optim: SignMomentum: period must be an int >= 1, got 0"),
     ({"args": {"sign": "RandomSing"}}, "optim.args.sign.name='RandomSing' .*; did you mean RandomSign"),
     (
@@ -105,7 +119,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return folders
 
 
-@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8)])
+@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8), ("sparse", 8)])
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: dict[str, Path], tmp_path: Path, name: str, step: int
 ) -> None:
@@ -120,6 +134,8 @@ def test_stopped_and_resumed_is_never_stopped(
     if name == "sign":
         moments = [[entry["exp_avg"] for entry in part["base"]["state"].values()] for part in parts]
         assert any(not torch.equal(a, b) for a, b in zip(*moments))
+        averaged = [[entry["exp_avg_sq"] for entry in part["base"]["state"].values()] for part in parts]
+        assert all(torch.equal(a, b) for a, b in zip(*averaged)) == (step == 5)
 
 
 @pytest.mark.parametrize("name", ["sign", "compressed"])
@@ -146,8 +162,10 @@ def test_records_have_phases_and_bytes(unstopped: dict[str, Path]) -> None:
         assert [line["bytes"] > 0 for line in lines] == [False] * 4 + [True, False]
         totals = [line["bytes_total"] for line in lines]
         assert totals == [0, 0] + [lines[4]["bytes"]] * 2 + [2 * lines[4]["bytes"]] * 2
-        if name == "compressed":
-            assert lines[4]["bytes"] < lines[4]["fp32_bytes"] / 8
+        if name != "sign":
+            assert lines[4]["bytes"] < lines[4]["fp32_bytes"] / (
+                8 if name == "compressed" else 50
+            )  # some are of the agreement
             assert [line["residual_ratio"] is None for line in lines] == [True] * 2 + [False] * 4
         else:
             assert lines[4]["bytes"] >= lines[4]["fp32_bytes"]

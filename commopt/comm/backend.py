@@ -65,7 +65,12 @@ def lacking(backend: Any) -> list[str]:
 def check_backend(backend: Any, name: str = "backend") -> None:
     """Raises ValueError, which calls it ``name``, unless ``backend`` has all of a :class:`Backend`."""
     if missing := lacking(backend):
-        raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend)")
+        hint = (
+            f": to choose what torch.distributed uses, call init_process_group({backend!r})"
+            if isinstance(backend, str)
+            else ""
+        )
+        raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend){hint}")
 
 
 def sends_from(backend: Any) -> tuple[str, ...] | None:

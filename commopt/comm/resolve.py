@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -12,9 +14,14 @@ from commopt.comm.mesh import MeshBackend
 from commopt.comm.torch import TorchBackend
 from commopt.sharding import is_sharded
 
+logger = logging.getLogger("commopt")
+
 
 class NobodyElse(LocalBackend):
     """One rank alone because there was no process group, and not because somebody has asked for it."""
+
+    told = False
+    """Whether it was said that a launcher has started others."""
 
 
 def resolve_backend(process_group: Any = None, backend: Backend | None = None, params: Any = ()) -> Backend:
@@ -58,13 +65,17 @@ def _mesh_of(params: Any) -> DeviceMesh | None:
 
 
 def refuse_if_left_out(backend: Backend, name: str) -> None:
-    """Makes sure that no optimizer continues alone because it was made too early.
+    """Makes sure that no optimizer continues alone because it was made too early. Warns once if there is no process
+    group, though a launcher such as torchrun has started several ranks.
 
     Raises:
         RuntimeError: ``backend`` is one rank alone because there was no process group when the optimizer ``name`` was
             made, and now there is one of several ranks.
     """
-    if not isinstance(backend, NobodyElse) or not (dist.is_available() and dist.is_initialized()):
+    if not isinstance(backend, NobodyElse):
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        _tell_of_others(backend, name)
         return
     ranks = dist.get_world_size()
     if ranks > 1:
@@ -73,3 +84,14 @@ def refuse_if_left_out(backend: Backend, name: str) -> None:
             f"{ranks - 1} ranks: make it after that call, or with backend=commopt.comm.LocalBackend() if each rank "
             "shall train alone"
         )
+
+
+def _tell_of_others(backend: NobodyElse, name: str) -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not backend.told and ranks.isdecimal() and int(ranks) > 1:
+        logger.warning(
+            "%s: this rank trains alone, though WORLD_SIZE is %s: call torch.distributed.init_process_group() before "
+            "it is made, or give it backend=commopt.comm.LocalBackend() if each rank shall train alone",
+            name, ranks,
+        )  # fmt: skip
+    backend.told = True

@@ -31,21 +31,29 @@ class Feedback:
         server: (D / world_size,), of the chunk that this rank averages.
         double_buffered: whether the residuals stay what they were until commit(). Costs the memory of both once more,
             from the first compression on.
+        serves: whether this rank compresses a mean, too. If not, ``server`` stays what it is, and there is one of it.
     """
 
     worker: Tensor
     server: Tensor
     double_buffered: bool = False
+    serves: bool = True
     _next: tuple[Tensor, Tensor] | None = field(init=False, default=None, repr=False)
 
     @classmethod
     def zeros(
-        cls, numel: int, world_size: int, dtype: torch.dtype, device: torch.device, double_buffered: bool = False
+        cls,
+        numel: int,
+        world_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        double_buffered: bool = False,
+        serves: bool = True,
     ) -> Feedback:
         """Residuals of a buffer of ``numel`` elements before anything was sent."""
         worker = torch.zeros(numel, dtype=dtype, device=device)
         server = torch.zeros(numel // world_size, dtype=dtype, device=device)
-        return cls(worker, server, double_buffered=double_buffered)
+        return cls(worker, server, double_buffered, serves)
 
     @property
     def next_worker(self) -> Tensor:
@@ -66,7 +74,8 @@ class Feedback:
         if not self.double_buffered:
             return self.worker, self.server
         if self._next is None:
-            self._next = torch.empty_like(self.worker), torch.empty_like(self.server)
+            server = torch.empty_like(self.server) if self.serves else self.server
+            self._next = torch.empty_like(self.worker), server
         return self._next
 
     def spare(self, worker: Sequence[slice], server: Sequence[slice]) -> Spared:

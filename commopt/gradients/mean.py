@@ -27,6 +27,7 @@ from commopt.comm import (
     gather_rows,
     mean_over_all,
     message_device,
+    refuse_if_left_out,
     wait,
 )
 from commopt.gradients.method import Brought, Method, Part, Received, packed
@@ -97,7 +98,12 @@ class GradientMean:
 
     def begin(self) -> bool:
         """Before anything of a mean. Returns whether it is the first of it; then :meth:`finish` must be called when the
-        backward ends."""
+        backward ends.
+
+        Raises:
+            RuntimeError: it is of one rank that is alone because it was made before ``init_process_group()``.
+        """
+        refuse_if_left_out(self.topology.backend, "compress_gradients()")
         if self._forgotten:  # ranks have come equally far with what they have started only at its end
             self._pipeline.finish()
             self._begin()

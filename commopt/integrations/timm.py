@@ -21,6 +21,8 @@ ADAPTIVE = {
     "commoptlans": (commopt.Lans, "LANS: LAMB with Nesterov's momentum on normalised gradients"),
 }
 """With betas and eps, of their own or of their base. timm has a LAMB of its own, so ours have another name."""
+WITHOUT_EPS = {"onebitlion": (commopt.OneBitLion, "1-bit Lion: one bit an element from the first step on")}
+"""With betas alone."""
 MOMENTUM = {
     "cser": (commopt.CSER, "CSER: SGD with momentum that averages a part of each update, and resets errors"),
     "qsparselocalsgd": (commopt.QSparseLocalSGD, "QSparse-local-SGD: local steps, compressed"),
@@ -31,18 +33,22 @@ OUTER = {
     "localsgd": (commopt.LocalSGD, "local steps of AdamW, then the mean of all"),
     "signmomentum": (commopt.SignMomentum, "local steps of AdamW, then a step by the sign of the momentum of all"),
     "slowmo": (commopt.SlowMo, "SlowMo: local steps of AdamW, then momentum on the mean of all"),
+    "sparseloco": (
+        commopt.SparseLoCo,
+        "SparseLoCo: local steps of AdamW, then the largest elements of all",
+    ),
 }
 """Local steps of a base: AdamW, or what is given as ``base``."""
 
 
 def register() -> None:
-    """Registers all optimizers of commopt with timm, by the names in ``ADAPTIVE``, ``MOMENTUM`` and ``OUTER``. May be
-    called again."""
-    for optimizers, has_betas in ((ADAPTIVE, True), (MOMENTUM, False), (OUTER, True)):
+    """Registers all optimizers of commopt with timm, by the names in ``ADAPTIVE``, ``WITHOUT_EPS``, ``MOMENTUM`` and
+    ``OUTER``. May be called again."""
+    for optimizers, has_betas in ((ADAPTIVE, True), (WITHOUT_EPS, True), (MOMENTUM, False), (OUTER, True)):
         for name, (opt_class, description) in optimizers.items():
             info = OptimInfo(
-                name, opt_class, f"commopt: {description}", has_eps=has_betas, has_momentum=not has_betas,
-                has_betas=has_betas,
+                name, opt_class, f"commopt: {description}", has_eps=has_betas and name not in WITHOUT_EPS,
+                has_momentum=not has_betas, has_betas=has_betas,
             )  # fmt: skip
             if name not in default_registry.list_optimizers():  # timm warns of names that it has
                 default_registry.register(info)

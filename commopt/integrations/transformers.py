@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from commopt.attach import unwrapped
 from commopt.integrations import common, parts
+from commopt.optim import binding
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
 
@@ -34,6 +37,22 @@ class CommoptCallback(TrainerCallback):
     """
 
     _trainer: Trainer | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """FSDP2 exchanges the parameters, and a resume asks for the optimizer's state before it asks a callback."""
+        made = _frame_of(lambda frame: frame.f_code.co_name == "__init__")
+        if made is None:
+            return
+        trainer = made.f_locals["self"]
+        load = trainer._load_optimizer_and_scheduler
+
+        def rebound(*args: Any, **kwargs: Any) -> Any:
+            ours = unwrapped(trainer.optimizer)
+            if isinstance(ours, PackedOptimizer) and binding.exchanged(ours):
+                ours.rebind()
+            return load(*args, **kwargs)
+
+        trainer._load_optimizer_and_scheduler = rebound
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         self._leave()
@@ -67,13 +86,20 @@ class CommoptCallback(TrainerCallback):
 
 def _who_trains() -> tuple[Trainer, str | None]:
     """The Trainer that has called us, and the checkpoint that it has resumed: what no event of a callback is given."""
+    found = _frame_of(lambda frame: "resume_from_checkpoint" in frame.f_locals)
+    if found is None:
+        raise RuntimeError("CommoptCallback is for transformers.Trainer.train(), which has not called it")
+    return found.f_locals["self"], found.f_locals["resume_from_checkpoint"]
+
+
+def _frame_of(fits: Callable[[FrameType], bool]) -> FrameType | None:
+    """The frame of a method of a Trainer that has called us, and ``fits``."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, Trainer) and "resume_from_checkpoint" in frame.f_locals:
-            return trainer, frame.f_locals["resume_from_checkpoint"]
+        if isinstance(frame.f_locals.get("self"), Trainer) and fits(frame):
+            return frame
         frame = frame.f_back
-    raise RuntimeError("CommoptCallback is for transformers.Trainer.train(), which has not called it")
+    return None
 
 
 def _advice(args: TrainingArguments, optimizer: PackedOptimizer, model: Any) -> list[str]:

@@ -7,9 +7,11 @@ from commopt.optim.lamb import Lamb
 from commopt.optim.lans import Lans
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
+from commopt.optim.onebit_lion import OneBitLion
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.qsparse import QSparseLocalSGD
+from commopt.optim.sorting import SortedParameters, sort_parameters
 from commopt.optim.state import join_state_dict, split_state_dict
 from commopt.optim.zero_one_adam import ZeroOneAdam
 
@@ -22,12 +24,15 @@ __all__ = [
     "NotFinite",
     "OneBitAdam",
     "OneBitLamb",
+    "OneBitLion",
     "OwnTensor",
     "QSparseLocalSGD",
     "ReplicasDiffer",
+    "SortedParameters",
     "SyncPolicy",
     "VariancePolicy",
     "ZeroOneAdam",
     "join_state_dict",
+    "sort_parameters",
     "split_state_dict",
 ]

@@ -58,6 +58,8 @@ class StepReport:
         checks: whether this rank wants digests compared at this step.
         digests: makes the digests of what must be the same on all ranks, if any rank ``checks``.
         decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
+        gradients: makes a digest of this rank's gradients, if all ranks may find that theirs are equal, and need no
+            averaging; None, on all ranks, if that is not asked.
     """
 
     square_norm: float
@@ -68,6 +70,7 @@ class StepReport:
     checks: bool = False
     digests: Callable[[], list[int]] = list
     decide: Callable[[list[list[int]]], None] | None = None
+    gradients: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class StepDecision:
             skipped unless empty.
         norm: root mean square over the ranks of their gradient norms.
         present: which parameters have a gradient on any rank.
-        average: whether gradients still have to be averaged where averages are wanted.
+        average: whether gradients still have to be averaged where averages are wanted: not if somebody has done so, nor
+            if they are the same on all ranks, to the bit.
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
         alike: whether it nearly is: somebody may have clipped them.
     """
@@ -108,7 +112,8 @@ class Agreement:
     """Agreement of all ranks on one step: a :class:`Work` that is done when they have.
 
     One all-gather of 8 float64, which ``start()`` begins; a mean of one number per parameter (of every stage) if any
-    rank lacks a gradient; and an all-gather of digests if any rank checks.
+    rank lacks a gradient; an all-gather of digests if any rank checks; and one of digests of gradients, if these are to
+    be averaged though their norms are equal.
 
     Attributes:
         decision: what was decided; None before.
@@ -262,14 +267,27 @@ class Agreement:
         same = squares
         if self._holders is not None:  # somebody may have averaged what ranks hold of one part
             same = [squares[rank] for rank in self._holders.replicas]
+        equal = within(1e-12, same)
+        average = any(row[4] for row in table)
+        if average and equal and report.gradients is not None:
+            average = not self._same_everywhere(report.gradients())
         return StepDecision(
             non_finite=[rank for rank, row in enumerate(table) if not row[1]],
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
-            average=any(row[4] for row in table),
-            already_equal=within(1e-12, same),
+            average=average,
+            already_equal=equal,
             alike=clipped_alike(same),
         )
+
+    def _same_everywhere(self, number: int) -> bool:
+        """True if all ranks bring the same ``number``."""
+        backend = self._backend
+        assert backend is not None
+        mine = torch.tensor([number], dtype=torch.int64, device=self._device)
+        table = mine.new_empty(backend.world_size, 1)
+        wait(backend.all_gather(table, mine), self._where)
+        return bool((table == mine).all())
 
     def _compare(self) -> None:
         """Compares the digests of all ranks."""

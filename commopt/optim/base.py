@@ -49,6 +49,7 @@ from commopt.compress import Compressor, Sign
 from commopt.optim import binding, checks, comparing, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.diagnostics import Diagnostics, names_of
+from commopt.optim.digest import digest_of_all
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
@@ -299,6 +300,7 @@ class CommOptimizer(PackedOptimizer):
             self._watch()
             if self._attachment is not None:
                 self._attachment.clear()
+            wrapped.count_others(self)
             self.topology.traffic.end_step()
         return loss
 
@@ -321,23 +323,26 @@ class CommOptimizer(PackedOptimizer):
             step.nonfinite_dropped, report = True, StepReport(0.0, [False] * len(step.params), False)
             self.dropped_gradients += 1
             self._diagnostics.dropped(self.dropped_gradients)
-
-        def scale(decision: StepDecision) -> float:
-            if decision.already_equal and not (self._attachment is not None and self._attachment.has_averaged()):
-                self._diagnostics.equal_gradients()
-            self._diagnostics.norms(decision.alike, decision.norm)
-            return self._clip(decision) * unscale
-
         over, holders = _ALONE, None
         if not local:
             over, holders = self._control or self.topology.world, self.holders()
-        step.run(report, over, overlapped, self.buckets, scale, holders)
+        step.run(report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders)
+        if not local:
+            self._look_at_norms(step.agreement.wait())
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()
         if not local:
             self._end_agreed(step)
         self._report_new_phases(phases)
+
+    def _look_at_norms(self, decision: StepDecision) -> None:
+        """Says what the norms of all ranks' gradients show."""
+        equal = decision.already_equal and not (self._attachment is not None and self._attachment.has_averaged())
+        if equal:
+            self._diagnostics.equal_gradients(wrapped.advice(self))
+        wrapped.averages_now(self, equal)
+        self._diagnostics.norms(decision.alike, decision.norm)
 
     def _end_agreed(self, step: StepInFlight) -> None:
         """Ends a step that all ranks have taken together."""
@@ -394,7 +399,13 @@ class CommOptimizer(PackedOptimizer):
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
         square = self.square_norm_of([p for p in fresh if p.grad is not None])
         square += sum(float(s) for s in averaged.values())
-        return StepReport(square * unscale**2, present, any(id(p) in wanting for p in fresh))
+        unaveraged = any(id(p) in wanting for p in fresh)
+
+        def digest_of_gradients() -> int:
+            return digest_of_all([torch.tensor([unscale], dtype=torch.float64), *(p.grad for p in params)])
+
+        late = self.overlap or self.topology.is_sharded  # where buckets start before the ranks agree, all are averaged
+        return StepReport(square * unscale**2, present, unaveraged, gradients=None if late else digest_of_gradients)
 
     def _clip(self, decision: StepDecision) -> float:
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))
@@ -445,7 +456,7 @@ class CommOptimizer(PackedOptimizer):
         if self._all_on_one_channel() or self.steps_locally():
             return False
         if self._attachment is None:
-            return self._looked or wrapped.found(self) is None
+            return not wrapped.can_attach(self)
         return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
 
     def why_not_synchronize(self) -> Exception | None:
@@ -536,7 +547,9 @@ class CommOptimizer(PackedOptimizer):
             step, total: traffic of the last step, and of all since construction, ``{"bytes", "calls",
                 "by_collective"}``; bytes are those that this rank sends, beyond its node, or the ranks that hold a
                 replica together; ``"intra_node"`` has the others, but for what FSDP and its like send
-                (:mod:`commopt.comm.counting` has the formulas).
+                (:mod:`commopt.comm.counting` has the formulas). Where a DistributedDataParallel that cannot be
+                attached averages gradients in every step, ``by_collective["ddp"]`` is that: an estimate, one all-reduce
+                of them in their dtype.
             fp32_bytes: what a float32 all-reduce of all parameters would send in a step.
             ratio: fp32_bytes over the bytes of the last step; None if it sent nothing.
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.

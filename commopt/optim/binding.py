@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from commopt import ops
 from commopt.comm import Replicas, Topology, resolve_backend
@@ -39,7 +39,13 @@ def on_itself(method: Method) -> Method:
 
 
 def in_a_list(params: Any) -> Any:
-    """``params`` as an optimizer is given them, so that they can be looked at more than once."""
+    """``params`` as an optimizer is given them, so that they can be looked at more than once.
+
+    Raises:
+        TypeError: for a model.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"an optimizer takes parameters, got the model {type(params).__name__}: give it .parameters()")
     if isinstance(params, (Tensor, str, bytes, dict, set, torch.optim.Optimizer)) or not isinstance(params, Iterable):
         return params
     entries = list(params)

@@ -73,9 +73,14 @@ class Diagnostics:
             self.optimizer, count, what, getattr(ranks, "mesh", ranks),
         )  # fmt: skip
 
-    def equal_gradients(self) -> None:
-        """All ranks had the same gradients before anything was averaged."""
-        if self._once("equal gradients"):
+    def equal_gradients(self, why: str | None = None) -> None:
+        """All ranks had the same gradients before anything was averaged: ``why`` says what averages them, if that is
+        known."""
+        if not self._once("equal gradients"):
+            return
+        if why is not None:
+            self._averaged_by(why)
+        else:
             logger.warning(
                 "%s: the gradients are already equal on all ranks. Either a DistributedDataParallel that is not "
                 "attached still averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks "
@@ -95,9 +100,14 @@ class Diagnostics:
                 self.optimizer, norm, norm,
             )  # fmt: skip
 
-    def equal_gradients_in_rounds(self) -> None:
-        """All ranks had the same gradients in the last step of a round."""
-        if self._once("equal gradients"):
+    def equal_gradients_in_rounds(self, why: str | None = None) -> None:
+        """All ranks had the same gradients in the last step of a round: ``why`` says what averages them, if that is
+        known."""
+        if not self._once("equal gradients"):
+            return
+        if why is not None:
+            self._averaged_by(why)
+        else:
             logger.warning(
                 "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
                 "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
@@ -194,6 +204,13 @@ class Diagnostics:
                 "%s: %s ended after step %d%s, %s from now on with %s",
                 self.optimizer, old, step, which, new, compressor,
             )  # fmt: skip
+
+    def _averaged_by(self, why: str) -> None:
+        logger.warning(
+            "%s: the gradients are already equal on all ranks: a DistributedDataParallel around them averages them in "
+            "every step, so that nothing is saved (comm_stats() counts it as \"ddp\"). It is not attached: %s",
+            self.optimizer, why,
+        )  # fmt: skip
 
     def _once(self, what: str) -> bool:
         """True if ``what`` is to be said now: once, on rank 0."""

@@ -9,6 +9,7 @@ with a chance of about 2^-60. It is a sum of integers: every device and every nu
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +41,13 @@ def digest(x: Tensor) -> Tensor:
         rest[: data.numel() - whole] = data[whole:]
         total = total * _PRIME + rest.view(torch.int64)[0] * weights[0]
     return total
+
+
+def digest_of_all(tensors: Sequence[Tensor | None]) -> int:
+    """The digest of several tensors in their order, some of which may be missing; as an int64."""
+    found = [digest(x) for x in tensors if x is not None]
+    numbers = iter(torch.stack([d.to(found[0].device) for d in found]).tolist() if found else [])
+    total = 0
+    for x in tensors:
+        total = (total * _PRIME + (1 if x is None else next(numbers))) % 2**64
+    return total - 2**63

@@ -39,18 +39,20 @@ from commopt.optim.state_bucket import StateBucket
 
 
 def averaged_gradients(
-    bucket: StateBucket, ctx: StepContext, compressor: Compressor | None = None
+    bucket: StateBucket, ctx: StepContext, compressor: Compressor | None = None, beta: float = 0.0
 ) -> Generator[Work, None, list[Tensor]]:
-    """The means of the gradients of the parameters that move, in the dtype of the state: exact ones or, with a
-    ``compressor``, compressed both ways, with the bucket's residuals.
+    """The means of the gradients of the parameters that move, in the dtype of the state.
+
+    They are exact or, with a ``compressor``, compressed both ways: what is sent is (1-b) g_i + residual, the share that
+    they have in a momentum of decay b, so that the residuals are those of the momentum later on.
 
     All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
     """
     if compressor is not None and bucket.feedback is not None:
-        g_i = yield from local_momentum(bucket, bucket["exp_avg"], 0.0, ctx)
+        g_i = yield from _local(bucket, bucket["exp_avg"], 0.0, 1 - beta, ctx)
         mean = yield from compressed_mean_of(g_i, bucket, compressor, ctx, variance_moves=True)
         bucket.active = None
-        views = bucket.views(mean.values())
+        views = bucket.views(mean.values().div_(1 - beta))
         return [views[i] for i in ctx.moving(bucket)]
     if ctx.average:
         flat = bucket.pack_gradients(ctx.scale)
@@ -74,11 +76,18 @@ def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: StepContext
 
     It is not formed: the compressor does that. ``m`` is a flat buffer of ``bucket``.
     """
+    return (yield from _local(bucket, m, beta, 1 - beta, ctx))
+
+
+def _local(
+    bucket: StateBucket, m: Tensor, beta: float, alpha: float, ctx: StepContext
+) -> Generator[Work, None, Momentum]:
+    """b m + a g_i."""
     if bucket.local_world_size > 1:
         part = yield from reduce_scatter(bucket.pack_gradients(ctx.scale), ctx.send.intra_node)
-        return Momentum(bucket.part(m), [part], [0], beta, 1 - beta)
+        return Momentum(bucket.part(m), [part], [0], beta, alpha)
     grads = bucket.gradients()
-    return Momentum(m, [g for g, _ in grads], [o for _, o in grads], beta, (1 - beta) * ctx.scale)
+    return Momentum(m, [g for g, _ in grads], [o for _, o in grads], beta, alpha * ctx.scale)
 
 
 def compressed_mean_of(
@@ -98,7 +107,7 @@ def compressed_mean_of(
 
     Args:
         local: what this rank compresses, (padded / local_world_size,); let go of when it is compressed.
-        bucket: has the residuals, and a variance.
+        bucket: has the residuals; elements whose variance is 0, if it has one, take no part.
         compressor: the same on every rank.
         ctx: the step.
         scaling: one factor k of each parameter: k (``local`` + residual) is compressed, what comes back is divided by

@@ -16,8 +16,10 @@ Run = tuple[int, int]
 
 
 def active_mask(bucket: StateBucket) -> Tensor:
-    """The mask of the elements whose variance is not 0, (padded / 8,) uint8: only they are sent and move. It stays
-    until ``bucket.active`` is unset."""
+    """The mask of the elements whose variance is not 0, (padded / 8,) uint8: only they are sent and move. Of all but
+    the padding, where there is no variance. It stays until ``bucket.active`` is unset."""
+    if "exp_avg_sq" not in bucket.buffers:
+        return padding_mask(bucket)
     if bucket.active is None:
         bucket.active = _nonzero(bucket["exp_avg_sq"])
     return bucket.active

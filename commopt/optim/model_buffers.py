@@ -1,25 +1,34 @@
-"""Buffers of a model, such as BatchNorm's running statistics, which every rank has of its own data: made the same on
-all ranks for a while."""
+"""What a model has beside the parameters of its optimizer, such as BatchNorm's running statistics, which every rank
+has of its own data, or a moving average of the parameters: made the same on all ranks for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import gc
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from commopt.comm import Topology, wait
+from commopt.comm import Topology, gather_rows, message_device, wait
+from commopt.optim.digest import digest
+
+logger = logging.getLogger("commopt")
 
 HowBuffers = Literal["mean", "broadcast"]
 
 
 @contextlib.contextmanager
-def same_buffers(topology: Topology, model: nn.Module | None, how: HowBuffers) -> Iterator[None]:
+def same_buffers(
+    topology: Topology, model: nn.Module | None, how: HowBuffers, held: Collection[int] = ()
+) -> Iterator[None]:
     """Context in which the buffers of ``model`` are the same on all ranks: the ``"mean"`` of those of floats, or
     rank 0's, by ``"broadcast"``; afterwards they are each rank's own again. All ranks must enter it at the same point,
-    with the same buffers. Numbers of steps and the like are rank 0's in any case.
+    with the same buffers. Numbers of steps and the like are rank 0's in any case. Parameters that are not ``held`` (by
+    their ids) are their mean over the ranks, where they differ.
 
     Raises:
         ValueError: for another ``how``, or if ranks hold parts of the model.
@@ -29,23 +38,62 @@ def same_buffers(topology: Topology, model: nn.Module | None, how: HowBuffers) -
     buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
     if buffers and topology.is_sharded:
         raise ValueError("buffers of a sharded model are each rank's own: call averaged() without the model")
-    own = [b.detach().clone() for b in buffers]
+    copies = _differing(topology, [] if model is None else [p for p in model.parameters() if id(p) not in held])
+    own = [x.detach().clone() for x in [*buffers, *copies]]
     try:
         with torch.no_grad():
             for device in dict.fromkeys(b.device for b in buffers) if topology.world_size > 1 else ():
                 _make_same(topology, [b for b in buffers if b.device == device], how)
+            for device in dict.fromkeys(p.device for p in copies):
+                _make_same(topology, [p for p in copies if p.device == device], "mean")
         topology.traffic.leave_out()
         yield
     finally:
         with torch.no_grad():
-            for b, value in zip(buffers, own):
-                b.copy_(value)
+            for x, value in zip([*buffers, *copies], own):
+                x.copy_(value)
+
+
+@torch._disable_dynamo
+def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
+    """Those of ``params`` that differ between ranks. Sends 8 bytes for each."""
+    params = [p for p in params if p.numel()]
+    if topology.world_size == 1 or not params:
+        return []
+    if topology.is_sharded:
+        if any(p.requires_grad for p in params):
+            raise ValueError(
+                "the model has parameters that the optimizer does not hold, and ranks hold parts of it: call "
+                "averaged() without the model"
+            )
+        return []
+    device = message_device(topology.backend)
+    mine = torch.stack([digest(p).to(device) for p in params])
+    table = gather_rows(topology.world, mine, f"averaged(), {len(params)} parameters that the optimizer does not hold")
+    return [p for p, same in zip(params, (table == mine).all(0).tolist()) if not same]
+
+
+def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None) -> None:
+    """Says that moving averages of ``params`` are each rank's own, if there are such, and ``model`` is not or has not
+    all of them. Looks at all objects there are. ``name`` is the optimizer's."""
+    shapes = sorted(tuple(p.shape) for p in params)
+    known = set() if model is None else {id(module) for module in model.modules()}
+    for x in gc.get_objects():
+        if not issubclass(type(x), AveragedModel) or id(x) in known or not int(x.n_averaged):
+            continue
+        if sorted(tuple(p.shape) for p in x.parameters() if p.requires_grad) == shapes:
+            logger.warning(
+                "%s: an AveragedModel of parameters like these is each rank's own, because replicas differ between two "
+                "rounds: evaluate and save it within `with optimizer.averaged(averaged_model):`, on all ranks",
+                name,
+            )
+            return
 
 
 def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -> None:
     """The mean is rank 0's buffer plus the mean of how far the others are from it: of what is the same everywhere, such
     as a mask of -inf, it is that, to the bit. Two collectives for all."""
-    where = f"averaged(), {len(buffers)} buffers of the model"
+    where = f"averaged(), {len(buffers)} tensors of the model"
     as_bytes = [b.flatten().view(torch.uint8) for b in buffers]
     sent = torch.cat(as_bytes)
     wait(topology.world.broadcast(sent), where)

@@ -40,7 +40,7 @@ from torch import Tensor
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.exchange import averaged_gradients, compressed_mean_of, frozen_adam, local_momentum
+from commopt.optim.exchange import compressed_mean_of, frozen_adam, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import adam_
@@ -157,7 +157,7 @@ class OneBitAdam(WarmupOptimizer):
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Adam on the mean gradient."""
-        g = yield from averaged_gradients(bucket, ctx, self.warmup_compressor)  # g = mean_i g_i
+        g = yield from self.mean_gradients(bucket, group, ctx)  # g = mean_i g_i
         x, m, v, counts = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
         adam_(x, g, m, v, counts, group)
 

@@ -48,7 +48,7 @@ from torch import Tensor
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
 from commopt.optim import checks
-from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
+from commopt.optim.exchange import compressed_mean_of, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
@@ -175,7 +175,7 @@ class OneBitLamb(WarmupOptimizer):
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
-        g = yield from averaged_gradients(bucket, ctx, self.warmup_compressor)  # g = mean_i g_i
+        g = yield from self.mean_gradients(bucket, group, ctx)  # g = mean_i g_i
         moving = self.increment(bucket, ctx, variance_moves=True)
         x, m, v, _ = bucket.operands(moving)
         ratios = lamb_(x, g, m, v, group, bucket.total)

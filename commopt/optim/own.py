@@ -29,9 +29,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 NAMES = frozenset(
     (
-        *RANK_LOCAL, "step", "variance_step", "interval_step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq",
-        "fresh_exp_avg_sq", "mean_momentum", "scaling_coeff", "trust_ratio_weight", "momentum_buffer",
-        "outer_momentum", "anchor", "error_buffer",
+        *RANK_LOCAL, "step", "variance_step", "interval_step", "compressed_step", "exp_avg", "exp_avg_sq",
+        "max_exp_avg_sq", "fresh_exp_avg_sq", "mean_momentum", "scaling_coeff", "trust_ratio_weight",
+        "momentum_buffer", "outer_momentum", "anchor", "error_buffer",
     )
 )  # fmt: skip
 """Names of the state of commopt's optimizers, and of torch's Adam and SGD. One of these that an optimizer has no use

@@ -39,6 +39,7 @@ from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state import OF_RANKS, RANK_LOCAL
 from commopt.optim.state_bucket import StateBucket, fp32_bytes
+from commopt.optim.wrapped import Obstacle
 from commopt.sharding import local
 
 logger = logging.getLogger("commopt")
@@ -78,7 +79,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
+    _warned_of_copies = False
     _looked: bool  # for a model that averages the gradients
+    _obstacle: Obstacle | None = None  # one that cannot be attached
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
 
     ever_rank_local: tuple[str, ...] = ()
@@ -397,11 +400,13 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Args:
             model: its buffers, such as BatchNorm's running statistics, are the same on all ranks, too, whether or not
-                replicas differ. Without it they are each rank's own.
+                replicas differ. Without it they are each rank's own. So are parameters of it that the optimizer does
+                not hold: of a moving average (torch.optim.swa_utils.AveragedModel), which averages what each rank has,
+                this is the moving average of the mean. Where they differ they are the ranks' mean.
             buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
-            ValueError: for another word, or buffers of a sharded model.
+            ValueError: for another word, or buffers, or such parameters, of a sharded model.
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
@@ -611,7 +616,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.topology.world_size > 1 and self.topology.rank == int(keeps):  # one rank speaks for all
             logger.warning(
                 "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
-                "again from 0. Save those of every rank (commopt.optim.split_state_dict) to keep them.",
+                "again from 0. Save those of every rank to keep them (commopt.optim.split_state_dict, or "
+                "consolidate_state_dict() on all ranks before one saves).",
                 type(self).__name__, describe(origin), origin, here,
             )  # fmt: skip
 

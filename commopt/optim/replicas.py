@@ -24,7 +24,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.optim.agreement import StepRefused
-from commopt.optim.model_buffers import HowBuffers, same_buffers
+from commopt.optim.model_buffers import HowBuffers, same_buffers, warn_of_copies
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -86,8 +86,17 @@ def agree_inside(
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
-    with same_buffers(optimizer.topology, model, buffers), _averaged_parameters(optimizer):
+    with same_buffers(optimizer.topology, model, buffers, _held(optimizer, model)), _averaged_parameters(optimizer):
         yield
+
+
+@torch._disable_dynamo
+def _held(optimizer: PackedOptimizer, model: nn.Module | None) -> frozenset[int]:
+    """The ids of the parameters. Warns once of moving averages of them that ``model`` has not."""
+    if optimizer.replicas_differ and optimizer.topology.rank == 0 and not optimizer._warned_of_copies:
+        optimizer._warned_of_copies = True
+        warn_of_copies(type(optimizer).__name__, [p for p in optimizer.params if p.requires_grad], model)
+    return frozenset(id(p) for p in optimizer.params)
 
 
 @contextlib.contextmanager

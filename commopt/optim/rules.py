@@ -65,6 +65,26 @@ def adam_(
             x.copy_(result)
 
 
+def sign_step_(params: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
+    """One step of lr along the signs of ``directions``, as Lion takes it: x = x (1 - lr wd) - lr sign(c), sign(0) = 0.
+
+    Args:
+        params: x, of any floating dtype; the arithmetic is done in the dtype of the directions.
+        directions: c; overwritten.
+        group: lr, weight_decay.
+    """
+    if not params:
+        return
+    work = [x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(params, directions)]
+    if group["weight_decay"] != 0:
+        torch._foreach_mul_(work, weight_decay_factor(group))
+    torch._foreach_sign_(directions)
+    torch._foreach_add_(work, directions, alpha=-float(group["lr"]))
+    for x, result in zip(params, work):
+        if result is not x:
+            x.copy_(result)
+
+
 def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
     """One step of SGD, operation for operation as ``torch.optim.SGD``.
 

@@ -161,12 +161,13 @@ class StateBucket(Bucket):
             numbers = reduce(gather_rows(ranks, mine, where)).tolist()
         return numbers
 
-    def add_residuals(self, double_buffered: bool) -> None:
-        """Makes the residuals of a compressed mean over the nodes; none on one node."""
+    def add_residuals(self, double_buffered: bool, serves: bool = True) -> None:
+        """Makes the residuals of a compressed mean over the nodes; none on one node. ``serves``: whether ranks compress
+        means, too."""
         nodes, self.compressed = self.replicas.nodes, True
         if nodes > 1:
             numel = self.padded // self.local_world_size
-            self.feedback = Feedback.zeros(numel, nodes, self.dtype, self.device, double_buffered)
+            self.feedback = Feedback.zeros(numel, nodes, self.dtype, self.device, double_buffered, serves)
 
     def add_numbers(self, starts: Mapping[str, float], dtype: torch.dtype) -> None:
         """Makes numbers of the parameters, by name, with what they start from."""

@@ -19,6 +19,8 @@ _ASKS_NOTHING = {"amsgrad": False, "capturable": False, "differentiable": False,
 OF_ADAM = (*_ANY, "amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
 """Of torch.optim.Adam and AdamW. Weight decay is decoupled, as AdamW's: ``decoupled_weight_decay=False``, Adam's
 default, is taken only without any."""
+OF_LION = _ANY
+"""Of no optimizer of torch, which has no Lion: what frameworks give to any."""
 OF_SGD = (*_ANY, "dampening", "differentiable")
 """Of torch.optim.SGD."""
 

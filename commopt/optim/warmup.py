@@ -4,8 +4,7 @@ A subclass is an Adam of some kind: it keeps a momentum ``exp_avg`` and a varian
 freezes the variance after step ``freeze_step`` (T_w) of a group.
 
 A ``warmup_compressor`` compresses the gradients of the warm-up, with error feedback (the papers send them in full
-precision). The residuals are those of the compressed phase: where that begins, what the ranks owe of their gradients is
-as much of their momentum as the gradients would have been, 1-b1 of it.
+precision). The residuals are those of the compressed phase, of the momentum: what is sent is (1-b1) g_i.
 
 ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
 risen in between; groups of the same age and beta2 decide together. 1-bit Adam (arXiv 2102.02888) has the rule of the
@@ -17,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from commopt.compress import Compressor
 from commopt.optim.base import CommOptimizer
 from commopt.optim.checks import check_compressor
 from commopt.optim.diagnostics import tell_if_never_compressed
+from commopt.optim.exchange import averaged_gradients
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
 
@@ -96,6 +96,12 @@ class WarmupOptimizer(CommOptimizer):
         frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
         return "compressed" if frozen else "warmup"
 
+    def mean_gradients(
+        self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext
+    ) -> Generator[Work, None, list[Tensor]]:
+        """The means of the gradients of the parameters that move: exact, or by ``warmup_compressor``."""
+        return averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
+
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
         return step(bucket, group, ctx)
@@ -123,15 +129,8 @@ class WarmupOptimizer(CommOptimizer):
     # the end of warm-up -----------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
+        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
         self._count()
-        self._freeze_where_settled()
-        for bucket, group in self.grouped_buckets() if self.warmup_compressor is not None else ():
-            if bucket.feedback is not None and group["freeze_step"] == group["step"]:
-                for residual in (bucket.feedback.worker, bucket.feedback.server):
-                    residual.mul_(1 - group["betas"][0])  # of gradients; from now on of the momentum
-
-    def _freeze_where_settled(self) -> None:
-        """Freezes the variance there (``freeze_step="auto"``)."""
         cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
         for group in self.param_groups:
             beta2 = group["betas"][1]

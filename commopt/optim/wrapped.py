@@ -1,11 +1,13 @@
 """Whether something around the parameters averages their gradients in every step, though nobody has said so.
 
-:mod:`commopt.attach`, which knows such models, says how to look for them, and how to end that.
+:mod:`commopt.attach`, which knows such models, says how to look for them, and how to end that. Where it cannot be
+ended, what they send is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from commopt.comm import gather_number
@@ -14,22 +16,46 @@ from commopt.comm.torch import ranks_of
 if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
 
-Attach = Callable[[], None]
-Look = Callable[["PackedOptimizer"], "Attach | None"]
+Attach = Callable[[], "Obstacle | None"]
+"""Attaches, or returns why that cannot be."""
+
+
+@dataclass
+class Obstacle:
+    """Why models around the parameters cannot be attached.
+
+    Attributes:
+        why: what it is, and what to do: a sentence without its full stop.
+        nbytes: gives about how many bytes this rank sends for their averages of one step, as far as nobody counts them.
+        active: whether gradients came averaged when the ranks last agreed.
+    """
+
+    why: str
+    nbytes: Callable[[], int]
+    active: bool = False
+
+
+Look = Callable[["PackedOptimizer"], "Attach | Obstacle | None"]
 
 _look: Look | None = None
 
 
 def look_with(look: Look) -> None:
-    """``look(optimizer)`` returns what attaches the optimizer to a model that averages its gradients; None if there is
-    no such model, or if it cannot be."""
+    """``look(optimizer)`` returns what attaches the optimizer to a model that averages its gradients; why it cannot be;
+    or None if there is no such model."""
     global _look
     _look = look
 
 
-def found(optimizer: PackedOptimizer) -> Attach | None:
-    """What attaches ``optimizer`` to the model around its parameters, if there is one. Communicates nothing."""
+def found(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
+    """What attaches ``optimizer`` to the model around its parameters, if there is one, or why it cannot be.
+    Communicates nothing."""
     return _look(optimizer) if _look is not None and _may_be_wrapped(optimizer) else None
+
+
+def can_attach(optimizer: PackedOptimizer) -> bool:
+    """True if the next step will attach it. Communicates nothing."""
+    return not optimizer._looked and callable(found(optimizer))
 
 
 def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
@@ -39,9 +65,28 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
     optimizer._looked = True
     if not _may_be_wrapped(optimizer):
         return
-    attach = found(optimizer)
-    if all(gather_number(optimizer.topology.backend, int(attach is not None))) and attach is not None:
-        attach()
+    there = found(optimizer)
+    if all(gather_number(optimizer.topology.backend, int(callable(there)))) and callable(there):
+        there = there()
+    optimizer._obstacle = there if isinstance(there, Obstacle) else None
+
+
+def advice(optimizer: PackedOptimizer) -> str | None:
+    """Why the models around the parameters are not attached, and what to do; None if there are none."""
+    return None if optimizer._obstacle is None else optimizer._obstacle.why
+
+
+def averages_now(optimizer: PackedOptimizer, equal: bool) -> None:
+    """Takes down whether gradients came ``equal`` on all ranks: whether models that are not attached average them."""
+    if optimizer._obstacle is not None:
+        optimizer._obstacle.active = equal
+
+
+def count_others(optimizer: PackedOptimizer) -> None:
+    """Counts, as "ddp", what models that are not attached have sent for this step."""
+    obstacle = optimizer._obstacle
+    if obstacle is not None and obstacle.active and (nbytes := obstacle.nbytes()):
+        optimizer.topology.traffic.add("ddp", nbytes)
 
 
 def _may_be_wrapped(optimizer: PackedOptimizer) -> bool:

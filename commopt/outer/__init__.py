@@ -3,15 +3,18 @@
 from commopt.outer.averaging import LocalSGD
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.diloco import DiLoCo
+from commopt.outer.mixed import Mixed
 from commopt.outer.rounds import Round
 from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
 from commopt.outer.slowmo import SlowMo
+from commopt.outer.sparse_loco import SparseLoCo
 
 __all__ = [
     "DiLoCo",
     "ExactSign",
     "LocalSGD",
+    "Mixed",
     "OuterOptimizer",
     "RandomSign",
     "RandomSignOrZero",
@@ -19,4 +22,5 @@ __all__ = [
     "SignMomentum",
     "SignRule",
     "SlowMo",
+    "SparseLoCo",
 ]

@@ -9,7 +9,7 @@ Then the ranks average how far they have come, and a subclass says what to make 
 
 x, the **anchor**, is kept in float32 (float64 for float64 parameters), so bfloat16 parameters have a master copy; what
 counts as a rank's pseudo-gradient is the distance from the rounded anchor it has started from. The base's own state is
-never averaged.
+a rank's own, but for tensors of it that ``state_period`` names (:mod:`commopt.outer.base_state`).
 
 A subclass says ``check_group``, ``outer_step``, and what it needs: ``momentum``, ``uses_lr``, ``own_settings``.
 """
@@ -40,8 +40,9 @@ from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.setup import equalize
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer import rounds
+from commopt.outer import base_state, rounds
 from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
+from commopt.outer.mixed import Mixed, name_of, parts_of
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
 from commopt.outer.wrap import check_base, make_base, step_base
 from commopt.sharding import as_cut, local
@@ -64,7 +65,8 @@ class OuterOptimizer(PackedOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or parameter groups, for the class ``base``; or a base optimizer.
-        base: class (or any callable) of the base optimizer; None is torch.optim.AdamW, or ``params`` is the optimizer.
+        base: class (or any callable) of the base optimizer; None is torch.optim.AdamW, or ``params`` is the optimizer:
+            :class:`commopt.Mixed` is one of several.
         base_args: arguments of that class.
         outer: outer hyper-parameters of the groups.
         period: local steps between two synchronisations, >= 1.
@@ -73,11 +75,13 @@ class OuterOptimizer(PackedOptimizer):
         bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
             synchronisations, about every ``check_every`` steps.
+        state_period: at every how many synchronisations which tensor of the base's state is averaged, by name; None is
+            never.
         reduction, process_group, backend: as for every optimizer of commopt.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, for a base optimizer that communicates
-            itself, or if ranks differ in parameters or settings.
+            itself or has no such state, or if ranks differ in parameters or settings.
     """
 
     base: torch.optim.Optimizer
@@ -106,6 +110,7 @@ class OuterOptimizer(PackedOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
@@ -116,6 +121,7 @@ class OuterOptimizer(PackedOptimizer):
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
         self.reduction = reduction
+        self.state_period: Any = {} if state_period is None else state_period
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
         self._ready = False  # torch's constructor hands us the base's groups; they are registered all at once
@@ -134,6 +140,7 @@ class OuterOptimizer(PackedOptimizer):
             for group in self.base.param_groups:
                 binding.take_mesh(self, group)
             check_base(self.base)
+            self._check_state_period()
             ours, whose = {**outer, "period": period, **POSITION}, {WHOSE: self.saved_as()}
             _check_names(self.base, ours)
             super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
@@ -143,6 +150,12 @@ class OuterOptimizer(PackedOptimizer):
 
         self.register_new(construct)
         self._ready = True
+
+    def _check_state_period(self) -> None:
+        base_state.check_state_period(self.state_period)
+        self.state_period = dict(sorted(self.state_period.items()))
+        if self.state_period:
+            base_state.check_names(self.base, list(self.state_period))
 
     def _restart(self) -> None:
         self.buckets = []
@@ -164,6 +177,11 @@ class OuterOptimizer(PackedOptimizer):
         """Settings of ``self`` that must be the same on all ranks, with a repr that says so. Raises ValueError if it
         is out of range."""
         return []
+
+    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
+        """The mean over all ranks of how far they have come, by bucket: flat buffers. Of what lasts, only the residuals
+        to come are written. ``where`` begins errors."""
+        return rounds.mean_pseudo_gradients(self.topology, self.buckets, self.compressor, where)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         """Moves ``bucket.buffers["anchor"]``.
@@ -220,7 +238,7 @@ class OuterOptimizer(PackedOptimizer):
             if "lr" not in group:
                 raise ValueError(
                     f"{type(self).__name__} needs the learning rate of its base, but a parameter group of "
-                    f"{type(self.base).__name__} has no 'lr'; allowed are bases that have one"
+                    f"{name_of(self.base)} has no 'lr'; allowed are bases that have one"
                 )
             checks.check_lr(group["lr"])
         self.check_group(group)
@@ -228,9 +246,9 @@ class OuterOptimizer(PackedOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        base = type(getattr(self, "base", None)).__name__
+        base = name_of(self.base) if hasattr(self, "base") else None
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
-        settings += [self.reduction]
+        settings += [self.reduction, self.state_period]
         settings += self.own_settings() if error is None else []
         binding.register_groups(self, groups, settings, error)
         self.topology.traffic.end_step()
@@ -301,6 +319,7 @@ class OuterOptimizer(PackedOptimizer):
             if self._attachment is not None:
                 self._attachment.clear()
             self.topology.receipt.clear()
+            wrapped.count_others(self)
             self.topology.traffic.end_step()
         return loss
 
@@ -342,6 +361,8 @@ class OuterOptimizer(PackedOptimizer):
 
     def follow(self) -> None:
         """Follows what was done to parameters, and to the base behind our back."""
+        if isinstance(self.base, Mixed):
+            self.base.follow()
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
             self._adopt_groups(self.param_groups)
         binding.refuse_exchanged(self)
@@ -374,7 +395,10 @@ class OuterOptimizer(PackedOptimizer):
         """Nothing that lasts changes before all collectives are done, but for anchors that differed; then everything
         does."""
         topology, buckets = self.topology, self.buckets
-        where = f"{type(self).__name__}, synchronisation {self.param_groups[0]['rounds'] + 1}"
+        number = self.param_groups[0]["rounds"] + 1
+        where = f"{type(self).__name__}, synchronisation {number}"
+        names = base_state.due(self.state_period, number)
+        error = error or base_state.lacking(self.base, names)
         device = self.control_device([p for bucket in buckets for p in bucket.params])
         decision = rounds.agree(topology, buckets, device, self._report(error), f"{where}, agreement of the ranks")
         if decision.broken:
@@ -382,13 +406,15 @@ class OuterOptimizer(PackedOptimizer):
             return
         self._skipped_in_a_row = 0
         if decision.equal_gradients:
-            self._diagnostics.equal_gradients_in_rounds()
+            self._diagnostics.equal_gradients_in_rounds(wrapped.advice(self))
+        wrapped.averages_now(self, decision.equal_gradients)
         self._diagnostics.norms(decision.alike, decision.norm)
         if decision.moved:
             self._equalize_anchors(device, where)
         if decision.checks:
             rounds.compare(topology, buckets, device, comparing.digests(self), self._compare, where)
-        means = rounds.mean_pseudo_gradients(topology, buckets, self.compressor, where)
+        means = self.mean_pseudo_gradients(where)
+        states = base_state.mean_states(topology, buckets, self.base, names, f"{where}, state of the bases")
         positions, squares = self._positions(), dict[int, float]()
         for (bucket, group), mean in zip(self.grouped_buckets(), means):
             lr = group["round_lr"] / group["round_step"]
@@ -399,6 +425,8 @@ class OuterOptimizer(PackedOptimizer):
             self.outer_step(bucket, group, mean, ctx)
             for p, x in zip(bucket.values, bucket.tensors("anchor")):
                 p.copy_(x)
+        for mine, mean in states:
+            mine.copy_(mean)
         whole = self._of_all_parts([squares.get(id(group), 0.0) for group in self.param_groups])
         for group, square in zip(self.param_groups, whole):
             norm = square**0.5
@@ -498,7 +526,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def saved_as(self) -> str:
         """With the name of its base."""
-        return f"{super().saved_as()}({type(self.base).__name__})"
+        return f"{super().saved_as()}({name_of(self.base)})"
 
     def loads_of(self) -> tuple[str, ...]:
         """Also that of its base alone."""
@@ -569,8 +597,8 @@ class OuterOptimizer(PackedOptimizer):
         local(self.state[p]["anchor"]).sub_(residual)
 
     _SETTINGS: tuple[str, ...] = (
-        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "skipped_steps", "skipped_rounds",
-        "defaults",
+        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "skipped_steps",
+        "skipped_rounds", "defaults",
     )  # fmt: skip
 
     def _unpickle(self, state: dict[str, Any]) -> None:
@@ -625,9 +653,10 @@ class OuterOptimizer(PackedOptimizer):
 
 
 def _check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
-    both = sorted(base.defaults.keys() & ours.keys())
-    if both:
-        raise ValueError(
-            f"the base optimizer {type(base).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
-            f"optimizers without any of {', '.join(ours)}"
-        )
+    for part in parts_of(base):
+        both = sorted(part.defaults.keys() & ours.keys())
+        if both:
+            raise ValueError(
+                f"the base optimizer {type(part).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
+                f"optimizers without any of {', '.join(ours)}"
+            )

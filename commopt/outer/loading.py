@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commopt.optim.own import MIXED, Origin
+from commopt.outer.mixed import Mixed, name_of
 from commopt.sharding import like, local
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
     """The state of the base in ``given``, whose own part is of ``origin``; empty if there is none for this rank. Says
     what is lacking."""
     base = (given.get("residuals") or {}).get("base")
-    name = type(optimizer.base).__name__
+    name = name_of(optimizer.base)
     if base is None:
         if optimizer.topology.rank == 0:
             logger.warning(
@@ -49,16 +50,20 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
 def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str, Tensor]:
     """The state that ``base`` has of ``p``, of which this rank has ``x``, as plain tensors; before it has stepped,
     zeros like those that it will have, which take no memory."""
+    if isinstance(base, Mixed):
+        base = base.part_of(p)
     state = base.state.get(p)
     if not state and p.requires_grad:
-        return {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in _state_to_come(base, p, x).items()}
+        known = state_known_of(base, p, x) or {}
+        return {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in known.items()}
     numbers = (bool, int, float)
-    known = {name: torch.tensor(float(v)) if isinstance(v, numbers) else v for name, v in (state or {}).items()}
-    return {name: local(v) for name, v in known.items() if isinstance(v, Tensor)}
+    tensors = {name: torch.tensor(float(v)) if isinstance(v, numbers) else v for name, v in (state or {}).items()}
+    return {name: local(v) for name, v in tensors.items() if isinstance(v, Tensor)}
 
 
-def _state_to_come(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor]:
-    """What a first step of ``base`` would make, found by one on tensors without memory."""
+def state_known_of(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor] | None:
+    """What a first step of ``base`` would make as the state of ``p``, of which this rank has ``x``: tensors without
+    memory, as a step on such finds. None if that is not known."""
     twin = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"))
     twin.grad = torch.empty_like(twin)
     group = next(group for group in base.param_groups if any(q is p for q in group["params"]))
@@ -66,11 +71,12 @@ def _state_to_come(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping
         other = copy.copy(base)
         other.state = type(base.state)(dict)  # type: ignore[call-arg]
         other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        other.param_groups = [{**group, "params": [twin]}]
+        fused = {"fused": False} if group.get("fused") else {}  # there is no such kernel without memory
+        other.param_groups = [{**group, "params": [twin], **fused}]
         type(base).step(other)
     except Exception as error:  # whatever somebody's optimizer cannot do without values
         logger.warning("%s: its state before the first step is not known (%s)", type(base).__name__, error)
-        return {}
+        return None
     return {name: t for name, t in other.state[twin].items() if isinstance(t, Tensor)}
 
 

@@ -21,7 +21,7 @@ Where this differs from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -63,6 +63,9 @@ class SignMomentum(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
+        state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
+            synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
+            Adam. For that while each takes 1 more of the memory. None: the state stays with its rank.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.
         process_group: a ProcessGroup; or a DeviceMesh: averages are over its dimensions that a parameter's own mesh
@@ -94,6 +97,7 @@ class SignMomentum(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
@@ -103,7 +107,8 @@ class SignMomentum(OuterOptimizer):
         outer = {"outer_lr": outer_lr, "outer_betas": outer_betas, "outer_weight_decay": outer_weight_decay}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, reduction=reduction, process_group=process_group, backend=backend,
+            bucket_mb=bucket_mb, guard=guard, state_period=state_period, reduction=reduction,
+            process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def own_settings(self) -> list[Any]:

@@ -1,0 +1,146 @@
+"""Means of the state of the bases: named tensors, each at synchronisations of its own (DES-LOC, arXiv 2505.22549).
+
+Read first: tests/oracle_outer.py, the same on plain lists of floats.
+
+    at the k-th synchronisation, for each s with K_s | k:    s_i <- mean_i s_i,  in full precision
+
+with s a tensor of the state of the base, shaped like its parameter. A state that lives longer is averaged more seldom:
+of Adam the paper advises K = 3 for the first moment and K = 6 for the second. Its K_u and K_v are these times our
+period, which is its K_x.
+
+Where this differs from the paper: it is one option of any outer step on any base. A rank whose base has no state of a
+parameter yet, because it has never had a gradient there, counts for nothing, and is given nothing: a base that makes
+its state in its first step would take a part of it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Pipeline, Topology, confirm, mean_over_all
+from commopt.optim.replicas import reaching_others
+from commopt.optim.rules import square_norm
+from commopt.optim.state_bucket import StateBucket
+from commopt.outer.loading import state_known_of
+from commopt.sharding import local
+
+Means = list[tuple[Tensor, Tensor]]
+"""Tensors of the state of a base, and what they become."""
+
+
+def check_state_period(value: object) -> None:
+    """Raises ValueError if ``value`` is no mapping of names to ints >= 1."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(
+            f"state_period must be None, or name tensors of the base's state, as {{'exp_avg': 3}}; got {value!r}"
+        )
+    for name, every in value.items():
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"state_period[{name!r}] must be an int >= 1, in synchronisations, got {every!r}")
+
+
+def check_names(base: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Raises ValueError if the state of ``base`` has no tensors of these names that are shaped like their parameters.
+    Says nothing where the state before the first step is not known: :func:`lacking` will."""
+    shaped: set[str] = set()
+    for group in base.param_groups:
+        for p in group["params"]:
+            x = local(p.detach())
+            if not p.requires_grad or not x.dim():
+                continue
+            known = base.state.get(p) or state_known_of(base, p, x)
+            if known is None:
+                return
+            shaped |= _shaped_like(x, known)
+            break  # one of a group is like the others
+    error = _refusal(base, names, shaped)
+    if error is not None:
+        raise error
+
+
+def lacking(base: torch.optim.Optimizer, names: Sequence[str]) -> ValueError | None:
+    """The error of :func:`check_names`, by the state that there is."""
+    if not names:
+        return None
+    states = [(p, entry) for p, entry in base.state.items() if entry and isinstance(p, Tensor)]
+    shaped = set().union(*(_shaped_like(local(p.detach()), entry) for p, entry in states))
+    return _refusal(base, names, shaped) if states else None
+
+
+def _shaped_like(x: Tensor, entry: Mapping[str, Any]) -> set[str]:
+    """The names of what is shaped like ``x``; a scalar tells nothing, as counters are shaped like it, too."""
+    tensors = {name: local(t) for name, t in entry.items() if isinstance(t, Tensor)}
+    return {name for name, t in tensors.items() if x.dim() and t.shape == x.shape and t.is_floating_point()}
+
+
+def _refusal(base: torch.optim.Optimizer, names: Sequence[str], shaped: set[str]) -> ValueError | None:
+    for name in names:
+        if name not in shaped:
+            there = f"allowed are {', '.join(sorted(shaped))}" if shaped else "it has no such tensors at all"
+            return ValueError(
+                f"state_period[{name!r}]: the state of {type(base).__name__} has no tensor of that name that is shaped "
+                f"like its parameter; {there}"
+            )
+    return None
+
+
+def due(state_period: Mapping[str, int], number: int) -> list[str]:
+    """The names that are averaged at the synchronisation ``number``, from 1."""
+    return [name for name, every in state_period.items() if number % every == 0]
+
+
+def mean_states(
+    topology: Topology,
+    buckets: Sequence[StateBucket],
+    base: torch.optim.Optimizer,
+    names: Sequence[str],
+    where: str,
+) -> Means:
+    """The means over the ranks of the tensors ``names`` of the state of ``base``. The caller copies them; nothing that
+    lasts is changed.
+
+    Raises:
+        commopt.comm.CollectiveError: begins with ``where``.
+    """
+    tasks = [(bucket, name) for name in names for bucket in buckets if bucket.world_size > 1]
+    flats = [_packed(bucket, base, name) for bucket, name in tasks]
+    with reaching_others(topology, buckets, where):
+        pipeline = Pipeline()
+        for (bucket, name), flat in zip(tasks, flats):
+            channel = bucket.replicas.channel
+            pipeline.start(mean_over_all(flat, channel, channel), f"{where}, {name} of {bucket.describe()}")
+        pipeline.finish()
+    if names and topology.world_size > 1:
+        confirm(topology.world, square_norm(flats) < float("inf"), where)
+    out: Means = []
+    for (bucket, name), flat in zip(tasks, flats):
+        shares = flat[bucket.padded :].tolist()  # of the ranks that have it
+        for p, mean, share in zip(bucket.params, bucket.views(flat[: bucket.padded]), shares):
+            mine = _tensor(base, p, name)
+            if mine is not None:
+                out.append((mine, mean if share == 1 else mean.div_(share)))
+    return out
+
+
+def _packed(bucket: StateBucket, base: torch.optim.Optimizer, name: str) -> Tensor:
+    """The tensors ``name`` of the parameters of ``bucket`` in a flat buffer, and behind it whether they are there."""
+    flags = -(-len(bucket.params) // bucket.world_size) * bucket.world_size
+    flat = torch.zeros(bucket.padded + flags, dtype=bucket.dtype, device=bucket.device)
+    for i, (p, view) in enumerate(zip(bucket.params, bucket.views(flat[: bucket.padded]))):
+        mine = _tensor(base, p, name)
+        if mine is not None:
+            view.copy_(mine)
+            flat[bucket.padded + i] = 1
+    return flat
+
+
+def _tensor(base: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor | None:
+    """What this rank has of it, if there is one that is shaped like the parameter."""
+    found = base.state[p].get(name) if p in base.state else None
+    if not isinstance(found, Tensor) or local(found).shape != local(p).shape:
+        return None
+    return local(found)

@@ -1,0 +1,127 @@
+"""FSDP2 inside other people's trainers, over two processes on CPUs: what trains, and resumes.
+
+Trainer takes DDP on CPUs whatever it is told: it is told that it is on GPUs, and runs its own code of FSDP2.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from worlds import on_processes, same_bits
+
+from commopt import OneBitAdam
+
+STOPPED, STEPS = 4, 7
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [p.detach().full_tensor().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def of_trainer(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from commopt.integrations.transformers import CommoptCallback
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    rows = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=2, max_steps=steps, save_steps=STOPPED, report_to=[], use_cpu=True,
+        max_grad_norm=0, disable_tqdm=True, lr_scheduler_type="constant",
+        save_strategy="steps" if steps == STOPPED else "no",
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=data, callbacks=[CommoptCallback()],
+        optimizer_cls_and_kwargs=(OneBitAdam, {"lr": 1e-2}),
+    )  # fmt: skip
+    before = {}
+    for state in (trainer.accelerator.state, PartialState()):
+        before[id(state)] = state._shared_state["distributed_type"]
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    trainer.accelerator.state._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    trainer.is_fsdp_enabled = True
+    assert trainer.accelerator.is_fsdp2
+    trainer.train(resume_from_checkpoint=resume)
+    return {"params": whole(model), "phase": trainer.optimizer.optimizer.phase}
+
+
+def of_lightning(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from commopt.integrations.lightning import CommoptCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: nn.Module | None = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                torch.manual_seed(0)
+                self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+                fully_shard(self.net, mesh=self.device_mesh["tensor_parallel"])
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            draw = torch.Generator().manual_seed(2 * self.global_step + dist.get_rank())
+            return self.net(torch.randn(4, 8, generator=draw)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return OneBitAdam(self.parameters(), lr=1e-2, freeze_step=2, process_group=self.device_mesh)
+
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[CommoptCallback()], default_root_dir=folder,
+    )  # fmt: skip
+    path = f"{folder}/stopped.ckpt"
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(64, 1)), ckpt_path=path if resume else None)
+    if steps == STOPPED:
+        trainer.save_checkpoint(path)
+    return {"params": whole(module), "phase": trainer.optimizers[0].phase}
+
+
+def scenes(rank: int, world: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)  # else Lightning starts processes of its own
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    out = {}
+    for name, run in (("lightning", of_lightning), ("trainer", of_trainer)):
+        folder = str(Path(folders[0], name))
+        out[name] = {
+            "stopped": run(folder, STOPPED, False),
+            "resumed": run(folder, STEPS, True),
+            "never stopped": run(f"{folder}-whole", STEPS, False),
+        }
+    return out
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_processes(2, scenes)
+
+
+@pytest.mark.parametrize(("name", "phase"), [("trainer", "plain"), ("lightning", "compressed")])
+def test_a_resumed_run_is_one_never_stopped(ranks: list[dict[str, Any]], name: str, phase: str) -> None:
+    for rank in ranks:
+        assert rank[name]["stopped"]["phase"] == phase
+        assert same_bits(rank[name]["resumed"]["params"], rank[name]["never stopped"]["params"])
+        assert same_bits(rank[name]["resumed"]["params"], ranks[0][name]["resumed"]["params"])
+        assert not same_bits(rank[name]["resumed"]["params"], rank[name]["stopped"]["params"])
