@@ -164,7 +164,16 @@ def update_docs(rows: list[Record], root: Path = ROOT) -> None:
     of_gradients = [row for row in rows if "compress" in TASKS[row["task"]].methods[row["method"]].comm]
     put(table(rows), root / "docs" / "convergence.md")
     put(summary(of_gradients), root / "docs" / "gradients.md")
-    put(summary([row for row in rows if row not in of_gradients]), root / "README.md")
+    put(summary(one_each([row for row in rows if row not in of_gradients])), root / "README.md")
+
+
+def one_each(rows: list[Record]) -> list[Record]:
+    """Those of the first method of each optimizer that has a counterpart."""
+    first: dict[str, str] = {}
+    for row in rows:
+        if "gap" in row:
+            first.setdefault(TASKS[row["task"]].methods[row["method"]].optim["name"], row["method"])
+    return [row for row in rows if row["method"] in first.values()]
 
 
 def arguments() -> argparse.Namespace:

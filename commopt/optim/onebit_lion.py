@@ -59,7 +59,7 @@ class OneBitLion(CommOptimizer):
         optimizer = commopt.OneBitLion(model.parameters(), lr=1e-4, weight_decay=1.0)
 
     Lion wants a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by as much. With one bit,
-    elements that are small in their block move by less than lr on average: try two to three times Lion's.
+    elements that are small in their block move by less than lr on average: try several times Lion's.
 
     Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
     is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
