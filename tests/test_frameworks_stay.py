@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
-from worlds import on_processes, on_threads, params_of, same_bits
+from worlds import on_processes, on_threads, params_of, same_bits, seeded
 
 from commopt import CSER, OneBitAdam
 
@@ -26,8 +26,8 @@ class Net(nn.Module):
 
     def __init__(self, tied: bool = False, recomputed: bool = False, normed: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.first, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        with seeded():
+            self.embedding, self.first, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         if normed:
@@ -139,8 +139,8 @@ def test_of_a_model_with_lora_adapters_only_these_are_sent() -> None:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            with seeded():
+                self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.second(torch.tanh(self.first(x))).square().mean()

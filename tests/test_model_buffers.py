@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from worlds import on_threads, same_bits
+from worlds import on_threads, same_bits, seeded
 
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import ThreadBackend
@@ -19,8 +19,8 @@ from commopt.optim.model_buffers import warn_of_copies
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        with seeded():
+            self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
         self.register_buffer("mask", torch.tensor([0.0, float("-inf"), 0.1]))
         self.register_buffer("constant", torch.tensor([1.0], dtype=torch.bfloat16))
 

@@ -645,9 +645,10 @@ def test_wrong_arguments_are_named(call, says):
 
 def test_report_names_the_provider(isa):
     assert set(ops.report()) == set(op_arguments())
-    for by_device in ops.report().values():
-        cuda = "reference" if importlib.util.find_spec("cupy") is None else "cupy"
-        assert by_device == {"default": "reference", "cpu": f"native ({isa})", "cuda": cuda}
+    cuda = "reference" if importlib.util.find_spec("cupy") is None else "cupy"
+    for name, by_device in ops.report().items():
+        cpu = {} if name == "topk_find_unsound" else {"cpu": f"native ({isa})"}  # it reads a few bytes, that is quick
+        assert by_device == {"default": "reference", "cuda": cuda, **cpu}
 
 
 def test_foreign_or_stale_libraries_are_refused(monkeypatch):

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,17 @@ def on_one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+_DRAWING = threading.Lock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """torch's own generator, which all threads share, is this thread's meanwhile, and seeded."""
+    with _DRAWING:
+        torch.manual_seed(seed)
+        yield
 
 
 def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any], timeout: float = 60.0) -> list[Any]:
