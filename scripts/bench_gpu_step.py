@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench_step import gpt_shapes
 from torch import Tensor, nn
 
 import commopt
@@ -67,15 +68,7 @@ def believe() -> None:
     Receipt.balance = nothing  # type: ignore[method-assign]
 
 
-def gpt2() -> list[tuple[int, ...]]:
-    """Shapes of GPT-2, 124 M."""
-    width, layer = 768, []
-    layer = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
-    layer += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(50257, width), (1024, width), *(layer * 12), (width,), (width,)]
-
-
-MODELS = {"GPT-2": gpt2(), "2,000 tensors of 256": [(256,)] * 2000}
+MODELS = {"GPT-2": gpt_shapes(768, 12, 50257, 1024), "2,000 tensors of 256": [(256,)] * 2000}
 
 
 class Given(nn.Module):

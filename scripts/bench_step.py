@@ -28,11 +28,13 @@ from torch import nn
 from commopt import OneBitAdam
 
 
-def gpt_shapes(width: int = 512, layers: int = 5, vocabulary: int = 8192) -> list[tuple[int, ...]]:
-    """Parameter shapes of a GPT-2 of 20 M parameters."""
+def gpt_shapes(
+    width: int = 512, layers: int = 5, vocabulary: int = 8192, positions: int = 128
+) -> list[tuple[int, ...]]:
+    """Parameter shapes of a GPT-2, by default of 20 M parameters."""
     layer: list[tuple[int, ...]] = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
     layer += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(vocabulary, width), (128, width), *(layer * layers), (width,), (width,)]
+    return [(vocabulary, width), (positions, width), *(layer * layers), (width,), (width,)]
 
 
 def make_params(seed: int = 0) -> list[nn.Parameter]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence_tasks import TASKS
+from marked import put
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = ROOT / "scripts" / "convergence_rank.py"
@@ -151,20 +152,12 @@ def summary(rows: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def put(text: str, path: Path) -> None:
-    """Replaces what stands between the marks of a page."""
-    before, begin, rest = path.read_text().partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not (begin and end):
-        raise SystemExit(f"{path} has no {MARKS[0]} ... {MARKS[1]}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def update_docs(rows: list[Record], root: Path = ROOT) -> None:
     of_gradients = [row for row in rows if "compress" in TASKS[row["task"]].methods[row["method"]].comm]
-    put(table(rows), root / "docs" / "convergence.md")
-    put(summary(of_gradients), root / "docs" / "gradients.md")
-    put(summary(one_each([row for row in rows if row not in of_gradients])), root / "README.md")
+    others = [row for row in rows if row not in of_gradients]
+    put(table(rows), root / "docs" / "convergence.md", MARKS)
+    put(summary(of_gradients), root / "docs" / "gradients.md", MARKS)
+    put(summary(one_each(others)), root / "README.md", MARKS)
 
 
 def one_each(rows: list[Record]) -> list[Record]:

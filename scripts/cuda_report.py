@@ -6,14 +6,12 @@ python scripts/cuda_report.py
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from marked import put
+
 ROOT = Path(__file__).parents[1]
-MARKS = {
-    name: (f"<!-- {name}: made by scripts/cuda_report.py -->", f"<!-- /{name} -->") for name in ("kernels", "steps")
-}
 
 
 def kernels(facts: dict[str, Any]) -> str:
@@ -48,17 +46,10 @@ def steps(facts: dict[str, Any]) -> str:
 
 def main() -> None:
     """Puts them between their marks."""
-    page = ROOT / "docs" / "cuda.md"
-    text = page.read_text(encoding="utf-8")
     for name, file, table in (("kernels", "cuda.json", kernels), ("steps", "gpu_step.json", steps)):
-        begin, end = MARKS[name]
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            sys.exit(f"{page} has no {begin} ... {end}")
         facts = json.loads((ROOT / "benchmarks" / file).read_text(encoding="utf-8"))
-        text = f"{before}{begin}\n{table(facts)}\n{end}{after}"
-    page.write_text(text, encoding="utf-8")
+        marks = f"<!-- {name}: made by scripts/cuda_report.py -->", f"<!-- /{name} -->"
+        put(table(facts), ROOT / "docs" / "cuda.md", marks)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from marked import put
+
 RATIOS = {"none": "x none", "ddp": "x DDP", "hsdp_none": "x hsdp_none", "hsdp": "x HSDP"}
 """Methods that others are compared with."""
 
@@ -84,11 +86,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def update_page(text: str, page: Path) -> None:
     """``text`` for what stands between the two markers."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{page} has no {BEGIN} ... {END}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    put(text, page, (BEGIN, END))
 
 
 def summary(runs: list[dict[str, Any]]) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from marked import put
+
 RIVAL = "ddp"
 """The method whose last held-out loss is to be reached."""
 MARGIN = 0.02
@@ -150,13 +152,9 @@ def page(figures: Record | None) -> str:
     return "\n\n".join([where + ".", tables(figures), picture, sources(figures), command])
 
 
-def update_page(text: str, path: Path) -> None:
+def update_page(text: str, page: Path) -> None:
     """``text`` for what stands between the two markers."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    put(text, page, (BEGIN, END))
 
 
 # the picture ----------------------------------------------------------------------------------------------------------

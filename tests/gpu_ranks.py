@@ -48,6 +48,7 @@ from commopt.compress import (
     TopK,
 )  # fmt: skip
 from commopt.gradients import Differences, LoCo
+from commopt.sharding import local
 
 WORDS, LIMIT, AT_ONCE = 64, 100.0, 3
 COMPRESSORS = [
@@ -89,6 +90,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def made(name: str, net: nn.Module, **more: Any) -> Any:
     return make(name, net.parameters(), **SETTINGS.get(name, {}), **more)
+
+
+def in_ddp(net: nn.Module, device: torch.device) -> DDP:
+    return DDP(net, device_ids=[device] if device.type == "cuda" else None)
+
+
+def cut(net: Net, **options: Any) -> Net:
+    """Over the ranks of a mesh, or over all; the scalars are every rank's whole."""
+    for block in net.blocks:
+        fully_shard(block, ignored_params={block.gain}, **options)
+    fully_shard(net, ignored_params={block.gain for block in net.blocks}, **options)
+    return net
+
+
+def held(net: nn.Module) -> list[Tensor]:
+    """What this rank has of the parameters."""
+    return [local(p.detach()) for p in net.parameters()]
 
 
 def words(step: int, rank: int, device: torch.device) -> Tensor:
@@ -207,15 +225,15 @@ def as_on_the_cpu(rank: int, device: torch.device) -> None:
 
 
 def ddp(rank: int, device: torch.device) -> None:
-    """Found by the first step; with overlap; a GradScaler; bfloat16 by autocast."""
+    """Found by the first step; with overlap; a GradScaler, with half precision by autocast."""
     for more in ({}, {"overlap": True}):
-        net = DDP(Net().to(device), device_ids=[device] if device.type == "cuda" else None)
+        net = in_ddp(Net().to(device), device)
         optimizer = made("OneBitAdam", net, **more)
         falls(trained(net, optimizer, range(20), rank, device), f"DDP, {more}")
         equal_everywhere(net.parameters(), f"DDP, {more}")
         assert optimizer.phase == "compressed"
         assert optimizer.comm_stats()["ratio"] > 4, optimizer.comm_stats()
-    net = DDP(Net().to(device), device_ids=[device] if device.type == "cuda" else None)
+    net = in_ddp(Net().to(device), device)
     optimizer, scaler, losses = made("OneBitAdam", net), torch.amp.GradScaler(device.type), []
     for step in range(20):
         optimizer.zero_grad()
@@ -238,7 +256,7 @@ def gradients(rank: int, device: torch.device) -> None:
                 what, nets, handles, ends = f"{compressor!r}, {feedback=}, {wrapped=}", [], [], []
                 for _ in range(2):
                     net: Any = Net().to(device)
-                    net = DDP(net, device_ids=[device] if device.type == "cuda" else None) if wrapped else net
+                    net = in_ddp(net, device) if wrapped else net
                     nets.append(net)
                     handles.append(commopt.compress_gradients(net, compressor, feedback=feedback))
                     ends.append(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
@@ -260,10 +278,7 @@ def fsdp(rank: int, device: torch.device) -> None:
         (TopK(4, 256), None),
     ]  # fmt: skip
     for compressor, weights in ways:
-        net = Net().to(device)
-        for block in net.blocks:
-            fully_shard(block, reshard_after_forward=True, ignored_params={block.gain})
-        fully_shard(net, ignored_params={block.gain for block in net.blocks})
+        net = cut(Net().to(device), reshard_after_forward=True)
         if compressor is None:
             for block in net.blocks:
                 block.gain.requires_grad_(False)
@@ -280,28 +295,19 @@ def hsdp(rank: int, device: torch.device) -> None:
     if dist.get_world_size() % 2:
         return
     mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    for name in (*COMMUNICATING, None):
-        net = Net().to(device)
-        ignored = {block.gain for block in net.blocks}
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh["shard"], ignored_params={block.gain})
-        fully_shard(net, mesh=mesh["shard"], ignored_params=ignored)
-        if name is None:
-            commopt.compress_gradients(net, Int4(), process_group=mesh)
-            optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        else:
-            optimizer = made(name, net, process_group=mesh)
+    replicas = mesh["replicate"].get_group()
+    for name in COMMUNICATING:
+        net = cut(Net().to(device), mesh=mesh["shard"])
+        optimizer = made(name, net, process_group=mesh)
         losses = trained(net, optimizer, range(20), rank, device)
-        if name is None:
-            equal_everywhere(
-                [getattr(p, "_local_tensor", p) for p in net.parameters()], f"{name}", mesh["replicate"].get_group()
-            )
-        else:
-            with optimizer.averaged():
-                pieces = [getattr(p, "_local_tensor", p) for p in net.parameters()]
-                equal_everywhere(pieces, f"{name}", mesh["replicate"].get_group())
-        if name is None or not name.startswith(("CSER", "QSparse")):
+        with optimizer.averaged():
+            equal_everywhere(held(net), f"{name}, sharded", replicas)
+        if not name.startswith(("CSER", "QSparse")):
             falls(losses, f"{name}, sharded")
+    net = cut(Net().to(device), mesh=mesh["shard"])
+    commopt.compress_gradients(net, Int4(), process_group=mesh)
+    falls(trained(net, torch.optim.AdamW(net.parameters(), lr=1e-2), range(20), rank, device), "Int4, sharded")
+    equal_everywhere(held(net), "Int4, sharded", replicas)
 
 
 def nodes(rank: int, device: torch.device) -> None:

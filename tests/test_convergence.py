@@ -57,7 +57,7 @@ def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
     for name in methods:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
     with pytest.raises(SystemExit, match="has no"):
-        convergence.put("", ROOT / "LICENSE")
+        convergence.put("", ROOT / "LICENSE", convergence.MARKS)
 
 
 def test_figures_of_other_runs_stay(tmp_path: Path) -> None:

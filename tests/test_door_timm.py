@@ -22,7 +22,7 @@ if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvi
     pytest.skip("timm, or the torchvision that it needs, is not installed", allow_module_level=True)
 
 if torch.version.cuda is None:
-    # torchvision from PyPI is built for CUDA: without it, it fails to load its operators, and then to find these two
+    # torchvision as pip installs it is built for CUDA: without it, it loads no operators, and then misses these two
     for op in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bed import NO_BED, needs_bed
 from forks import python
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -27,18 +28,6 @@ sys.path.insert(0, str(SCRIPTS))
 
 import netbed  # noqa: E402
 import network_report  # noqa: E402
-
-
-def why_no_bed() -> str:
-    try:
-        netbed.NetBed(1, 10**6).close()
-    except netbed.BedError as error:
-        return str(error)
-    return ""
-
-
-NO_BED = why_no_bed()
-needs_bed = pytest.mark.skipif(bool(NO_BED), reason=f"no network namespaces here: {NO_BED}")
 
 
 def traces() -> set[str]:

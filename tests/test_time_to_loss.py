@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bed import needs_bed
 from forks import python
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -31,17 +32,6 @@ from commopt.train.optimizer import make_optimizer, plan_compression  # noqa: E4
 from commopt.train.tasks import make_samples  # noqa: E402
 
 TINY = ["--model.layers=1", "--model.heads=2", "--model.width=32", "--data.vocab_size=300", "--data.seq_len=16"]
-
-
-def why_no_bed() -> str:
-    try:
-        netbed.NetBed(1, 10**6).close()
-    except netbed.BedError as error:
-        return str(error)
-    return ""
-
-
-NO_BED = why_no_bed()
 
 
 def curve(*losses: float | None, seconds: float = 1.0) -> list[dict[str, Any]]:
@@ -284,7 +274,7 @@ def test_the_estimate_follows_the_bytes_and_what_was_measured(monkeypatch: pytes
     assert time_to_loss.estimate(ddp, known, 0.0, 1_000_000) == time_to_loss.START + 1000
 
 
-@pytest.mark.skipif(bool(NO_BED), reason=f"no network namespaces here: {NO_BED}")
+@needs_bed
 def test_methods_are_trained_on_the_bed(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for i in range(40):

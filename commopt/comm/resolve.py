@@ -87,11 +87,13 @@ def refuse_if_left_out(backend: Backend, name: str) -> None:
 
 
 def _tell_of_others(backend: NobodyElse, name: str) -> None:
+    if backend.told:
+        return
+    backend.told = True
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if not backend.told and ranks.isdecimal() and int(ranks) > 1:
+    if ranks.isdecimal() and int(ranks) > 1:
         logger.warning(
             "%s: this rank trains alone, though WORLD_SIZE is %s: call torch.distributed.init_process_group() before "
             "it is made, or give it backend=commopt.comm.LocalBackend() if each rank shall train alone",
             name, ranks,
         )  # fmt: skip
-    backend.told = True

@@ -103,7 +103,8 @@ class GradientMean:
         Raises:
             RuntimeError: it is of one rank that is alone because it was made before ``init_process_group()``.
         """
-        refuse_if_left_out(self.topology.backend, "compress_gradients()")
+        if not self._begun:
+            refuse_if_left_out(self.topology.backend, "compress_gradients()")
         if self._forgotten:  # ranks have come equally far with what they have started only at its end
             self._pipeline.finish()
             self._begin()

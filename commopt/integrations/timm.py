@@ -44,11 +44,13 @@ OUTER = {
 def register() -> None:
     """Registers all optimizers of commopt with timm, by the names in ``ADAPTIVE``, ``WITHOUT_EPS``, ``MOMENTUM`` and
     ``OUTER``. May be called again."""
-    for optimizers, has_betas in ((ADAPTIVE, True), (WITHOUT_EPS, True), (MOMENTUM, False), (OUTER, True)):
+    for optimizers, has_betas, has_eps in (
+        (ADAPTIVE, True, True), (WITHOUT_EPS, True, False), (MOMENTUM, False, False), (OUTER, True, True),
+    ):  # fmt: skip
         for name, (opt_class, description) in optimizers.items():
             info = OptimInfo(
-                name, opt_class, f"commopt: {description}", has_eps=has_betas and name not in WITHOUT_EPS,
-                has_momentum=not has_betas, has_betas=has_betas,
+                name, opt_class, f"commopt: {description}", has_eps=has_eps, has_momentum=not has_betas,
+                has_betas=has_betas,
             )  # fmt: skip
             if name not in default_registry.list_optimizers():  # timm warns of names that it has
                 default_registry.register(info)

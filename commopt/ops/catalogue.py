@@ -61,8 +61,8 @@ SCHEMAS = {
         "Tensor? live=None) -> ()"
     ),
     "topk_decompress": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits, Tensor? live=None) -> ()",
-    "topk_find_unsound": ("(Tensor wire, Tensor(a!) sound, int n, int k, int chunk, int bits, ScalarType dtype) -> ()"),
     "topk_decompress_mean": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits) -> ()",
+    "topk_find_unsound": "(Tensor wire, Tensor(a!) sound, int n, int k, int chunk, int bits, ScalarType dtype) -> ()",
     "threshold_compress": "(Tensor x, Tensor(a!) wire, int k, int rounds, Tensor? live=None) -> ()",
     "threshold_compress_with_feedback": (
         "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int rounds, Tensor? live=None) -> ()"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_number, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_number, gather_rows, wait
 from commopt.comm.backend import Done
 from commopt.optim.setup import gather_texts
 
@@ -285,9 +285,7 @@ class Agreement:
         backend = self._backend
         assert backend is not None
         mine = torch.tensor([number], dtype=torch.int64, device=self._device)
-        table = mine.new_empty(backend.world_size, 1)
-        wait(backend.all_gather(table, mine), self._where)
-        return bool((table == mine).all())
+        return bool((gather_rows(backend, mine, self._where) == mine).all())
 
     def _compare(self) -> None:
         """Compares the digests of all ranks."""
@@ -299,8 +297,7 @@ class Agreement:
         if self._holders is not None:
             longest = max(gather_number(uncounted, mine.numel()))
             mine = torch.nn.functional.pad(mine, (0, longest - mine.numel()), value=-1)
-        table = mine.new_empty(backend.world_size, mine.numel())
-        wait(uncounted.all_gather(table, mine), self._where)
+        table = gather_rows(uncounted, mine, self._where)
         if report.decide is not None:
             report.decide(table.tolist())
 

@@ -76,17 +76,12 @@ class Diagnostics:
     def equal_gradients(self, why: str | None = None) -> None:
         """All ranks had the same gradients before anything was averaged: ``why`` says what averages them, if that is
         known."""
-        if not self._once("equal gradients"):
-            return
-        if why is not None:
-            self._averaged_by(why)
-        else:
-            logger.warning(
-                "%s: the gradients are already equal on all ranks. Either a DistributedDataParallel that is not "
-                "attached still averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks "
-                "train on the same data.",
-                self.optimizer,
-            )
+        self._tell_of_equal(
+            why,
+            "the gradients are already equal on all ranks. Either a DistributedDataParallel that is not attached still "
+            "averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks train on the same "
+            "data.",
+        )
 
     def norms(self, alike: bool, norm: float) -> None:
         """Whether the gradients of all ranks were ``alike`` in norm, which by chance happens once in ten thousand
@@ -103,17 +98,11 @@ class Diagnostics:
     def equal_gradients_in_rounds(self, why: str | None = None) -> None:
         """All ranks had the same gradients in the last step of a round: ``why`` says what averages them, if that is
         known."""
-        if not self._once("equal gradients"):
-            return
-        if why is not None:
-            self._averaged_by(why)
-        else:
-            logger.warning(
-                "%s: the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every "
-                "step (call commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the "
-                "same data.",
-                self.optimizer,
-            )
+        self._tell_of_equal(
+            why,
+            "the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every step (call "
+            "commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the same data.",
+        )
 
     def local_step_skipped(self, count: int) -> None:
         """This rank has not stepped, because of its gradients: the ``count``-th time."""
@@ -205,12 +194,16 @@ class Diagnostics:
                 self.optimizer, old, step, which, new, compressor,
             )  # fmt: skip
 
-    def _averaged_by(self, why: str) -> None:
-        logger.warning(
-            "%s: the gradients are already equal on all ranks: a DistributedDataParallel around them averages them in "
-            "every step, so that nothing is saved (comm_stats() counts it as \"ddp\"). It is not attached: %s",
-            self.optimizer, why,
-        )  # fmt: skip
+    def _tell_of_equal(self, why: str | None, guess: str) -> None:
+        """Says once that gradients came equal: ``why``, if that is known, or what it may be."""
+        if not self._once("equal gradients"):
+            return
+        if why is not None:
+            guess = (
+                "the gradients are already equal on all ranks: a DistributedDataParallel around them averages them in "
+                f'every step, so that nothing is saved (comm_stats() counts it as "ddp"). It is not attached: {why}'
+            )
+        logger.warning("%s: %s", self.optimizer, guess)
 
     def _once(self, what: str) -> bool:
         """True if ``what`` is to be said now: once, on rank 0."""

@@ -77,7 +77,7 @@ class OneBitLion(CommOptimizer):
         compressor: what is sent; ``Sign()`` if None.
         max_grad_norm: clip to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2), where ||g_i||
             is the 2-norm over all parameters of the gradient on rank i: one number, the same on all ranks.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25. A
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100). A
             bucket costs two collectives per step; a tensor larger than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
             the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,

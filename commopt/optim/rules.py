@@ -49,7 +49,7 @@ def adam_(
     if not params:
         return
     beta1, beta2 = group["betas"]
-    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    work = _in_dtypes_of(exp_avgs, params)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(work, weight_decay_factor(group))
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
@@ -60,9 +60,7 @@ def adam_(
     torch._foreach_div_(denominators, sqrt_corrections)
     torch._foreach_add_(denominators, group["eps"])
     torch._foreach_addcdiv_(work, exp_avgs, denominators, [-s for s in step_sizes])
-    for x, result in zip(params, work):
-        if result is not x:
-            x.copy_(result)
+    _take_back(params, work)
 
 
 def sign_step_(params: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
@@ -75,14 +73,12 @@ def sign_step_(params: list[Tensor], directions: list[Tensor], group: dict[str, 
     """
     if not params:
         return
-    work = [x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(params, directions)]
+    work = _in_dtypes_of(directions, params)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(work, weight_decay_factor(group))
     torch._foreach_sign_(directions)
     torch._foreach_add_(work, directions, alpha=-float(group["lr"]))
-    for x, result in zip(params, work):
-        if result is not x:
-            x.copy_(result)
+    _take_back(params, work)
 
 
 def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
@@ -98,7 +94,7 @@ def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group
     """
     if not params:
         return
-    work = [x if x.dtype == g.dtype else x.to(g.dtype) for x, g in zip(params, grads)]
+    work = _in_dtypes_of(grads, params)
     directions: Any = grads
     if group["weight_decay"] != 0:
         directions = torch._foreach_add(directions, work, alpha=group["weight_decay"])
@@ -107,9 +103,7 @@ def sgd_(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group
         torch._foreach_add_(momenta, directions)
         directions = torch._foreach_add(directions, momenta, alpha=group["momentum"]) if group["nesterov"] else momenta
     torch._foreach_add_(work, directions, alpha=-float(group["lr"]))
-    for x, result in zip(params, work):
-        if result is not x:
-            x.copy_(result)
+    _take_back(params, work)
 
 
 def lamb_(
@@ -137,7 +131,7 @@ def lamb_(
     if not params:
         return []
     beta1, beta2 = group["betas"]
-    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    work = _in_dtypes_of(exp_avgs, params)
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
@@ -172,7 +166,7 @@ def lans_(
     if not params:
         return
     beta1, beta2 = group["betas"]
-    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    work = _in_dtypes_of(exp_avgs, params)
     if group["normalize_grad"]:
         grads = list(torch._foreach_div(grads, [g**0.5 + group["eps"] for g in square_sums(grads)]))
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
@@ -226,7 +220,7 @@ def frozen_lamb_(
     if not params:
         return [], []
     beta1, beta2 = group["betas"]
-    work = [x if x.dtype == m.dtype else x.to(m.dtype) for x, m in zip(params, exp_avgs)]
+    work = _in_dtypes_of(exp_avgs, params)
     torch._foreach_mul_(exp_avgs, -beta1)
     torch._foreach_add_(exp_avgs, news)
     torch._foreach_div_(exp_avgs, 1 - beta1)
@@ -359,6 +353,16 @@ def _move(
     for updates, factors in terms:
         torch._foreach_mul_(updates, [-min(lr * f, torch.finfo(u.dtype).max) for u, f in zip(updates, factors)])
         torch._foreach_add_(work, updates)
+    _take_back(params, work)
+
+
+def _in_dtypes_of(state: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters in the dtypes in which the arithmetic is done; themselves where they have them."""
+    return [x if x.dtype == s.dtype else x.to(s.dtype) for x, s in zip(params, state)]
+
+
+def _take_back(params: Sequence[Tensor], work: Sequence[Tensor]) -> None:
+    """Rounds what was done in other dtypes to the parameters' own."""
     for x, result in zip(params, work):
         if result is not x:
             x.copy_(result)

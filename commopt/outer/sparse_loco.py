@@ -73,7 +73,7 @@ class SparseLoCo(OuterOptimizer):
             2-norm: against a rank that is far off. Costs one more small message a bucket.
         compressor: C; None is full precision, which leaves nothing in the error buffer.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
-        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the parameter group, but 1 to 25.
+        bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
             synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
