@@ -28,7 +28,7 @@ from worlds import (
 
 from commopt import Guard, LocalSGD, OneBitAdam
 from commopt.bucket import ROW_MULTIPLE
-from commopt.compress import Compressor, Identity, Sign
+from commopt.compress import Compressor, Identity, Int4, Sign
 from commopt.optim.agreement import AGREEMENT_BYTES
 
 WORLDS = (1, 2, 3, 4)
@@ -155,6 +155,28 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
         for ours, theirs in zip(history, expected):
             a, b = (torch.tensor(x, dtype=torch.float64) for x in (ours, theirs))
             torch.testing.assert_close(a, b, rtol=1e-12, atol=atol)
+
+
+def test_a_warm_up_that_is_compressed_in_pieces_is_that_in_one():
+    """Pieces end where blocks of both compressors do: of 24 and of 64 elements, in rows of 3008."""
+
+    def run(backend, bucket_mb):
+        p = nn.Parameter(torch.zeros(6000))
+        optimizer = OneBitAdam(
+            [p], lr=1e-2, betas=(0.9, 0.5), freeze_step=4, compressor=Sign(24), warmup_compressor=Int4(64),
+            bucket_mb=bucket_mb, backend=backend, guard=Guard(check_every=None),
+        )  # fmt: skip
+        calls = []
+        for step in range(8):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            optimizer.step()
+            calls.append(optimizer.comm_stats()["step"]["by_collective"]["all_to_all"]["calls"])
+        return p.detach(), calls
+
+    (whole, once), (pieces, often) = (on_threads(2, lambda b, mb=mb: run(b, mb))[0] for mb in (25, 0.004))
+    assert set(once) == {1}
+    assert set(often) == {6}
+    assert same_bits([whole], [pieces])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
