@@ -49,6 +49,19 @@ def test_a_poisoned_parameter_ends_the_run_and_is_named(name):
         assert skipped <= 9
 
 
+def test_gradients_whose_norm_is_too_large_are_named_where_nothing_is_inf_or_nan():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.named_parameters(), backend=backend, guard=Guard(max_skipped=2))
+        backward(model, 0, backend.rank, 2)
+        model.bias.grad[:] = 1e18
+        optimizer.step()
+        with pytest.raises(NotFinite, match=r"the norm of the gradients is above 1e\+14\. Go on from"):
+            optimizer.step()
+
+    on_threads(2, run)
+
+
 def test_only_gradients_that_are_not_finite_are_named_too():
     def run(backend):
         model = Toy()

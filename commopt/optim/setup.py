@@ -106,6 +106,8 @@ def gather_texts(backend: Backend, text: str) -> list[str]:
     device = message_device(backend)
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = gather_rows(backend, torch.tensor([mine.numel()], device=device), "texts of the ranks")
+    if not lengths.any():
+        return [""] * backend.world_size
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     rows = zip(gather_rows(backend, padded, "texts of the ranks").tolist(), lengths.flatten().tolist())
