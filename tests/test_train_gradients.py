@@ -49,10 +49,9 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "comm": {"compress": {"name": "Int4", "args": {"rotate": True}, "feedback": False, "inside": "Int8"}},
             "parallel": {"shard": 2},
+            "train": {"accumulate": 2},
         },
     ),
-    "ddp, blocks": (2, {"comm": {"compress": {"name": "TopBlocks", "args": {"density": 0.2, "block": 64}}}}),
-    "sharded": (4, {"comm": {"compress": {"name": "Sign"}}, "parallel": {"shard": 2}, "train": {"accumulate": 2}}),
 }
 
 
