@@ -43,7 +43,7 @@ def train_toy(backend: Any) -> list[torch.Tensor]:
 
 def on_the_docs_backend(rank: int, world_size: int) -> list[torch.Tensor]:
     backend = shown().PairwiseBackend()
-    conformance(backend)
+    conformance(backend, pairs=False)
     return train_toy(backend)
 
 
