@@ -176,7 +176,7 @@ def test_nodes_exchange_among_all_ranks_and_backends_that_cannot_say_so():
 
     check_exchanges(LocalBackend(), "this")
     for backend in (Four(), CountingBackend(Four())):
-        with pytest.raises(ValueError, match="needs a backend whose ranks can talk in pairs, and .*Four.* lacks"):
+        with pytest.raises(ValueError, match=r"needs a backend whose ranks can talk in pairs, and .*Four.* lacks"):
             backend.exchange(torch.zeros(1), torch.zeros(1), 0, 0) if type(backend) is CountingBackend else (
                 check_exchanges(backend, "gossip")
             )
