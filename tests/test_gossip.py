@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import compress
 from oracle_gossip import CompressedRingOracle, NoLoCoOracle, RingOracle, around
 from torch import Tensor, nn
@@ -111,14 +113,42 @@ def test_every_step_of_every_rank_equals_the_loop_on_plain_lists(way, world_size
         assert len({tuple(x) for x in expected[-1]}) == world_size, "the replicas must differ to tell anything"
 
 
-def scenes(rank: int, world_size: int) -> None:
+def scenes(rank: int, world_size: int) -> list[str]:
     for way in WAYS[::2] if world_size > 2 else WAYS:
         follow(None, rank, way, "adamw", expected_of(way, world_size, "adamw"))
+    return [left_by_the_last(way, rank, world_size) for way in ("noloco", "ring, signs")] if world_size > 2 else []
+
+
+def left_by_the_last(way: str, rank: int, world_size: int) -> str:
+    """The last rank does not come to the second round; the others go on without it, each from where it is."""
+    group, left = dist.new_group(timeout=timedelta(seconds=2)), dist.new_group(range(world_size - 1))
+    model, message = Toy(), ""
+    optimizer = make(way, model, None, process_group=group)
+    train(model, optimizer, range(5), rank, world_size)
+    if rank < world_size - 1:
+        with pytest.raises(CollectiveError) as told:
+            train(model, optimizer, range(5, 6), rank, world_size)
+        message = str(told.value)
+        own, other = params_of(model), Toy()
+        second = make(way, other, None, process_group=left)
+        second.load_state_dict(optimizer.state_dict())
+        assert same_bits(own, params_of(other))
+        anchors = [[bucket.buffers["anchor"][: bucket.numel] for bucket in o.buckets] for o in (optimizer, second)]
+        assert same_bits(*anchors)
+        train(other, second, range(6, 12), rank, world_size)
+        assert second.comm_stats()["rounds"] >= 2
+    dist.barrier()
+    return message
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_over_gloo(world_size):
-    on_processes(world_size, scenes)
+    for rank, messages in enumerate(on_processes(world_size, scenes)):
+        for message in messages if rank < world_size - 1 else ():
+            assert (
+                f", synchronisation 2, agreement of the ranks: rank {world_size - 1} did not join within 2 s" in message
+            )
+            assert "nothing is lost: every rank still has its own parameters" in message
 
 
 def mpi_scenes() -> None:
@@ -269,6 +299,22 @@ def test_bytes_are_those_of_the_ledger(world_size):
                 assert step["exchange"]["bytes"] == sides * row
                 assert step["all_gather"]["bytes"] == (w - 1) * ROUND_BYTES
                 assert set(step) == {"exchange", "all_gather"}, "nothing is all-reduced"
+
+
+@pytest.mark.parametrize(("way", "stated"), [("noloco", 2), ("ring", 1), ("ring, signs", 3)])
+def test_memory_is_what_the_docstring_says(way, stated):
+    def run(backend):
+        p = nn.Parameter(torch.ones(1 << 14))
+        cls, given = settings_of(way)
+        optimizer = cls([p], torch.optim.SGD, lr=1e-2, period=1, backend=backend, **given)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        kept = [t for bucket in optimizer.buckets for t in (*bucket.buffers.values(), *bucket.neighbours)]
+        assert all(bucket.feedback is None for bucket in optimizer.buckets)
+        assert not optimizer._arrived if isinstance(optimizer, Gossip) else True
+        return sum(t.untyped_storage().nbytes() for t in kept) / p.nbytes
+
+    assert on_threads(4, run) == [stated] * 4
 
 
 def make(way: str, model: nn.Module, backend: Any, **settings: Any) -> Any:
