@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -341,6 +342,8 @@ def test_averaged_is_the_mean_and_synchronize_makes_all_equal(way, steps):
         together = params_of(model)
         assert not optimizer.replicas_differ
         states = [v.clone() for bucket in optimizer.buckets for v in bucket.buffers.values()]
+        for bucket in optimizer.buckets:
+            assert all(torch.equal(replica, bucket.buffers["anchor"]) for replica in bucket.neighbours)
         optimizer.synchronize()  # nothing to do
         assert same_bits(together, params_of(model))
         train(model, optimizer, range(steps, steps + 4), backend.rank, 3)
@@ -362,16 +365,19 @@ def test_averaged_is_the_mean_and_synchronize_makes_all_equal(way, steps):
 @every_way
 @pytest.mark.parametrize("steps", [4, 6])
 def test_a_resumed_run_is_the_one_that_never_stopped_to_the_bit(way, steps):
+    saved: list[Any] = [None] * 3
+    all_saved = threading.Barrier(3)
+
     def run(backend):
         model, other = Toy(), Toy(seed=1)
         optimizer = make(way, model, backend, bucket_mb=3e-4)
         train(model, optimizer, range(steps), backend.rank, 3)
-        replicated, mine = split_state_dict(through_a_file(optimizer.state_dict()))
-        parts: list[Any] = [None] * 3
-        parts[backend.rank] = mine
-        other.load_state_dict(model.state_dict())
+        saved[backend.rank] = split_state_dict(through_a_file(optimizer.state_dict()))
+        all_saved.wait(30)
+        parts = [part for _, part in saved]
         resumed = make(way, other, backend, bucket_mb=3e-4, lr=0.5)
-        resumed.load_state_dict({**replicated, "residuals": mine})
+        resumed.load_state_dict(join_state_dict(saved[0][0], parts, backend.rank, 3))
+        assert same_bits(params_of(model)[:8], params_of(other)[:8])
         train(model, optimizer, range(steps, steps + 5), backend.rank, 3)
         train(other, resumed, range(steps, steps + 5), backend.rank, 3)
         assert same_bits(params_of(model), params_of(other))
@@ -387,16 +393,21 @@ def test_another_number_of_ranks_starts_from_the_mean(way):
         model = Toy(torch.float64)
         optimizer = make(way, model, backend)
         train(model, optimizer, range(6), backend.rank, 3)
-        return split_state_dict(through_a_file(optimizer.state_dict())), params_of(model)
+        state = {i: {**entry} for i, entry in optimizer.state_dict()["state"].items()}
+        return split_state_dict(through_a_file(optimizer.state_dict())), params_of(model), state
 
     saved = on_threads(3, before)
-    mean = [torch.stack([params[i] for _, params in saved]).mean(0) for i in range(len(saved[0][1]))]
+    mean = [torch.stack([params[i] for _, params, _ in saved]).mean(0) for i in range(len(saved[0][1]))]
 
     def after(backend):
         model = Toy(torch.float64, seed=4)
         optimizer = make(way, model, backend)
-        parts = [part for (_, part), _ in saved]
+        parts = [part for (_, part), _, _ in saved]
         optimizer.load_state_dict(join_state_dict(saved[0][0][0], parts, backend.rank, backend.world_size))
+        for i, entry in optimizer.state_dict()["state"].items():
+            for name, tensor in entry.items():
+                expected = torch.stack([state[i][name] for _, _, state in saved]).mean(0)
+                torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-14)
         now = params_of(model)
         train(model, optimizer, range(6, 10), backend.rank, 2)
         assert optimizer.comm_stats()["rounds"] == 3

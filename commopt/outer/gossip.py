@@ -156,12 +156,6 @@ class Gossip(GossipOptimizer):
         self._arrived[id(bucket)] = arrived
         self._decode(bucket, q, flat)
 
-    def is_sound(self) -> bool:
-        if self.compressor is None:
-            return True
-        rows = [(row, bucket) for bucket in self.buckets for row in self._arrived.get(id(bucket), ())]
-        return all(bool(self.compressor.is_sound(row, bucket.padded, bucket.dtype)) for row, bucket in rows)
-
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         y = bucket.buffers["anchor"]
         if bucket.world_size == 1:  # anchor - (anchor - x) is x but for rounding
