@@ -17,18 +17,20 @@ from commopt.optim import (
     ZeroOneAdam,
     sort_parameters,
 )
-from commopt.outer import DiLoCo, LocalSGD, Mixed, SignMomentum, SlowMo, SparseLoCo
+from commopt.outer import DiLoCo, Gossip, LocalSGD, Mixed, NoLoCo, SignMomentum, SlowMo, SparseLoCo
 
 __version__ = "0.2.0"
 
 __all__ = [
     "CSER",
     "DiLoCo",
+    "Gossip",
     "Guard",
     "Lamb",
     "Lans",
     "LocalSGD",
     "Mixed",
+    "NoLoCo",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",

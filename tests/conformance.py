@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from commopt.comm import Backend
+from commopt.comm import Backend, ExchangingBackend
 
 
-def conformance(backend: Backend) -> None:
-    """What every backend must do; called on every rank."""
+def conformance(backend: Backend, pairs: bool = True) -> None:
+    """What every backend must do; called on every rank. ``pairs``: also what one must do for gossip."""
     rank, world = backend.rank, backend.world_size
     assert 0 <= rank < world
     for dtype in (torch.float32, torch.float64):
@@ -32,3 +32,34 @@ def conformance(backend: Backend) -> None:
     assert torch.allclose(a, torch.full((2,), (world - 1) / 2))
     assert torch.allclose(b, torch.full((2,), sum(r * r for r in range(world)) / world))
     assert isinstance(backend, Backend)
+    if pairs:
+        exchanges(backend)
+
+
+def exchanges(backend: Backend) -> None:
+    """What a backend whose ranks talk in pairs must do; called on every rank."""
+    assert isinstance(backend, ExchangingBackend)
+    rank, world = backend.rank, backend.world_size
+    for distance in range(world + 1):  # round the ring, to oneself too
+        for dtype, shape in ((torch.float32, (3,)), (torch.float64, (2, 5)), (torch.uint8, (7,)), (torch.int64, ())):
+            x, out = torch.full(shape, 3 * rank + distance, dtype=dtype), torch.full(shape, 99, dtype=dtype)
+            left, right = (rank - distance) % world, (rank + distance) % world
+            backend.exchange(out, x, right, left).wait()
+            assert torch.equal(out, torch.full(shape, 3 * left + distance, dtype=dtype))
+            assert torch.equal(x, torch.full(shape, 3 * rank + distance, dtype=dtype))
+    peer = rank ^ 1 if rank ^ 1 < world else rank  # in pairs; of an odd number the last has nobody
+    outs = [torch.zeros(2) for _ in range(3)]
+    mean = torch.full((2,), float(rank))
+    works = [  # in flight together, in one order on every rank
+        backend.exchange(outs[0], torch.full((2,), rank + 1.0), peer, peer),
+        backend.exchange(outs[1], torch.full((2,), rank + 2.0), (rank + 1) % world, (rank - 1) % world),
+        backend.all_reduce(mean),
+        backend.exchange(outs[2], torch.full((2,), rank + 3.0), (rank - 1) % world, (rank + 1) % world),
+    ]
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed()
+        work.wait()  # once more: nothing happens
+    for out, expected in zip(outs, (peer + 1, (rank - 1) % world + 2, (rank + 1) % world + 3)):
+        assert torch.equal(out, torch.full((2,), float(expected)))
+    assert torch.allclose(mean, torch.full((2,), (world - 1) / 2))

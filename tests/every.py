@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commopt
-from commopt.compress import Int4, RandomBlocks, Sign
+from commopt.compress import Int4, Int8, RandomBlocks, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
 
@@ -41,7 +41,15 @@ def _outer(cls: Any) -> Callable[..., torch.optim.Optimizer]:
 PLAIN = {cls.__name__: _plain(cls) for cls in (commopt.Lamb, commopt.Lans)}
 """Those that send nothing."""
 _OUTER = (commopt.LocalSGD, commopt.SlowMo, commopt.DiLoCo, commopt.SignMomentum, commopt.SparseLoCo)
-OUTER = {cls.__name__: _outer(cls) for cls in _OUTER}
+GOSSIP: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "NoLoCo": _outer(commopt.NoLoCo),
+    "Gossip": _outer(commopt.Gossip),
+    "Gossip, 8 bits": lambda params, **settings: commopt.Gossip(
+        params, **{"period": 3, "compressor": Int8(), **settings}
+    ),
+}
+"""Those whose replicas are never equal."""
+OUTER = {**{cls.__name__: _outer(cls) for cls in _OUTER}, **GOSSIP}
 EVERY: dict[str, Callable[..., Any]] = {
     "OneBitAdam": lambda params, **settings: commopt.OneBitAdam(params, **{"freeze_step": 2, **settings}),
     "OneBitLamb": lambda params, **settings: commopt.OneBitLamb(params, **{"freeze_step": 2, **settings}),

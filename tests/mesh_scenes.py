@@ -102,7 +102,7 @@ def exact(name: str) -> dict[str, Any]:
         "SparseLoCo": {"clip_to_median": True},
         "LocalSGD": {"state_period": {"exp_avg": 1, "exp_avg_sq": 2}},
     }
-    return {"compressor": Identity(), **more.get(name, {})}
+    return {**({} if name == "NoLoCo" else {"compressor": Identity()}), **more.get(name, {})}
 
 
 def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:

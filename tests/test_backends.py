@@ -7,22 +7,28 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import conformance
+from conformance import conformance, exchanges
 from worlds import needs_mpi, on_mpi, on_processes, on_threads
 
 from commopt.comm import (
     Backend,
+    CollectiveError,
     CountingBackend,
     LocalBackend,
+    MessageDamaged,
     MPIBackend,
+    ThreadBackend,
     Topology,
     TorchBackend,
     all_reduce_bytes,
+    check_exchanges,
     compressed_all_reduce,
+    confirm,
     open_channels,
     open_control,
     run,
     run_interleaved,
+    wait,
 )
 from commopt.comm.torch import group_of_ranks, timeout_of
 from commopt.compress import Feedback, Identity, Sign
@@ -116,6 +122,66 @@ def test_threads_notice_ranks_that_call_different_collectives():
         on_threads(2, diverge)
 
 
+def test_an_exchange_needs_its_two_ranks_alone_and_names_who_is_missing():
+    """Threads: rank 2 never comes; 0 and 1 swap, and 3 waits for it."""
+
+    def run(backend):
+        peer = backend.rank ^ 1
+        if backend.rank == 2:
+            return "away"
+        out = torch.zeros(1)
+        work = backend.exchange(out, torch.full((1,), float(backend.rank)), peer, peer)
+        if backend.rank < 2:
+            wait(work, "swap")
+            return out.item()
+        with pytest.raises(CollectiveError, match=r"^swap: rank 2 did not join within 0.5 s: "):
+            wait(work, "swap")
+        return "told"
+
+    assert on_threads(4, run, timeout=0.5) == [1.0, 0.0, "away", "told"]
+
+
+def test_an_exchange_with_a_rank_that_sends_elsewhere_is_noticed():
+    def run(backend):
+        dst, src = [(1, 2), (2, 0), (1, 1)][backend.rank]  # rank 2 sends to 1, and 0 expects it
+        backend.exchange(torch.zeros(1), torch.zeros(1), dst, src).wait()
+
+    with pytest.raises(RuntimeError, match=r"exchange: rank 0 expects a message of rank 2, which sends to 1"):
+        on_threads(3, run)
+
+
+def test_a_damaged_exchange_is_told_with_its_two_ranks():
+    class Damaging(ThreadBackend):
+        def exchange(self, out, inp, dst, src):
+            work = super().exchange(out, inp, dst, src)
+            work.wait()
+            if self.rank == 2:
+                out[1] += 1
+            return work
+
+    def run(backend):
+        counting = CountingBackend(Damaging(backend.world, backend.rank))
+        counting.exchange(torch.zeros(3), torch.ones(3), (backend.rank + 1) % 3, (backend.rank - 1) % 3).wait()
+        with pytest.raises(MessageDamaged, match=r"exchange: what rank 2 received from rank 1 is not what was sent"):
+            confirm(counting, True, "a swap")
+
+    on_threads(3, run)
+
+
+def test_nodes_exchange_among_all_ranks_and_backends_that_cannot_say_so():
+    on_threads(4, lambda backend: exchanges(backend.nodes(2)))
+
+    class Four(LocalBackend):
+        exchange = None
+
+    check_exchanges(LocalBackend(), "this")
+    for backend in (Four(), CountingBackend(Four())):
+        with pytest.raises(ValueError, match=r"needs a backend whose ranks can talk in pairs, and .*Four.* lacks"):
+            backend.exchange(torch.zeros(1), torch.zeros(1), 0, 0) if type(backend) is CountingBackend else (
+                check_exchanges(backend, "gossip")
+            )
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_counted_bytes(world_size):
     def count(backend):
@@ -125,6 +191,9 @@ def test_counted_bytes(world_size):
         counting.traffic.end_step()
         counting.all_gather(torch.zeros(world_size, 3), torch.zeros(3)).wait()
         counting.broadcast(torch.zeros(world_size)).wait()
+        right, left = (backend.rank + 1) % world_size, (backend.rank - 1) % world_size
+        counting.exchange(torch.zeros(5), torch.zeros(5), right, left).wait()
+        counting.exchange(torch.zeros(5), torch.zeros(5), backend.rank, backend.rank).wait()  # to oneself
         first = counting.traffic.step.summary()
         counting.traffic.end_step()
         return first, counting.traffic.step.summary(), counting.traffic.total.summary()
@@ -136,9 +205,10 @@ def test_counted_bytes(world_size):
         assert second["by_collective"] == {
             "all_gather": {"bytes": (w - 1) * 12, "calls": 1},
             "broadcast": {"bytes": (w - 1) * 4, "calls": 1},
+            "exchange": {"bytes": 20 if w > 1 else 0, "calls": 2},
         }
         assert total["bytes"] == first["bytes"] + second["bytes"]
-        assert total["calls"] == 4
+        assert total["calls"] == 6
     assert all_reduce_bytes(40, 4) == 2 * 3 * 10
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from every import OUTER, every_outer
+from every import GOSSIP, OUTER, every_outer
 from torch import Tensor, nn
 from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, through_a_file, train
 
@@ -43,7 +43,7 @@ def test_moments_are_equal_after_their_rounds_and_only_then(name):
 
     (first, params), *others = on_threads(3, run)
     for history, theirs in others:
-        assert same_bits(params, theirs)
+        assert same_bits(params, theirs) or name in GOSSIP
         equal = [[same_bits(a, b) for a, b in zip(mine, its)] for mine, its in zip(first, history)]
         assert equal == [[False, False], [True, False], [False, False], [True, True]] * 2
 

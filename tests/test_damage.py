@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from every import OUTER, every_variant, make
+from every import GOSSIP, OUTER, every_variant, make
 from torch import Tensor
 from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, train
 
@@ -68,6 +69,9 @@ class Damaging(ThreadBackend):
 
     def all_gather(self, out, inp):
         return self._hit("all_gather", super().all_gather(out, inp), out)
+
+    def exchange(self, out, inp, dst, src):
+        return self._hit("exchange", super().exchange(out, inp, dst, src), out)
 
 
 def scale(value: float) -> Any:
@@ -131,7 +135,16 @@ def test_damage_of_messages_that_all_gather_is_noticed(damage):
         assert "is not what was sent" in text
 
 
-ALL_REDUCING = [name for name in OUTER if name != "SparseLoCo"]
+@pytest.mark.parametrize(
+    ("name", "damage"), [*((name, "bit") for name in GOSSIP), *(("Gossip, 8 bits", damage) for damage in DAMAGES)]
+)
+def test_damage_of_a_message_to_one_rank_is_noticed_by_all(name, damage):
+    for text, unchanged in attempt(name, "exchange", DAMAGES[damage]):
+        assert re.search(r"exchange: what rank 1 received from rank [02] is not what was sent", text)
+        assert unchanged
+
+
+ALL_REDUCING = [name for name in OUTER if name not in ("SparseLoCo", *GOSSIP)]
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam warming up", "CSER", "QSparseLocalSGD, blocks", *ALL_REDUCING])

@@ -41,7 +41,7 @@ def saved(pool: Pool, folder: Path) -> list[dict[str, Any]]:
 def test_a_sharded_run_with_the_identity_is_the_unsharded_one(pool):
     """Every optimizer, with clipping and without; scalar, tied, frozen and unused parameters, uneven, empty pieces."""
     for furthest in pool.over_gloo(4, mesh_scenes.as_unsharded):
-        assert len(furthest) == 11 + 1
+        assert len(furthest) == 14 + 1
         for name, distance in furthest.items():
             assert distance < 1e-12, name
 

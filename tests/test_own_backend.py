@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import conformance
+from conformance import conformance, exchanges
 from trainer_pair import Pair, run
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, train
 
@@ -34,6 +34,15 @@ def shown() -> Any:
     return module
 
 
+def with_exchange(backend: Any) -> Any:
+    """``backend`` with the method that the docs show for messages between two ranks."""
+    (text,) = re.findall(r"```python\n(def exchange.*?)```", DOCS.read_text(), re.DOTALL)
+    module = sys.modules["pairwise"]
+    exec(compile(text, str(DOCS), "exec"), vars(module))
+    kind = type("ExchangingPairwiseBackend", (type(backend),), {"exchange": vars(module)["exchange"]})
+    return kind()
+
+
 def train_toy(backend: Any) -> list[torch.Tensor]:
     model = Toy()
     optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=4, bucket_mb=3e-4, backend=backend)
@@ -43,7 +52,8 @@ def train_toy(backend: Any) -> list[torch.Tensor]:
 
 def on_the_docs_backend(rank: int, world_size: int) -> list[torch.Tensor]:
     backend = shown().PairwiseBackend()
-    conformance(backend)
+    conformance(backend, pairs=False)
+    exchanges(with_exchange(backend))
     return train_toy(backend)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every import OVERLAPPING, every_communicating, every_variant, make
+from every import OUTER, OVERLAPPING, every_communicating, every_variant, make
 from torch import Tensor, nn
 from worlds import give, on_threads, same_bits, some_grads, some_of
 
@@ -103,7 +103,7 @@ def test_inf_in_one_part_of_one_replica_is_skipped_by_all_that_would_follow_it(n
         assert same_bits(ranks[part][0], ranks[part + PARTS][0]) or name in ROUNDS
 
 
-LOCAL = ("ZeroOneAdam", "LocalSGD", "SlowMo", "DiLoCo", "SignMomentum", "SparseLoCo")
+LOCAL = ("ZeroOneAdam", *OUTER)
 """Those with steps in which nobody is told anything; the fifth is one."""
 ROUNDS = ("CSER", "CSER, signs", "QSparseLocalSGD", *LOCAL)
 """Those whose replicas differ between rounds; the ninth step ends none."""

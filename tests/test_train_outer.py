@@ -11,7 +11,7 @@ from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
 import commopt
-from commopt.compress import Sign, TopK
+from commopt.compress import Int8, Sign, TopK
 from commopt.outer import RandomSign
 from commopt.train.config import OptimConfig
 from commopt.train.errors import ConfigError
@@ -32,7 +32,8 @@ SIGN = {
 }  # fmt: skip
 COMPRESSED = {"name": "LocalSGD", "compressor": {"name": "Sign"}, "args": {"base": "SGD", "period": 5}}
 SPARSE = {"name": "SparseLoCo", "args": {"period": 5, "error_decay": 0.9, "clip_to_median": True}}
-CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED, "sparse": SPARSE}
+GOSSIP = {"name": "NoLoCo", "args": {"period": 5, "outer_momentum": 0.25, "seed": 3}}
+CONFIGS: dict[str, dict[str, Any]] = {"sign": SIGN, "compressed": COMPRESSED, "sparse": SPARSE, "gossip": GOSSIP}
 
 
 def optimizer(**values: Any) -> Any:
@@ -56,6 +57,10 @@ def test_outer_optimizers_by_name() -> None:
     assert optimizer(name="SignMomentum", args={"sign": "RandomSign"}).sign == RandomSign()
     sparse = optimizer(**SPARSE)
     assert (sparse.compressor, sparse.param_groups[1]["error_decay"], sparse.clip_to_median) == (TopK(), 0.9, True)
+    gossip = optimizer(**GOSSIP)
+    assert (gossip.seed, gossip.param_groups[1]["outer_momentum"]) == (3, 0.25)
+    ring = optimizer(name="Gossip", compressor={"name": "Int8"}, args={"base": "SGD"})
+    assert (ring.compressor, type(ring.base)) == (Int8(), torch.optim.SGD)
     assert optimizer(name="SparseLoCo", compressor={"name": "TopK", "args": {"k": 8}}).compressor == TopK(8)
 
 
@@ -119,7 +124,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return folders
 
 
-@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8), ("sparse", 8)])
+@pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8), ("sparse", 8), ("gossip", 8)])
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: dict[str, Path], tmp_path: Path, name: str, step: int
 ) -> None:
@@ -138,7 +143,7 @@ def test_stopped_and_resumed_is_never_stopped(
         assert all(torch.equal(a, b) for a, b in zip(*averaged)) == (step == 5)
 
 
-@pytest.mark.parametrize("name", ["sign", "compressed"])
+@pytest.mark.parametrize("name", ["sign", "compressed", "gossip"])
 def test_a_run_that_ends_between_synchronisations_ends_with_the_mean_model(
     pair: Pair, tiny: Make, unstopped: dict[str, Path], name: str
 ) -> None:
@@ -162,7 +167,7 @@ def test_records_have_phases_and_bytes(unstopped: dict[str, Path]) -> None:
         assert [line["bytes"] > 0 for line in lines] == [False] * 4 + [True, False]
         totals = [line["bytes_total"] for line in lines]
         assert totals == [0, 0] + [lines[4]["bytes"]] * 2 + [2 * lines[4]["bytes"]] * 2
-        if name != "sign":
+        if name not in ("sign", "gossip"):
             assert lines[4]["bytes"] < lines[4]["fp32_bytes"] / (
                 8 if name == "compressed" else 50
             )  # some are of the agreement

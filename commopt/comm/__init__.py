@@ -1,6 +1,16 @@
 """Backends (who talks to whom), topology and channels, collectives (what is said), and the pipeline (who waits)."""
 
-from commopt.comm.backend import Backend, LocalBackend, Work, message_device, open_channels, open_control, sends_from
+from commopt.comm.backend import (
+    Backend,
+    ExchangingBackend,
+    LocalBackend,
+    Work,
+    check_exchanges,
+    message_device,
+    open_channels,
+    open_control,
+    sends_from,
+)
 from commopt.comm.collectives import (
     InFlightChunk,
     compressed_all_reduce,
@@ -32,6 +42,7 @@ __all__ = [
     "Channel",
     "CollectiveError",
     "CountingBackend",
+    "ExchangingBackend",
     "Holding",
     "InFlightChunk",
     "LocalBackend",
@@ -52,6 +63,7 @@ __all__ = [
     "Traffic",
     "Work",
     "all_reduce_bytes",
+    "check_exchanges",
     "compressed_all_reduce",
     "compressed_mean",
     "compressed_reduce_scatter",

@@ -52,7 +52,30 @@ class Backend(Protocol):
         """x <- rank ``src``'s x, in place."""
 
 
+@runtime_checkable
+class ExchangingBackend(Backend, Protocol):
+    """A backend whose ranks can also talk in pairs, as gossip needs it. All backends of commopt can."""
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        """``inp`` goes to rank ``dst``; ``out``, of its shape and dtype, comes from rank ``src``.
+
+        Every rank calls it, at the same place in the order of collectives, and the rank that is one's ``dst`` has this
+        rank as its ``src``: two ranks that name each other swap, and on a ring each sends to the right what comes from
+        the left. A rank that has nobody to talk to gives its own number twice, and ``out`` is ``inp`` then. It may be
+        done when the two others have come, whoever else has not.
+        """
+
+
 COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "broadcast")
+
+
+def check_exchanges(backend: Any, who: str) -> None:
+    """Raises ValueError, which says that ``who`` needs it, unless ``backend`` can exchange messages between pairs."""
+    if not callable(getattr(backend, "exchange", None)):
+        raise ValueError(
+            f"{who} needs a backend whose ranks can talk in pairs, and {backend!r} lacks exchange "
+            "(see commopt.comm.ExchangingBackend)"
+        )
 
 
 def lacking(backend: Any) -> list[str]:
@@ -138,6 +161,10 @@ class OfWorld:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.world.broadcast(x, src)
 
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        check_exchanges(self.world, f"exchange over a {type(self).__name__}")
+        return self.world.exchange(out, inp, dst, src)  # type: ignore[attr-defined,no-any-return]
+
     def control(self) -> Backend:
         """The channel of all ranks for small messages."""
         return open_control(self.world)
@@ -161,4 +188,8 @@ class LocalBackend:
         return Done()
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return Done()
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        out.copy_(inp)
         return Done()

@@ -6,6 +6,7 @@ What a rank sends, in bytes, with W ranks and N bytes given to the collective (w
     all_to_all     (W-1) N / W            every row but one's own
     all_gather     (W-1) N                one's own row, to every other rank
     broadcast    ceil((W-1) N / W)        the mean over the ranks: W-1 copies are sent in all
+    exchange     N                        to one other rank, and as much comes from one; 0 to oneself
 
 Where ranks are grouped by nodes, or hold a replica together, what stays inside is counted apart.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.comm.backend import Backend, Work, sends_from
+from commopt.comm.backend import Backend, Work, check_exchanges, sends_from
 from commopt.comm.receipt import Receipt, row_sums
 
 
@@ -141,3 +142,18 @@ class CountingBackend:
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         self._count("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size))
         return self.inner.broadcast(x, src)
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        check_exchanges(self.inner, "exchange")
+        self._count("exchange", inp.nbytes if dst != self.rank else 0)
+        sent = row_sums(inp, 1)
+        work: Work = self.inner.exchange(out, inp, dst, src)  # type: ignore[attr-defined]
+        if self.world_size == 1:
+            return work
+
+        def sums() -> tuple[Tensor, Tensor]:
+            of_ranks = sent.new_zeros(2, self.world_size)
+            of_ranks[0, dst], of_ranks[1, src] = sent[0], row_sums(out, 1)[0]
+            return of_ranks[0], of_ranks[1]
+
+        return self._order.watch("exchange", work, sums)

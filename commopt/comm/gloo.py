@@ -179,6 +179,18 @@ class GlooChannel:
     def broadcast(self, x: Tensor, src: int = 0) -> GlooWork:
         return self._start(self.group.broadcast(x, src))
 
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> GlooWork:
+        # Gloo's own messages between two ranks cannot be asked whether they are done, and one that is waited for in
+        # vain breaks the group; this sends the others a header
+        sizes = exchange_sizes(inp.numel(), dst, src, self.world_size)
+        return self._start(self.group.alltoall_base(out.view(-1), inp.view(-1), *sizes))
+
+
+def exchange_sizes(numel: int, dst: int, src: int, world_size: int) -> tuple[list[int], list[int]]:
+    """The elements of each row, received and sent, of the exchange of rows that is one of a message of ``numel``."""
+    received, sent = ([numel if rank == other else 0 for rank in range(world_size)] for other in (src, dst))
+    return received, sent
+
 
 def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: timedelta) -> list[GlooChannel]:
     """A channel for each of ``names``; all ranks call this at the same point. They leave no keys in the store.

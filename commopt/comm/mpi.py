@@ -185,6 +185,18 @@ class MPIBackend:
         sent = self._outgoing(x)
         return self._start(lambda: self.comm.Ibcast(self._bytes(sent), src), (sent,), sent, x)
 
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        """``inp`` goes to rank ``dst``, ``out`` comes from rank ``src``. Any dtype."""
+        self._check(out, inp)
+        if out.shape != inp.shape:
+            raise ValueError(f"exchange of {tuple(inp.shape)} for {tuple(out.shape)}: both must have one shape")
+        sent, received = self._outgoing(inp), self._incoming(out)
+
+        def start() -> Any:
+            return _Both(self.comm.Irecv(self._bytes(received), src), self.comm.Isend(self._bytes(sent), dst))
+
+        return self._start(start, (sent, received), received, out)
+
     # memory -----------------------------------------------------------------------------------------------------------
 
     def _check(self, *tensors: Tensor) -> None:
@@ -232,6 +244,17 @@ class MPIBackend:
         meeting = self._meet()
         number = meeting.start(self._channel)
         return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout, meeting, self._channel, number)
+
+
+class _Both:
+    """Two requests as one."""
+
+    def __init__(self, *requests: Any) -> None:
+        self._requests = list(requests)
+
+    def Test(self) -> bool:
+        self._requests = [request for request in self._requests if not request.Test()]
+        return not self._requests
 
 
 _in_flight: set[_MPIWork] = set()

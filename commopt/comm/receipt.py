@@ -6,6 +6,7 @@ equal, whatever was sent to whom; a single flipped bit, in anybody's memory or o
     all_to_all   each row once by its sender, once by its receiver
     all_gather   each row W times by its sender, once by each receiver
     all_reduce   the result W times by rank 0, once by each rank: it is the same on all of them
+    exchange     once by its sender, once by its receiver
 
 Sums of 64-bit words, modulo 2^64: one pass over bytes, which are few where they are compressed.
 """
@@ -162,7 +163,7 @@ def _tell(receipt: Receipt, backend: Backend) -> str:
         sent, received = pieces[:, i, 0], pieces[:, i, 1]
         if int(sent.sum() - received.sum()) == 0:
             continue
-        if entry.received.numel() == world and entry.collective in ("all_to_all", "all_gather"):
+        if entry.received.numel() == world and entry.collective in ("all_to_all", "all_gather", "exchange"):
             wrong = (sent != received.T).nonzero().tolist()  # sent[s, r] is for r, received[r, s] from s
             pairs = ", ".join(f"rank {r} received from rank {s}" for s, r in wrong[:3])
             return f"{entry.collective}: what {pairs} is not what was sent"

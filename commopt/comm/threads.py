@@ -76,51 +76,50 @@ class ThreadWorld:
         with self.changed:
             posts = self.posted.setdefault(call, {})
             posts[rank] = (collective, x)
-            if len(posts) == len(call[0]):  # nobody waits for less
+            if len(posts) == len(call[0]) or collective == "exchange":  # nobody else waits for less
                 self.changed.notify_all()
 
-    def complete(self, call: Call) -> bool:
-        """True if every rank has posted its ``call``, or will not."""
+    def complete(self, call: Call, needs: Sequence[int]) -> bool:
+        """True if the ranks ``needs`` have posted their ``call``, or will not."""
         with self.changed:
-            return self.failed is not None or len(self.posted.get(call, ())) == len(call[0])
+            return self.failed is not None or self.posted.get(call, {}).keys() >= set(needs)
 
-    def take(self, call: Call, deadline: float) -> list[Tensor]:
-        """Everything that the ranks posted at their ``call``-th collective, by rank, once all have. Waits up to
-        ``deadline``."""
+    def take(self, call: Call, needs: Sequence[int], deadline: float) -> list[Tensor]:
+        """Everything that the ranks ``needs`` posted at their ``call``-th collective, in order, once they have. Waits
+        up to ``deadline``."""
         with self.changed:
-            ready = self.changed.wait_for(
-                lambda: self.failed is not None or len(self.posted.get(call, ())) == len(call[0]),
-                deadline - time.monotonic(),
-            )
+            ready = self.changed.wait_for(lambda: self.complete(call, needs), deadline - time.monotonic())
             if self.failed is not None:
                 raise RuntimeError(f"another rank failed: {self.failed!r}") from self.failed
             members, _, number = call
+            posts = self.posted.get(call, {})
             if not ready:
-                raise TimeoutError(f"collective {number}: only ranks {sorted(self.posted.get(call, {}))} joined")
-            posts = self.posted[call]
+                raise TimeoutError(f"collective {number}: only ranks {sorted(posts)} joined")
             collectives = {posts[rank][0] for rank in posts}
             if len(collectives) > 1:
                 raise RuntimeError(f"collective {number}: ranks called different collectives: {sorted(collectives)}")
             self.taken[call] = self.taken.get(call, 0) + 1
             if self.taken[call] == len(members):
                 del self.posted[call], self.taken[call]
-            return [posts[rank][1] for rank in members]
+            return [posts[rank][1] for rank in needs]
 
 
 class _ThreadWork:
-    def __init__(self, world: ThreadWorld, call: Call, rank: int, finish: Callable[[list[Tensor]], None]) -> None:
-        self.world, self.call, self.rank, self.finish = world, call, rank, finish
+    def __init__(
+        self, world: ThreadWorld, call: Call, rank: int, needs: Sequence[int], finish: Callable[[list[Tensor]], None]
+    ) -> None:
+        self.world, self.call, self.rank, self.needs, self.finish = world, call, rank, needs, finish
         self.timeout = world.timeout
         self.deadline = time.monotonic() + world.timeout
         self.done = False
 
     def wait(self) -> None:
         if not self.done:
-            self.finish(self.world.take(self.call, self.deadline))
+            self.finish(self.world.take(self.call, self.needs, self.deadline))
             self.done = True
 
     def is_completed(self) -> bool:
-        return self.done or self.world.complete(self.call) or time.monotonic() > self.deadline
+        return self.done or self.world.complete(self.call, self.needs) or time.monotonic() > self.deadline
 
     def wait_for(self, seconds: float) -> bool:
         """Waits at most so long; whether ``wait()`` would return, or raise, at once."""
@@ -141,8 +140,7 @@ class _ThreadWork:
     def absent(self, states: Sequence[str]) -> Roll:
         with self.world.changed:
             here = set(self.world.posted.get(self.call, ()))
-        members = self.call[0]
-        return Roll(sorted(set(members) - here), self.rank == min(here, default=self.rank))
+        return Roll(sorted(set(self.needs) - here), self.rank == min(here, default=self.rank))
 
 
 class ThreadBackend:
@@ -203,10 +201,14 @@ class ThreadBackend:
         row, place = divmod(self.rank, places)
         return self.part(range(row * places, (row + 1) * places)), self.part(range(place, self.world_size, places))
 
-    def _start(self, collective: str, give: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
+    def _start(
+        self, collective: str, give: Tensor, finish: Callable[[list[Tensor]], None], src: int | None = None
+    ) -> Work:
+        """``src``: the one rank that it needs something of; None for all."""
         call, self.calls = (self.members, self.channel, self.calls), self.calls + 1
         self.world.post(call, self.members[self.rank], collective, give.clone())
-        return _ThreadWork(self.world, call, self.members[self.rank], finish)
+        needs = self.members if src is None else (self.members[src],)
+        return _ThreadWork(self.world, call, self.members[self.rank], needs, finish)
 
     def all_reduce(self, x: Tensor) -> Work:
         def finish(posts: list[Tensor]) -> None:
@@ -228,6 +230,20 @@ class ThreadBackend:
             x.copy_(posts[src])
 
         return self._start("broadcast", x, finish)
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
+        """With another ``dst`` than the rank that has this one as its ``src``, that one gets what it has not asked for:
+        the rank that notices raises RuntimeError."""
+        address = torch.tensor([dst], dtype=torch.int64).view(torch.uint8)
+        letter = torch.cat([address, inp.contiguous().view(-1).view(torch.uint8).cpu()])
+
+        def finish(posts: list[Tensor]) -> None:
+            to = int(posts[0][:8].view(torch.int64))
+            if to != self.rank:
+                raise RuntimeError(f"exchange: rank {self.rank} expects a message of rank {src}, which sends to {to}")
+            out.copy_(posts[0][8:].view(inp.dtype).view(inp.shape))
+
+        return self._start("exchange", letter, finish, src)
 
 
 def _fill(out: Tensor, rows: list[Tensor]) -> None:

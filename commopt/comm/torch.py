@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from commopt.comm.backend import Work, message_device
-from commopt.comm.gloo import GlooChannel, GlooWork, connect, holders
+from commopt.comm.gloo import GlooChannel, GlooWork, connect, exchange_sizes, holders
 from commopt.comm.meeting import Meeting, StoreMeeting
 from commopt.comm.pipeline import wait
 
@@ -72,6 +72,9 @@ class TorchBackend:
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.own().broadcast(x, src)
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Any:
+        return self.own().exchange(out, inp, dst, src)
 
     def channels(self, n: int) -> list[GlooChannel]:
         """``n`` channels of the same ranks and timeout; none unless this group is Gloo.
@@ -137,6 +140,12 @@ class GroupChannel:
 
     def broadcast(self, x: Tensor, src: int = 0) -> Any:
         return dist.broadcast(x, dist.get_global_rank(self.group, src), group=self.group, async_op=True)
+
+    def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Any:
+        # of NCCL one send and one receive, as it leaves out rows without elements; isend() and irecv() would need all
+        # ranks the first time, also those that send to themselves, which they refuse
+        sizes = exchange_sizes(inp.numel(), dst, src, self.world_size)
+        return dist.all_to_all_single(out.view(-1), inp.view(-1), *sizes, group=self.group, async_op=True)
 
 
 class _OverGroup(GroupChannel):

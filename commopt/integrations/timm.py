@@ -30,7 +30,9 @@ MOMENTUM = {
 """With momentum."""
 OUTER = {
     "diloco": (commopt.DiLoCo, "DiLoCo: local steps of AdamW, then Nesterov's momentum on the mean of all"),
+    "gossip": (commopt.Gossip, "local steps of AdamW, then the mean of three neighbours on a ring"),
     "localsgd": (commopt.LocalSGD, "local steps of AdamW, then the mean of all"),
+    "noloco": (commopt.NoLoCo, "NoLoCo: local steps of AdamW, then an outer step with one other rank"),
     "signmomentum": (commopt.SignMomentum, "local steps of AdamW, then a step by the sign of the momentum of all"),
     "slowmo": (commopt.SlowMo, "SlowMo: local steps of AdamW, then momentum on the mean of all"),
     "sparseloco": (

@@ -33,6 +33,7 @@ class StateBucket(Bucket):
         compressed: whether its mean is, where there are several nodes.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
+        neighbours: replicas of the anchors of other ranks, flat buffers; of gossip. Derived, not saved.
     """
 
     replicas: Replicas
@@ -45,6 +46,7 @@ class StateBucket(Bucket):
     compressed: bool = field(init=False, default=False)
     chunks: list[Chunk] = field(init=False, default_factory=list)
     active: Tensor | None = field(init=False, default=None)
+    neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
 
     @property

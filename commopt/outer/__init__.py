@@ -3,7 +3,9 @@
 from commopt.outer.averaging import LocalSGD
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.diloco import DiLoCo
+from commopt.outer.gossip import Gossip
 from commopt.outer.mixed import Mixed
+from commopt.outer.noloco import NoLoCo
 from commopt.outer.rounds import Round
 from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
@@ -13,8 +15,10 @@ from commopt.outer.sparse_loco import SparseLoCo
 __all__ = [
     "DiLoCo",
     "ExactSign",
+    "Gossip",
     "LocalSGD",
     "Mixed",
+    "NoLoCo",
     "OuterOptimizer",
     "RandomSign",
     "RandomSignOrZero",

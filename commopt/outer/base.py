@@ -89,7 +89,7 @@ class OuterOptimizer(PackedOptimizer):
     skipped_rounds: int
 
     step_counters = ()
-    ever_rank_local = (PARAMETER,)
+    ever_rank_local: tuple[str, ...] = (PARAMETER,)
     owns_alone = True  # the state of the base
 
     momentum = False

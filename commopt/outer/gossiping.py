@@ -1,0 +1,151 @@
+"""What outer steps without an all-reduce share: each rank talks to a few others, and keeps a model of its own.
+
+* The anchor and the outer momentum are each rank's own, as its parameters are. ``averaged()`` is the mean model of all
+  ranks; ``synchronize()`` ends the round, and then gives every rank the mean of the anchors and of the momenta.
+* Ranks exchange y = anchor - (anchor as the parameters have it - x): their parameters in the precision of the anchor.
+  Of float32 parameters that is x.
+* The ranks agree on a round as for every outer step (:mod:`commopt.outer.rounds`): two all-gathers, of 64 and 16 bytes
+  a rank. So a round waits for the slowest rank; and all ranks skip one in which the parameters of any are inf or NaN,
+  and are told when they stand at different places.
+* No digests are compared, for nothing has to be the same on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Pipeline, Replicas, Work, check_exchanges, confirm
+from commopt.optim.replicas import average_exactly, reaching_others
+from commopt.optim.rules import square_norm
+from commopt.optim.saving import PARAMETER
+from commopt.optim.state_bucket import StateBucket
+from commopt.outer import rounds
+from commopt.outer.base import OuterOptimizer
+from commopt.outer.rounds import RoundReport, pseudo_gradient
+
+
+class GossipOptimizer(OuterOptimizer):
+    """An outer step on what a few other ranks have sent; see the module's docstring, and :class:`OuterOptimizer`.
+
+    A subclass says ``exchange`` and ``outer_step``. ``last_sync_round`` of a parameter group is the number of rounds
+    after which all ranks had the same for the last time; -1 if that is not known.
+    """
+
+    # what a subclass says ---------------------------------------------------------------------------------------------
+
+    def exchange(self, bucket: StateBucket, flat: Tensor) -> Iterator[Work]:
+        """Task that exchanges ``flat``, this rank's y, with other ranks, and puts what :meth:`outer_step` is to be
+        given in its place: not finite if what this rank has sent is not. Nothing else that lasts is written."""
+        raise NotImplementedError
+
+    def partners(self, bucket: StateBucket) -> list[int]:
+        """Ranks of ``bucket.replicas`` that this one talks to in the round that ends now."""
+        raise NotImplementedError
+
+    def follow_anchors(self, where: str) -> None:
+        """Hook for when anchors were set to something else than the outer step has made of them, on any rank. All
+        ranks call it."""
+
+    # rounds -----------------------------------------------------------------------------------------------------------
+
+    def check_replicas(self, replicas: Replicas) -> None:
+        if replicas.intra_node.world_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} does not know nodes of several ranks, got nodes of "
+                f"{replicas.intra_node.world_size}: give it a process group, or the world of these nodes"
+            )
+        check_exchanges(replicas.backend, type(self).__name__)
+
+    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
+        """What :meth:`exchange` makes of each bucket: means over some ranks, and not of pseudo-gradients."""
+        topology, buckets = self.topology, self.buckets
+        flats = [own_values(bucket) for bucket in buckets]
+        with reaching_others(topology, buckets, where):
+            pipeline = Pipeline()
+            for i, (bucket, flat) in enumerate(zip(buckets, flats)):
+                if bucket.world_size == 1:
+                    continue
+                ranks = " and ".join(str(bucket.replicas.members[rank]) for rank in self.partners(bucket)) or "nobody"
+                what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()}), exchange with rank {ranks}"
+                pipeline.start(self.exchange(bucket, flat), what)
+            pipeline.finish()
+        if topology.world_size > 1:
+            confirm(topology.world, square_norm(flats) < float("inf"), where)
+        return flats
+
+    def _report(self, error: Exception | None) -> RoundReport:
+        return replace(super()._report(error), checks=False)
+
+    def _equalize_anchors(self, device: torch.device, where: str) -> None:
+        self.follow_anchors(where)
+
+    def synchronize_replicas(self) -> None:
+        """Ends the round, if one is under way; then all ranks have the mean of the anchors, and of the outer momenta.
+        If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
+        self.follow()
+        where = f"{type(self).__name__}, synchronize()"
+        if self.param_groups[0]["round_step"]:
+            self.end_round(None)
+            if self.param_groups[0]["round_step"]:
+                return  # it was skipped
+        device = self.control_device(self.params)
+        decision = rounds.agree(self.topology, self.buckets, device, self._report(None), f"{where}, agreement")
+        if decision.broken:
+            self._skip(decision)
+            return
+        self._take_means(where)
+        for group in self.param_groups:
+            group["last_sync_round"] = group["rounds"]
+
+    def _take_means(self, where: str) -> None:
+        """Gives all ranks the mean of the anchors and of the outer momenta, with the same bits."""
+        means = {"anchor": [own_values(bucket) for bucket in self.buckets]}
+        if self.momentum:
+            means["outer_momentum"] = [bucket.buffers["outer_momentum"].clone() for bucket in self.buckets]
+        with reaching_others(self.topology, self.buckets, where):
+            for name, flats in means.items():
+                average_exactly(self.topology, self.buckets, flats, f"{where}, {name}")
+        for name, flats in means.items():
+            for bucket, flat in zip(self.buckets, flats):
+                bucket.buffers[name].copy_(flat)
+        for bucket in self.buckets:
+            for replica in bucket.neighbours:
+                replica.copy_(bucket.buffers["anchor"])
+            for p, y in zip(bucket.values, bucket.tensors("anchor")):
+                p.copy_(y)
+
+    # what is a rank's own ---------------------------------------------------------------------------------------------
+
+    @property
+    def replicas_differ(self) -> bool:
+        return self.topology.copies > 1 and _differs(self.param_groups[0])
+
+    def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.ever_rank_local if _differs(group) else ()
+
+    @torch.no_grad()
+    def _load(self, given: dict[str, Any]) -> None:
+        super()._load(given)
+        if not any("last_sync_round" in group for group in given["param_groups"]):  # of the base alone
+            for group in self.param_groups:
+                group["last_sync_round"] = -1
+
+
+def _differs(group: dict[str, Any]) -> bool:
+    """Whether what is of ``group`` may differ between ranks now."""
+    return bool(group["round_step"] or group["rounds"] != group["last_sync_round"])
+
+
+def own_values(bucket: StateBucket) -> Tensor:
+    """y of this rank; a new flat buffer."""
+    flat = pseudo_gradient(bucket)
+    return torch.sub(bucket.buffers["anchor"], flat, out=flat)
+
+
+OWN = (PARAMETER, "anchor")
+"""Names of what is a rank's own in gossip."""
