@@ -51,6 +51,11 @@ def cut(net: nn.Module, **options: Any) -> nn.Module:
     return net
 
 
+def on_nodes(world_size: int) -> Any:
+    """Two nodes, for a model that is cut over all ranks."""
+    return grid(2, world_size // 2)
+
+
 def backward(net: nn.Module, step: int, rank: int, factor: float = 1.0) -> Tensor:
     dtype = next(net.parameters()).dtype
     loss = net(images(step, rank, dtype), step % 2 == 1).square().mean()
@@ -115,10 +120,11 @@ def accumulated(rank: int, world_size: int) -> dict[str, Any]:
     return out
 
 
-def conserved(rank: int, world_size: int, compressor: Any, feedback: Any) -> dict[str, Any]:
+def conserved(rank: int, world_size: int, compressor: Any, feedback: Any, nodes: bool = False) -> dict[str, Any]:
     """The sum of what came out, what is owed, and the sum of exact means; bytes of a step with all parameters."""
     net, exact = cut(Odd()), Odd()
-    handle = commopt.compress_gradients(net, compressor, feedback=feedback)
+    mesh = on_nodes(world_size) if nodes else None
+    handle = commopt.compress_gradients(net, compressor, feedback=feedback, process_group=mesh)
     came, true = ([0.0 if p.requires_grad else None for p in net.parameters()] for _ in range(2))
     stats = {}
     for step in range(6):
@@ -204,12 +210,15 @@ def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Ten
     return [local(p).detach().clone() for p in net.parameters()]
 
 
-def resumed(rank: int, world_size: int, feedback: Any, weights: Any) -> bool:
+def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any = None) -> bool:
     """Whether a run that was stopped, by way of a file, is the one that was not."""
 
     def made() -> tuple[nn.Module, Any, Any]:
         net = cut(Odd(torch.float32))
-        handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback, weights=weights)
+        mesh = None if inside is None else on_nodes(world_size)
+        handle = commopt.compress_gradients(
+            net, Int4(block=8), feedback=feedback, weights=weights, inside=inside, process_group=mesh
+        )
         return net, handle, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
     net, handle, optimizer = made()
@@ -231,19 +240,20 @@ def resumed(rank: int, world_size: int, feedback: Any, weights: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(uninterrupted, trained(net, rank, optimizer, range(5, 9))))
 
 
-def saved_at(rank: int, world_size: int) -> dict[str, Any]:
+def saved_at(rank: int, world_size: int, nodes: bool) -> dict[str, Any]:
     """A state after some steps, of this rank."""
     net = cut(Odd())
-    handle = commopt.compress_gradients(net, Int4(block=8))
+    handle = commopt.compress_gradients(net, Int4(block=8), process_group=on_nodes(world_size) if nodes else None)
     for step in range(3):
         backward(net, step, rank)
     return handle.state_dict()
 
 
-def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]]) -> dict[Any, Tensor]:
+def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: bool) -> dict[Any, Tensor]:
     """What this rank owes, of those of another world."""
     split = [commopt.optim.split_state_dict(state) for state in states]
-    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8))
+    mesh = on_nodes(world_size) if nodes else None
+    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=mesh)
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
     handle.load_state_dict(joined)
     return owed_of(handle)
@@ -274,6 +284,42 @@ def both_levels(rank: int, world_size: int) -> dict[str, Any]:
         if g is not None:
             dist.all_reduce(g)
             g /= world_size
+    return out
+
+
+def two_levels(rank: int, world_size: int) -> dict[str, Any]:
+    """A model cut over two nodes: with the identity, how far gradients are from FSDP's; of SDP4Bit, what is sent
+    inside and between, the outputs, and gradients beside exact ones; and those with inf on one rank."""
+    out: dict[str, Any] = {}
+    mesh, x = on_nodes(world_size), images(0, 99, torch.float32)
+    theirs, ours = cut(Odd()), cut(Odd())
+    commopt.compress_gradients(ours, Identity(), weights=Identity(), inside=Identity(), process_group=mesh)
+    for step in range(3):
+        for net in (theirs, ours):
+            net.zero_grad()
+            backward(net, step, rank)
+        pairs = list(zip(gradients(theirs), gradients(ours)))
+        assert [g is None for g, _ in pairs] == [h is None for _, h in pairs]
+        apart = max(float((g - h).abs().max()) for g, h in pairs if g is not None and h is not None)
+        out["apart"] = max(out.get("apart", 0.0), apart)
+    exact = torch.cat([g.flatten() for g in gradients(theirs) if g is not None])
+
+    net = cut(Odd())
+    pair = {"feedback": False, "inside": INSIDE, "weights": Differences(WEIGHTS), "process_group": mesh}
+    handle = commopt.compress_gradients(net, BETWEEN, **pair)
+    for step in (0, 1, 2, 1):  # in the first, weights are gathered in full; with the last, no step was taken
+        net.zero_grad()
+        backward(net, step, rank)
+    out["stats"] = handle.comm_stats()
+    net.zero_grad()
+    backward(net, 2, rank)
+    found = torch.cat([g.flatten() for g in gradients(net) if g is not None])
+    out["error"] = float((found - exact).norm() / exact.norm())
+    out["y"] = net(x.double()).detach()
+    net.zero_grad()
+    backward(net, 1, rank, torch.inf if rank == 1 else 1.0)
+    pieces = [local(p.grad) for p in net.parameters() if p.grad is not None]
+    out["finite"] = [bool(piece.isfinite().any()) for piece in pieces if piece.numel()]
     return out
 
 
@@ -510,5 +556,6 @@ def _on(mesh: FSDPMeshInfo) -> ShardPlacementResult:
     return ShardPlacementResult(Shard(0), mesh)
 
 
+BETWEEN, INSIDE, WEIGHTS = Int4(block=8, rotate=True), Int8(block=8), Int4(block=16)
 COMPRESSORS = (Sign(16), Int4(block=8), TopK(k=2, chunk=16))
 FEEDBACKS = (True, False, LoCo(0.5, 2))

@@ -38,6 +38,33 @@ def test_gradients_add_up_before_they_are_averaged(pool):
                 assert g is None or torch.allclose(g, h, rtol=1e-9, atol=1e-12)
 
 
+def test_on_two_levels(pool):
+    """SDP4Bit's: 8 bits inside, rotated 4 between, 4-bit differences of weights; each row leaves a node once."""
+    ranks = pool.over_gloo(4, fsdp_scenes.two_levels)
+    rows = 2 * 8 + 2, 10 * 7 + 10 + 2 * 40 + 2 + 7  # of the outermost module and of the block, padded
+    of = {fsdp_scenes.BETWEEN: 1, fsdp_scenes.INSIDE: 2}
+    reduced = {c: sum(c.nbytes(k * n, torch.float64) for n in rows) for c, k in of.items()}
+    too = 2 + 3  # of parameters that have no gradient
+    gathered = sum(fsdp_scenes.WEIGHTS.nbytes(n, torch.float64) + 16 for n in (rows[0] + too, rows[1]))
+    for found in ranks:
+        assert found["apart"] < 1e-14
+        step = found["stats"]["step"]
+        assert step["by_collective"]["all_to_all"]["bytes"] == reduced[fsdp_scenes.BETWEEN]
+        assert step["intra_node"]["by_collective"]["all_to_all"]["bytes"] == reduced[fsdp_scenes.INSIDE]
+        assert step["by_collective"]["all_gather"]["bytes"] == gathered + 3  # and whether all is finite
+        assert step["intra_node"]["by_collective"]["all_gather"]["bytes"] == 2 * gathered
+        assert 0 < found["error"] < 0.1
+        assert torch.equal(found["y"], ranks[0]["y"])
+        assert not any(found["finite"])
+
+
+def test_on_two_levels_what_is_owed_is_what_is_missing(pool):
+    """Full precision inside, and feedback between."""
+    for found in pool.over_gloo(4, fsdp_scenes.conserved, Int4(block=8), True, True):
+        for came, owed, true in zip(found["came"], found["owed"], found["true"]):
+            assert not isinstance(true, torch.Tensor) or torch.allclose(came + owed, true, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("compressor", fsdp_scenes.COMPRESSORS, ids=repr)
 def test_what_came_out_and_what_is_owed_is_what_went_in(pool, compressor):
     """Also of a parameter that has a gradient now and then, and of uneven pieces; and the bytes."""
@@ -73,14 +100,21 @@ def test_a_run_that_was_stopped_continues_to_the_bit(pool, feedback, weights):
     assert pool.over_gloo(2, fsdp_scenes.resumed, feedback, weights) == [True, True]
 
 
-def test_another_world_owes_the_same_together(pool):
-    states = pool.over_gloo(4, fsdp_scenes.saved_at)
+@pytest.mark.parametrize("feedback", [True, LoCo(0.5, 3)], ids=repr)
+def test_a_run_on_two_levels_that_was_stopped_continues_to_the_bit(pool, feedback):
+    assert pool.over_gloo(4, fsdp_scenes.resumed, feedback, Differences(Int4(block=8)), Int8(block=8)) == [True] * 4
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(False, False), (True, False), (False, True)], ids=str)
+def test_another_world_owes_the_same_together(pool, saved, loaded):
+    """Its ranks alike, or as nodes."""
+    states = pool.over_gloo(3 if loaded else 4, fsdp_scenes.saved_at, saved)
     there = [fsdp_scenes.residuals_in(state) for state in states]
-    here = pool.over_gloo(3, fsdp_scenes.loaded_at, states)
+    here = pool.over_gloo(4 if loaded else 3, fsdp_scenes.loaded_at, states, loaded)
     for key in there[0]:
         mean = torch.stack([each[key] for each in there]).mean(0)
-        for each in here:
-            assert torch.allclose(each[key], mean, rtol=0, atol=1e-14)
+        for each in [torch.stack([each[key] for each in here]).mean(0)] if loaded else [each[key] for each in here]:
+            assert torch.allclose(each, mean, rtol=0, atol=1e-14)
     assert any(each.any() for each in there[0].values())
 
 
