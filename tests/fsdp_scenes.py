@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mesh_scenes import grid, images, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
@@ -92,13 +92,49 @@ def as_fsdps_own(rank: int, world_size: int) -> dict[str, Any]:
     stats = handle.comm_stats()
     out["ratio"], out["steps"] = stats["ratio"], stats["steps"]
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    half = [cut(Odd(torch.float32), mp_policy=policy) for _ in range(2)]
-    commopt.compress_gradients(half[1], Identity(), weights=Identity())
-    for net in half:
-        backward(net, 1, rank)
-    pairs = list(zip(gradients(half[0]), gradients(half[1])))
-    out["half"] = max(float((g - h).abs().max() / g.abs().max()) for g, h in pairs if g is not None and g.any())
+    for name, options in POLICIES.items():
+        both = [cut(Odd(torch.float32), **options) for _ in range(2)]
+        commopt.compress_gradients(both[1], Identity(), weights=Identity())
+        for net in both:
+            backward(net, 1, rank)
+        out[name] = apart(*both)
+    return out
+
+
+def apart(theirs: nn.Module, ours: nn.Module) -> float:
+    """How far gradients are from each other, over the largest of each."""
+    pairs = list(zip(gradients(theirs), gradients(ours)))
+    assert [g is None for g, _ in pairs] == [h is None for _, h in pairs]
+    return max(float((g - h).abs().max() / g.abs().max()) for g, h in pairs if g is not None and g.any())
+
+
+HALF = torch.bfloat16
+POLICIES: dict[str, dict[str, Any]] = {
+    "half": {"mp_policy": MixedPrecisionPolicy(HALF, HALF)},
+    "reduced in full": {"mp_policy": MixedPrecisionPolicy(HALF, torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "both": {"mp_policy": MixedPrecisionPolicy(HALF, HALF), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+"""Of fully_shard."""
+
+
+def beside_hsdp(rank: int, world_size: int) -> dict[str, Any]:
+    """Between replicas, with the identity: how far gradients are from those that FSDP averages by itself, which an
+    all-reduce hook would; two backward passes a step; and how many collectives it takes, of how many groups."""
+    mesh, out = grid(2, 2), {}
+    for name, options in POLICIES.items():
+        ours, theirs = (
+            cut(Odd(torch.float32), mesh=mesh["shard"], **options),
+            cut(Odd(torch.float32), mesh=mesh, **options),
+        )
+        handle = commopt.compress_gradients(ours, Identity(), process_group=mesh)
+        for i in range(2):
+            theirs.set_requires_all_reduce(i == 1)
+            backward(theirs, 1, rank + 4 * i)
+            with handle.no_sync() if i == 0 else torch.enable_grad():
+                backward(ours, 1, rank + 4 * i)
+        stats = handle.comm_stats()
+        out[name] = apart(theirs, ours), stats["steps"], stats["step"]["calls"]
     return out
 
 

@@ -26,8 +26,20 @@ def test_with_the_identity_they_are_fsdps_own(pool):
     for found in pool.over_gloo(3, fsdp_scenes.as_fsdps_own):
         assert [found[f"apart {step}"] < 1e-14 for step in range(6)] == [True] * 6
         assert found["half"] < 1e-2  # a bfloat16 has 8 bits
+        assert found["both"] < 1e-2
+        assert found["reduced in full"] < 1e-6
+        assert found["offloaded"] < 1e-6
         assert found["steps"] == 5
         assert found["ratio"] == pytest.approx(0.5, abs=0.01)  # of float64
+
+
+def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(pool):
+    """By any policy, several groups, and gradients that have added up: in one mean, of one bucket."""
+    for found in pool.over_gloo(4, fsdp_scenes.beside_hsdp):
+        for name, (apart, steps, calls) in found.items():
+            assert apart < (1e-2 if name in ("half", "both") else 1e-6)
+            assert steps == 1
+            assert calls == 4  # who has which gradients, out, back, and whether all is finite
 
 
 def test_gradients_add_up_before_they_are_averaged(pool):
