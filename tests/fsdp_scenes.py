@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -293,6 +294,18 @@ def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: b
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
     handle.load_state_dict(joined)
     return owed_of(handle)
+
+
+def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
+    """Whether anything is owed by ranks that load, as nodes, what they saved alike; and what they were told."""
+    told: list[str] = []
+    watching = logging.Handler()
+    watching.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commopt").addHandler(watching)
+    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=on_nodes(world_size))
+    handle.load_state_dict(saved_at(rank, world_size, False))
+    logging.getLogger("commopt").removeHandler(watching)
+    return any(bool(owed.any()) for owed in owed_of(handle).values()), told
 
 
 def both_levels(rank: int, world_size: int) -> dict[str, Any]:

@@ -130,6 +130,12 @@ def test_another_world_owes_the_same_together(pool, saved, loaded):
     assert any(each.any() for each in there[0].values())
 
 
+def test_the_same_ranks_otherwise_grouped_begin_again(pool):
+    for owes, told in pool.over_gloo(4, fsdp_scenes.regrouped):
+        assert not owes
+        assert "they start again from 0" in told[-1]
+
+
 def test_another_compressor_inside(pool):
     ranks = pool.over_gloo(4, fsdp_scenes.both_levels)
     for rank, found in enumerate(ranks):
