@@ -102,6 +102,37 @@ def as_fsdps_own(rank: int, world_size: int) -> dict[str, Any]:
     return out
 
 
+class Stack(nn.Module):
+    """Parameters of given shapes: those of the first module are its own."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(torch.ones(shape) for shape in modules[0])
+        self.layers = nn.ModuleList(Stack(shapes) for shapes in modules[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + sum(p.sum() for p in self.own)
+        for layer in self.layers:
+            y = layer(y)
+        return y
+
+
+def as_probed(rank: int, world_size: int, modules: Any, ways: Any) -> dict[str, Any]:
+    """Bytes of the second step by each of ``ways``, of a model of such modules."""
+    out = {}
+    for name, way in ways.items():
+        net = Stack(*modules)
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+        handle = commopt.compress_gradients(net, way.gradients, weights=way.weights)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.ones(())).backward()
+        out[name] = handle.comm_stats()["step"]["bytes"]
+    return out
+
+
 def apart(theirs: nn.Module, ours: nn.Module) -> float:
     """How far gradients are from each other, over the largest of each."""
     pairs = list(zip(gradients(theirs), gradients(ours)))

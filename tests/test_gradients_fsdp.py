@@ -10,8 +10,13 @@ import torch
 from pool import Pool
 from worlds import same_bits
 
-from commopt.compress import Int4, Int8
+from commopt.compress import Int4, Int8, Sign
 from commopt.gradients import Differences, LoCo
+from commopt.probe.clock import Costs
+from commopt.probe.cut import WAYS, predict_cut
+from commopt.probe.fit import Line
+from commopt.probe.messages import columns_of, modules_of
+from commopt.probe.predict import Model
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,25 @@ def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(p
             assert apart < (1e-2 if name in ("half", "both") else 1e-6)
             assert steps == 1
             assert calls == 4  # who has which gradients, out, back, and whether all is finite
+
+
+def test_bytes_are_those_that_the_probe_predicts(pool):
+    """Of every way; what is not compressed is FSDP's, and not counted here."""
+    modules = modules_of(120_013, 9_999, 64)
+    assert len(modules) == 3
+    flat = {verb: Line(0.0, 1e-9) for verb in ("all_to_all", "all_gather", "fsdp_all_gather", "fsdp_reduce_scatter")}
+    costs = Costs(3, flat, flat, 0.0, {}, {})
+    model = Model(120_013, 1.0, 9_999, 2**20, Sign())
+    per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
+    compressed = {name: way for name, way in WAYS.items() if way.gradients is not None}
+    gathered = sum(columns_of(shapes, 3) for shapes in [*modules, *modules[1:]])
+    for found in pool.over_gloo(3, fsdp_scenes.as_probed, modules, compressed):
+        for name, way in compressed.items():
+            step = predict_cut(costs, flat, model, modules, way, per)
+            assert step.nbytes == found[name] + (8 * gathered if way.weights is None else 0)
+            assert step.communication == pytest.approx(1e-9 * step.nbytes)
+    plain = predict_cut(costs, flat, model, modules, WAYS["fsdp"], {})
+    assert plain.nbytes == 8 * (gathered + sum(columns_of(shapes, 3) for shapes in modules))
 
 
 def test_gradients_add_up_before_they_are_averaged(pool):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commopt.comm import MeshBackend, Topology, TorchBackend, Traffic, gather_rows, message_device
+from commopt.comm import Backend, MeshBackend, Topology, TorchBackend, Traffic, gather_rows, message_device
 from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences, GroupDifferences, GroupWeights
 from commopt.gradients.fsdp import Group
@@ -81,8 +81,9 @@ class ShardedDoor:
     def _cut_over(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> ShardGroup:
         if group not in self._ranks:
             mesh = topology.backend
-            nodes = not inside and isinstance(mesh, MeshBackend)
-            backend = mesh.as_nodes(group) if nodes else TorchBackend(group)
+            backend: Backend = TorchBackend(group)
+            if isinstance(mesh, MeshBackend) and not inside:
+                backend = mesh.as_nodes(group)
             self._ranks[group] = ShardGroup(backend, topology.among(backend, inside))
         return self._ranks[group]
 
