@@ -148,6 +148,12 @@ def test_bytes_are_those_measured_on_a_network() -> None:
             buckets = exchanges(shapes, spec, 2, 4 * params // 8)
             assert m["collectives"] == 1 + sum(len(e.sent) for bucket in buckets for e in bucket), name
             assert 1 < m["bytes_per_host"] / steps[name].nbytes < 1.1, name
+        modules = modules_of(params, last, run["width"])
+        free = dict.fromkeys(("fsdp_all_gather", "fsdp_reduce_scatter"), NOTHING)
+        per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
+        for name, way in (("fsdp_int8", "fsdp_int8_int8"), ("fsdp_int4", "fsdp_int4_differences")):
+            step = predict_cut(costs(), free, model(shapes), modules, WAYS[way], per)
+            assert 1 < run["methods"][name]["bytes_per_host"] / step.nbytes < 1.03, name
 
 
 @pytest.mark.parametrize(
