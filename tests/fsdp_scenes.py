@@ -339,6 +339,15 @@ def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     return any(bool(owed.any()) for owed in owed_of(handle).values()), told
 
 
+def not_grouped(rank: int, world_size: int) -> dict[str, Any]:
+    """What is sent of a model on a flattened mesh, of whose dimensions nobody has said that they are nodes."""
+    net = cut(Odd(), mesh=on_nodes(world_size)._flatten())
+    handle = commopt.compress_gradients(net, Int4(block=8))
+    backward(net, 1, rank)
+    step: dict[str, Any] = handle.comm_stats()["step"]
+    return step
+
+
 def both_levels(rank: int, world_size: int) -> dict[str, Any]:
     """SDP4Bit's pair: int8 among the ranks of a replica, rotated int4 between replicas; sharded, and whole."""
     out: dict[str, Any] = {}

@@ -160,6 +160,11 @@ def test_the_same_ranks_otherwise_grouped_begin_again(pool):
         assert "they start again from 0" in told[-1]
 
 
+def test_dimensions_of_a_mesh_are_nodes_only_where_it_is_given(pool):
+    for step in pool.over_gloo(4, fsdp_scenes.not_grouped):
+        assert "intra_node" not in step
+
+
 def test_another_compressor_inside(pool):
     ranks = pool.over_gloo(4, fsdp_scenes.both_levels)
     for rank, found in enumerate(ranks):

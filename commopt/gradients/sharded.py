@@ -34,6 +34,7 @@ class ShardedDoor:
             precision.
         weights: for the weights of both; None: in full precision.
         begin: called before a mean is taken, whose end is to come.
+        grouped: whether several dimensions of a mesh that a model is cut over are nodes, and ranks of a node.
 
     Attributes:
         handle: what lives as long as the model does, which holds this.
@@ -49,9 +50,10 @@ class ShardedDoor:
         inside: Compressor | None,
         weights: Compressor | Differences | None,
         begin: Callable[[], None],
+        grouped: bool,
     ) -> None:
         self.whole, self._within = groups
-        self._topology = topology
+        self._topology, self._grouped = topology, grouped
         self._ranks: dict[dist.ProcessGroup, ShardGroup] = {}
         self.means: list[GroupMean] = []
         self.weights: list[GroupWeights] = []
@@ -82,7 +84,7 @@ class ShardedDoor:
         if group not in self._ranks:
             mesh = topology.backend
             backend: Backend = TorchBackend(group)
-            if isinstance(mesh, MeshBackend) and not inside:
+            if isinstance(mesh, MeshBackend) and self._grouped and not inside:
                 backend = mesh.as_nodes(group)
             self._ranks[group] = ShardGroup(backend, topology.among(backend, inside))
         return self._ranks[group]
