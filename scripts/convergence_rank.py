@@ -88,7 +88,7 @@ def main() -> None:
             task = TASKS[name]
             config = configure(task, task.methods[method], seed, folder / f"{name}-{method}-{seed}")
             if task.config is None:
-                with open_mesh(config, world) as held:
+                with open_world(config.comm) as mine, open_mesh(config, mine) as held:
                     record = train_digits(config, held)
             else:
                 record = train_language(config)

@@ -56,6 +56,9 @@ SDP4BIT = {
 }
 """Of a model on two machines of two ranks: 8 bits inside, rotated 4 bits between."""
 
+OVER_ALL = {"compress": {**SDP4BIT, "weights": "Differences"}, "ranks_per_node": 2}
+"""The same of a model cut over all ranks of both machines, and weights as 4-bit differences."""
+
 DIFFERENCES = {"name": "Int4", "weights": "Differences"}
 """Of a model cut over all ranks: both of FSDP2's exchanges."""
 
@@ -134,6 +137,7 @@ def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
         "AdamW + Sign": on({"name": "Sign"}, NOISY),
         "AdamW + TopK": on({"name": "TopK"}, RARELY),
         "AdamW + SDP4Bit": Method(optim, "AdamW", None, {"compress": SDP4BIT}, {"shard": 2}),
+        "AdamW + SDP4Bit over all ranks": Method(optim, "AdamW", None, OVER_ALL, {"shard": 4}),
         "AdamW + Int4 and Differences": Method(optim, "AdamW", None, {"compress": DIFFERENCES}, {"shard": 4}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from mesh_scenes import grid, images, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
@@ -51,6 +52,11 @@ def cut(net: nn.Module, **options: Any) -> nn.Module:
     return net
 
 
+def on_nodes(world_size: int) -> Any:
+    """Two nodes, for a model that is cut over all ranks."""
+    return grid(2, world_size // 2)
+
+
 def backward(net: nn.Module, step: int, rank: int, factor: float = 1.0) -> Tensor:
     dtype = next(net.parameters()).dtype
     loss = net(images(step, rank, dtype), step % 2 == 1).square().mean()
@@ -87,13 +93,80 @@ def as_fsdps_own(rank: int, world_size: int) -> dict[str, Any]:
     stats = handle.comm_stats()
     out["ratio"], out["steps"] = stats["ratio"], stats["steps"]
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    half = [cut(Odd(torch.float32), mp_policy=policy) for _ in range(2)]
-    commopt.compress_gradients(half[1], Identity(), weights=Identity())
-    for net in half:
-        backward(net, 1, rank)
-    pairs = list(zip(gradients(half[0]), gradients(half[1])))
-    out["half"] = max(float((g - h).abs().max() / g.abs().max()) for g, h in pairs if g is not None and g.any())
+    for name, options in POLICIES.items():
+        both = [cut(Odd(torch.float32), **options) for _ in range(2)]
+        commopt.compress_gradients(both[1], Identity(), weights=Identity())
+        for net in both:
+            backward(net, 1, rank)
+        out[name] = apart(*both)
+    return out
+
+
+class Stack(nn.Module):
+    """Parameters of given shapes: those of the first module are its own."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(torch.ones(shape) for shape in modules[0])
+        self.layers = nn.ModuleList(Stack(shapes) for shapes in modules[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + sum(p.sum() for p in self.own)
+        for layer in self.layers:
+            y = layer(y)
+        return y
+
+
+def as_probed(rank: int, world_size: int, modules: Any, ways: Any) -> dict[str, Any]:
+    """Bytes of the second step by each of ``ways``, of a model of such modules."""
+    out = {}
+    for name, way in ways.items():
+        net = Stack(*modules)
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+        handle = commopt.compress_gradients(net, way.gradients, weights=way.weights)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.ones(())).backward()
+        out[name] = handle.comm_stats()["step"]["bytes"]
+    return out
+
+
+def apart(theirs: nn.Module, ours: nn.Module) -> float:
+    """How far gradients are from each other, over the largest of each."""
+    pairs = list(zip(gradients(theirs), gradients(ours)))
+    assert [g is None for g, _ in pairs] == [h is None for _, h in pairs]
+    return max(float((g - h).abs().max() / g.abs().max()) for g, h in pairs if g is not None and g.any())
+
+
+HALF = torch.bfloat16
+POLICIES: dict[str, dict[str, Any]] = {
+    "half": {"mp_policy": MixedPrecisionPolicy(HALF, HALF)},
+    "reduced in full": {"mp_policy": MixedPrecisionPolicy(HALF, torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "both": {"mp_policy": MixedPrecisionPolicy(HALF, HALF), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+"""Of fully_shard."""
+
+
+def beside_hsdp(rank: int, world_size: int) -> dict[str, Any]:
+    """Between replicas, with the identity: how far gradients are from those that FSDP averages by itself, which an
+    all-reduce hook would; two backward passes a step; and how many collectives it takes, of how many groups."""
+    mesh, out = grid(2, 2), {}
+    for name, options in POLICIES.items():
+        ours, theirs = (
+            cut(Odd(torch.float32), mesh=mesh["shard"], **options),
+            cut(Odd(torch.float32), mesh=mesh, **options),
+        )
+        handle = commopt.compress_gradients(ours, Identity(), process_group=mesh)
+        for i in range(2):
+            theirs.set_requires_all_reduce(i == 1)
+            backward(theirs, 1, rank + 4 * i)
+            with handle.no_sync() if i == 0 else torch.enable_grad():
+                backward(ours, 1, rank + 4 * i)
+        stats = handle.comm_stats()
+        out[name] = apart(theirs, ours), stats["steps"], stats["step"]["calls"]
     return out
 
 
@@ -115,10 +188,11 @@ def accumulated(rank: int, world_size: int) -> dict[str, Any]:
     return out
 
 
-def conserved(rank: int, world_size: int, compressor: Any, feedback: Any) -> dict[str, Any]:
+def conserved(rank: int, world_size: int, compressor: Any, feedback: Any, nodes: bool = False) -> dict[str, Any]:
     """The sum of what came out, what is owed, and the sum of exact means; bytes of a step with all parameters."""
     net, exact = cut(Odd()), Odd()
-    handle = commopt.compress_gradients(net, compressor, feedback=feedback)
+    mesh = on_nodes(world_size) if nodes else None
+    handle = commopt.compress_gradients(net, compressor, feedback=feedback, process_group=mesh)
     came, true = ([0.0 if p.requires_grad else None for p in net.parameters()] for _ in range(2))
     stats = {}
     for step in range(6):
@@ -204,12 +278,15 @@ def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Ten
     return [local(p).detach().clone() for p in net.parameters()]
 
 
-def resumed(rank: int, world_size: int, feedback: Any, weights: Any) -> bool:
+def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any = None) -> bool:
     """Whether a run that was stopped, by way of a file, is the one that was not."""
 
     def made() -> tuple[nn.Module, Any, Any]:
         net = cut(Odd(torch.float32))
-        handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback, weights=weights)
+        mesh = None if inside is None else on_nodes(world_size)
+        handle = commopt.compress_gradients(
+            net, Int4(block=8), feedback=feedback, weights=weights, inside=inside, process_group=mesh
+        )
         return net, handle, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
     net, handle, optimizer = made()
@@ -231,22 +308,44 @@ def resumed(rank: int, world_size: int, feedback: Any, weights: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(uninterrupted, trained(net, rank, optimizer, range(5, 9))))
 
 
-def saved_at(rank: int, world_size: int) -> dict[str, Any]:
+def saved_at(rank: int, world_size: int, nodes: bool) -> dict[str, Any]:
     """A state after some steps, of this rank."""
     net = cut(Odd())
-    handle = commopt.compress_gradients(net, Int4(block=8))
+    handle = commopt.compress_gradients(net, Int4(block=8), process_group=on_nodes(world_size) if nodes else None)
     for step in range(3):
         backward(net, step, rank)
     return handle.state_dict()
 
 
-def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]]) -> dict[Any, Tensor]:
+def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: bool) -> dict[Any, Tensor]:
     """What this rank owes, of those of another world."""
     split = [commopt.optim.split_state_dict(state) for state in states]
-    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8))
+    mesh = on_nodes(world_size) if nodes else None
+    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=mesh)
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
     handle.load_state_dict(joined)
     return owed_of(handle)
+
+
+def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
+    """Whether anything is owed by ranks that load, as nodes, what they saved alike; and what they were told."""
+    told: list[str] = []
+    watching = logging.Handler()
+    watching.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commopt").addHandler(watching)
+    handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=on_nodes(world_size))
+    handle.load_state_dict(saved_at(rank, world_size, False))
+    logging.getLogger("commopt").removeHandler(watching)
+    return any(bool(owed.any()) for owed in owed_of(handle).values()), told
+
+
+def not_grouped(rank: int, world_size: int) -> dict[str, Any]:
+    """What is sent of a model on a flattened mesh, of whose dimensions nobody has said that they are nodes."""
+    net = cut(Odd(), mesh=on_nodes(world_size)._flatten())
+    handle = commopt.compress_gradients(net, Int4(block=8))
+    backward(net, 1, rank)
+    step: dict[str, Any] = handle.comm_stats()["step"]
+    return step
 
 
 def both_levels(rank: int, world_size: int) -> dict[str, Any]:
@@ -274,6 +373,42 @@ def both_levels(rank: int, world_size: int) -> dict[str, Any]:
         if g is not None:
             dist.all_reduce(g)
             g /= world_size
+    return out
+
+
+def two_levels(rank: int, world_size: int) -> dict[str, Any]:
+    """A model cut over two nodes: with the identity, how far gradients are from FSDP's; of SDP4Bit, what is sent
+    inside and between, the outputs, and gradients beside exact ones; and those with inf on one rank."""
+    out: dict[str, Any] = {}
+    mesh, x = on_nodes(world_size), images(0, 99, torch.float32)
+    theirs, ours = cut(Odd()), cut(Odd())
+    commopt.compress_gradients(ours, Identity(), weights=Identity(), inside=Identity(), process_group=mesh)
+    for step in range(3):
+        for net in (theirs, ours):
+            net.zero_grad()
+            backward(net, step, rank)
+        pairs = list(zip(gradients(theirs), gradients(ours)))
+        assert [g is None for g, _ in pairs] == [h is None for _, h in pairs]
+        apart = max(float((g - h).abs().max()) for g, h in pairs if g is not None and h is not None)
+        out["apart"] = max(out.get("apart", 0.0), apart)
+    exact = torch.cat([g.flatten() for g in gradients(theirs) if g is not None])
+
+    net = cut(Odd())
+    pair = {"feedback": False, "inside": INSIDE, "weights": Differences(WEIGHTS), "process_group": mesh}
+    handle = commopt.compress_gradients(net, BETWEEN, **pair)
+    for step in (0, 1, 2, 1):  # in the first, weights are gathered in full; with the last, no step was taken
+        net.zero_grad()
+        backward(net, step, rank)
+    out["stats"] = handle.comm_stats()
+    net.zero_grad()
+    backward(net, 2, rank)
+    found = torch.cat([g.flatten() for g in gradients(net) if g is not None])
+    out["error"] = float((found - exact).norm() / exact.norm())
+    out["y"] = net(x.double()).detach()
+    net.zero_grad()
+    backward(net, 1, rank, torch.inf if rank == 1 else 1.0)
+    pieces = [local(p.grad) for p in net.parameters() if p.grad is not None]
+    out["finite"] = [bool(piece.isfinite().any()) for piece in pieces if piece.numel()]
     return out
 
 
@@ -510,5 +645,6 @@ def _on(mesh: FSDPMeshInfo) -> ShardPlacementResult:
     return ShardPlacementResult(Shard(0), mesh)
 
 
+BETWEEN, INSIDE, WEIGHTS = Int4(block=8, rotate=True), Int8(block=8), Int4(block=16)
 COMPRESSORS = (Sign(16), Int4(block=8), TopK(k=2, chunk=16))
 FEEDBACKS = (True, False, LoCo(0.5, 2))

@@ -10,8 +10,13 @@ import torch
 from pool import Pool
 from worlds import same_bits
 
-from commopt.compress import Int4, Int8
+from commopt.compress import Int4, Int8, Sign
 from commopt.gradients import Differences, LoCo
+from commopt.probe.clock import Costs
+from commopt.probe.cut import WAYS, predict_cut
+from commopt.probe.fit import Line
+from commopt.probe.messages import columns_of, modules_of
+from commopt.probe.predict import Model
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +31,39 @@ def test_with_the_identity_they_are_fsdps_own(pool):
     for found in pool.over_gloo(3, fsdp_scenes.as_fsdps_own):
         assert [found[f"apart {step}"] < 1e-14 for step in range(6)] == [True] * 6
         assert found["half"] < 1e-2  # a bfloat16 has 8 bits
+        assert found["both"] < 1e-2
+        assert found["reduced in full"] < 1e-6
+        assert found["offloaded"] < 1e-6
         assert found["steps"] == 5
         assert found["ratio"] == pytest.approx(0.5, abs=0.01)  # of float64
+
+
+def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(pool):
+    """By any policy, several groups, and gradients that have added up: in one mean, of one bucket."""
+    for found in pool.over_gloo(4, fsdp_scenes.beside_hsdp):
+        for name, (apart, steps, calls) in found.items():
+            assert apart < (1e-2 if name in ("half", "both") else 1e-6)
+            assert steps == 1
+            assert calls == 4  # who has which gradients, out, back, and whether all is finite
+
+
+def test_bytes_are_those_that_the_probe_predicts(pool):
+    """Of every way; what is not compressed is FSDP's, and not counted here."""
+    modules = modules_of(120_013, 9_999, 64)
+    assert len(modules) == 3
+    flat = {verb: Line(0.0, 1e-9) for verb in ("all_to_all", "all_gather", "fsdp_all_gather", "fsdp_reduce_scatter")}
+    costs = Costs(3, flat, flat, 0.0, {}, {})
+    model = Model(120_013, 1.0, 9_999, 2**20, Sign())
+    per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
+    compressed = {name: way for name, way in WAYS.items() if way.gradients is not None}
+    gathered = sum(columns_of(shapes, 3) for shapes in [*modules, *modules[1:]])
+    for found in pool.over_gloo(3, fsdp_scenes.as_probed, modules, compressed):
+        for name, way in compressed.items():
+            step = predict_cut(costs, flat, model, modules, way, per)
+            assert step.nbytes == found[name] + (8 * gathered if way.weights is None else 0)
+            assert step.communication == pytest.approx(1e-9 * step.nbytes)
+    plain = predict_cut(costs, flat, model, modules, WAYS["fsdp"], {})
+    assert plain.nbytes == 8 * (gathered + sum(columns_of(shapes, 3) for shapes in modules))
 
 
 def test_gradients_add_up_before_they_are_averaged(pool):
@@ -36,6 +72,33 @@ def test_gradients_add_up_before_they_are_averaged(pool):
             assert found[way][1] == 4
             for g, h in zip(found[way][0], found["sum"][0]):
                 assert g is None or torch.allclose(g, h, rtol=1e-9, atol=1e-12)
+
+
+def test_on_two_levels(pool):
+    """SDP4Bit's: 8 bits inside, rotated 4 between, 4-bit differences of weights; each row leaves a node once."""
+    ranks = pool.over_gloo(4, fsdp_scenes.two_levels)
+    rows = 2 * 8 + 2, 10 * 7 + 10 + 2 * 40 + 2 + 7  # of the outermost module and of the block, padded
+    of = {fsdp_scenes.BETWEEN: 1, fsdp_scenes.INSIDE: 2}
+    reduced = {c: sum(c.nbytes(k * n, torch.float64) for n in rows) for c, k in of.items()}
+    too = 2 + 3  # of parameters that have no gradient
+    gathered = sum(fsdp_scenes.WEIGHTS.nbytes(n, torch.float64) + 16 for n in (rows[0] + too, rows[1]))
+    for found in ranks:
+        assert found["apart"] < 1e-14
+        step = found["stats"]["step"]
+        assert step["by_collective"]["all_to_all"]["bytes"] == reduced[fsdp_scenes.BETWEEN]
+        assert step["intra_node"]["by_collective"]["all_to_all"]["bytes"] == reduced[fsdp_scenes.INSIDE]
+        assert step["by_collective"]["all_gather"]["bytes"] == gathered + 3  # and whether all is finite
+        assert step["intra_node"]["by_collective"]["all_gather"]["bytes"] == 2 * gathered
+        assert 0 < found["error"] < 0.1
+        assert torch.equal(found["y"], ranks[0]["y"])
+        assert not any(found["finite"])
+
+
+def test_on_two_levels_what_is_owed_is_what_is_missing(pool):
+    """Full precision inside, and feedback between."""
+    for found in pool.over_gloo(4, fsdp_scenes.conserved, Int4(block=8), True, True):
+        for came, owed, true in zip(found["came"], found["owed"], found["true"]):
+            assert not isinstance(true, torch.Tensor) or torch.allclose(came + owed, true, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("compressor", fsdp_scenes.COMPRESSORS, ids=repr)
@@ -73,15 +136,33 @@ def test_a_run_that_was_stopped_continues_to_the_bit(pool, feedback, weights):
     assert pool.over_gloo(2, fsdp_scenes.resumed, feedback, weights) == [True, True]
 
 
-def test_another_world_owes_the_same_together(pool):
-    states = pool.over_gloo(4, fsdp_scenes.saved_at)
+@pytest.mark.parametrize("feedback", [True, LoCo(0.5, 3)], ids=repr)
+def test_a_run_on_two_levels_that_was_stopped_continues_to_the_bit(pool, feedback):
+    assert pool.over_gloo(4, fsdp_scenes.resumed, feedback, Differences(Int4(block=8)), Int8(block=8)) == [True] * 4
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(False, False), (True, False), (False, True)], ids=str)
+def test_another_world_owes_the_same_together(pool, saved, loaded):
+    """Its ranks alike, or as nodes."""
+    states = pool.over_gloo(3 if loaded else 4, fsdp_scenes.saved_at, saved)
     there = [fsdp_scenes.residuals_in(state) for state in states]
-    here = pool.over_gloo(3, fsdp_scenes.loaded_at, states)
+    here = pool.over_gloo(4 if loaded else 3, fsdp_scenes.loaded_at, states, loaded)
     for key in there[0]:
         mean = torch.stack([each[key] for each in there]).mean(0)
-        for each in here:
-            assert torch.allclose(each[key], mean, rtol=0, atol=1e-14)
+        for each in [torch.stack([each[key] for each in here]).mean(0)] if loaded else [each[key] for each in here]:
+            assert torch.allclose(each, mean, rtol=0, atol=1e-14)
     assert any(each.any() for each in there[0].values())
+
+
+def test_the_same_ranks_otherwise_grouped_begin_again(pool):
+    for owes, told in pool.over_gloo(4, fsdp_scenes.regrouped):
+        assert not owes
+        assert "they start again from 0" in told[-1]
+
+
+def test_dimensions_of_a_mesh_are_nodes_only_where_it_is_given(pool):
+    for step in pool.over_gloo(4, fsdp_scenes.not_grouped):
+        assert "intra_node" not in step
 
 
 def test_another_compressor_inside(pool):

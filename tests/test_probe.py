@@ -24,6 +24,7 @@ from commopt.probe.advice import recommend
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
 from commopt.probe.compressors import COMPRESSORS
+from commopt.probe.cut import WAYS
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
 from commopt.probe.options import ProbeError, parse, parse_count
@@ -394,6 +395,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
         [
             python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "commopt",
             "probe", "--params=100K", "--step-time=0.01", "--last-params=30K", "--max-mb=0.25", f"--json={file}",
+            "--fsdp",
         ],
         capture_output=True, text=True, timeout=200,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": python()},
@@ -405,6 +407,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
         "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even, as bandwidth", "elements/s", "check: ",
         "AdamW, gradients by", "faster than DDP\n", "a transformer 64 wide (--width)", "check: a mean of the gradients",
         "found by: the fastest whole run", *(label for label, _ in COMPRESSORS.values()),
+        "cut over all ranks by FSDP2", *(way.words for way in WAYS.values()), "recommendation, cut over all ranks: ",
     ):  # fmt: skip
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -428,6 +431,9 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert params == 100_000
     assert min(both) > 0
     assert found["width"] == 64
+    assert found["cut"]["steps"].keys() == found["cut"]["costs"].keys() == WAYS.keys()
+    assert all(seconds > 0 for per in found["cut"]["costs"].values() for seconds in per.values())
+    assert found["cut"]["costs"]["fsdp"] == {}
     assert found["steps"]["none"]["seconds"] == 0.01
     assert found["steps"]["ddp"]["nbytes"] == 400_000
     assert found["options"]["last_params"] == 30_000

@@ -16,14 +16,25 @@ from worlds import on_threads
 import commopt
 from commopt.comm import ThreadBackend
 from commopt.compress import ACP, Int8, PowerSGD, Sign
+from commopt.gradients import Differences
 from commopt.probe.advice import recommend
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
+from commopt.probe.cut import WAYS, costs_of, predict_cut, recommend_cut
 from commopt.probe.fit import Line
 from commopt.probe.local import Mirrors
 from commopt.probe.means import Mean, Rounds
 from commopt.probe.measure import Stand
-from commopt.probe.messages import Shapes, exchanges, presence_bytes, sample_of, shapes_of, turns, usual_width
+from commopt.probe.messages import (
+    Shapes,
+    exchanges,
+    modules_of,
+    presence_bytes,
+    sample_of,
+    shapes_of,
+    turns,
+    usual_width,
+)
 from commopt.probe.options import ProbeError, parse
 from commopt.probe.predict import Model, break_even, gradients, methods, predict, rehearse_mean
 from commopt.probe.report import verdict
@@ -137,6 +148,12 @@ def test_bytes_are_those_measured_on_a_network() -> None:
             buckets = exchanges(shapes, spec, 2, 4 * params // 8)
             assert m["collectives"] == 1 + sum(len(e.sent) for bucket in buckets for e in bucket), name
             assert 1 < m["bytes_per_host"] / steps[name].nbytes < 1.1, name
+        modules = modules_of(params, last, run["width"])
+        free = dict.fromkeys(("fsdp_all_gather", "fsdp_reduce_scatter"), NOTHING)
+        per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
+        for name, way in (("fsdp_int8", "fsdp_int8_int8"), ("fsdp_int4", "fsdp_int4_differences")):
+            step = predict_cut(costs(), free, model(shapes), modules, WAYS[way], per)
+            assert 1 < run["methods"][name]["bytes_per_host"] / step.nbytes < 1.03, name
 
 
 @pytest.mark.parametrize(
@@ -275,6 +292,49 @@ def test_a_mean_is_rehearsed_without_the_rest_of_a_step() -> None:
     link = Line(0.25, 0.0)
     seconds = rehearse_mean(costs(link, per=1e-9, copies=1.0), large(), "gradients_sign", ((64, 64), (64,)))
     assert seconds == pytest.approx(3 * 0.25 + 2 * 4160e-9)  # it is compressed while the ranks ask who has what
+
+
+def test_what_fsdp2_cuts_over_all_ranks_is_computed_once_for_each_parameter() -> None:
+    """And update of a rank's own part; backward computes nothing for differences but a copy."""
+    net, modules = large(), modules_of(100_000_000, 0, 768)
+    free = {f"fsdp_{verb}": Line(0.0, 0.0) for verb in ("all_gather", "reduce_scatter")}
+    per = {"gradients": 1e-9, "gradients end": 2e-9, "weights": 3e-9, "weights end": 4e-9, "again": 5e-9}
+    there = costs(Line(0.0, 0.0))
+    update = there.adamw * net.params
+    layers = sum(math.prod(shape) for shapes in modules[1:] for shape in shapes)
+    for name, way in WAYS.items():
+        step = predict_cut(there, free, net, modules, way, per)
+        work = net.step_time - update + update / there.world_size
+        if way.gradients is not None:
+            work += 3e-9 * net.params
+        if way.weights is not None:
+            work += 7e-9 * net.params + (5e-9 if isinstance(way.weights, Differences) else 7e-9) * layers
+        assert step.seconds == pytest.approx(work, rel=1e-3), name
+        assert step.communication == pytest.approx(0, abs=1e-9)
+
+
+def test_compressing_what_fsdp2_sends_is_timed() -> None:
+    for name, way in WAYS.items():
+        per = costs_of(way, 4096, Alone(3))
+        reduced = {"gradients", "gradients end"} if way.gradients is not None else set()
+        assert per.keys() == reduced | ({"weights", "weights end", "again"} if way.weights is not None else set()), name
+        assert all(seconds > 0 for seconds in per.values())
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        ({"fsdp_int4": 1.04}, "leave FSDP2 as it is: Int4\\(\\), the fastest, would be 1.04 x"),
+        ({"fsdp_int8": 1.5, "fsdp_int4": 1.55}, "compress_gradients\\(model, Int8\\(\\)\\): .* 1.50 x as fast.$"),
+        (
+            {"fsdp_int8": 1.1, "fsdp_int4_differences": 1.2},
+            "compress_gradients\\(model, Int4\\(\\), weights=Differences\\(\\)\\): .* 1.20 x .* little",
+        ),
+    ],
+)
+def test_of_fsdp2_too_what_loses_more_must_gain_more(speeds: dict[str, float], words: str) -> None:
+    steps = {name: Step(1 / speeds.get(name, 0.5 if name != "fsdp" else 1.0), 0.0, 0) for name in WAYS}
+    assert re.match(words, recommend_cut(steps)), recommend_cut(steps)
 
 
 # recommendations ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import on_threads
 
+from commopt.comm import NodesBackend, Topology
 from commopt.compress import Int4, Int8, Sign
 from commopt.gradients import LoCo
 from commopt.gradients.fsdp import Place
 from commopt.gradients.reduce_scatter import GroupMean
+from commopt.gradients.shard_group import ShardGroup
 
 SHAPES = [((5, 3), 0), ((8,), 0), ((2, 4), 1), ((1, 2), 0)]
 """Of parameters, and along what they are cut over 4 ranks: uneven, even, by columns, and with pieces of nothing."""
@@ -79,7 +81,13 @@ def decoded(compressor: Any, row: list[float]) -> list[float]:
     return [float(v) for v in out[0]]
 
 
-def loop(compressor: Any, feedback: Any) -> list[list[list[float]]]:
+ALIKE = [(rank, 0) for rank in range(W)]
+TWO_NODES = [(0, 0), (0, 1), (1, 0), (1, 1)]
+ACROSS = [(0, 1), (1, 1), (0, 0), (1, 0)]
+"""Of each rank, its node and its place in that: nodes of one rank; of two that follow each other; in another order."""
+
+
+def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: Any) -> list[list[list[float]]]:
     """By step and rank, the sum that it gets; on lists. Padding is no part of anything, but has a place on the wire."""
     columns = places()[-1].stop
     used = torch.cat([p.columns(torch.ones(p.shape.numel()), W) for p in places()], 1).bool().tolist()
@@ -87,49 +95,100 @@ def loop(compressor: Any, feedback: Any) -> list[list[list[float]]]:
     out = []
     for step, present in enumerate(STEPS):
         at = [c for i in present for c in range(places()[i].start, places()[i].stop)]
+        gradients = [[[2 * g for g in row] for row in drawn(step, rank, present).tolist()] for rank in range(W)]
         sums = [[0.0] * len(at) for _ in range(W)]
-        for rank in range(W):
-            given = drawn(step, rank, present).tolist()
-            for row in range(W):
+        for rank, (node, place) in enumerate(grid):
+            rows = sorted((r for r in range(W) if grid[r][1] == place), key=lambda r: grid[r])
+            peers = sorted((r for r in range(W) if grid[r][0] == node), key=lambda r: grid[r])
+            flat = [[g for row in rows for g in gradients[peer][row]] for peer in peers]
+            if len(peers) > 1 and inside is not None:
+                flat = [decoded(inside, row) for row in flat]
+            mean = [sum(values) / len(peers) for values in zip(*flat)]
+            for i, row in enumerate(rows):
                 e, before = owed[rank][row], list(owed[rank][row])
-                z = [2 * g + (e[c] if used[row][c] else 0.0) for g, c in zip(given[row], at)]
+                local = mean[i * len(at) : (i + 1) * len(at)]
+                z = [g + (e[c] if used[row][c] else 0.0) for g, c in zip(local, at)]
                 sent = decoded(compressor, z)
-                sums[row] = [a + b / 2 for a, b in zip(sums[row], sent)]
+                sums[row] = [a + b * len(peers) / 2 for a, b in zip(sums[row], sent)]
                 for c, value, s in zip(at, z, sent):
                     lost = value - s if used[row][c] else 0.0
                     e[c] = lost if feedback is True else 0.0
                     if isinstance(feedback, LoCo):
                         e[c] = feedback.beta * before[c] + (1 - feedback.beta) * lost
             if isinstance(feedback, LoCo):
-                flat = decoded(Int8(), [v for row in owed[rank] for v in row])
-                owed[rank] = [flat[i * columns : (i + 1) * columns] for i in range(W)]
-                if feedback.reset_every is not None and (step + 1) % feedback.reset_every == 0:
-                    owed[rank] = [[0.0] * columns for _ in range(W)]
+                kept = decoded(Int8(), [v for row in rows for v in owed[rank][row]])
+                again = feedback.reset_every is not None and (step + 1) % feedback.reset_every == 0
+                for i, row in enumerate(rows):
+                    owed[rank][row] = [0.0] * columns if again else kept[i * columns : (i + 1) * columns]
         out.append(sums)
     return out
 
 
+def cut_over(backend: Any, grid: list[tuple[int, int]] = ALIKE) -> tuple[ShardGroup, Topology]:
+    """The ranks of a world of threads, as nodes where they are some."""
+    node, place = grid[backend.rank]
+    if len({place for _, place in grid}) > 1:
+        along = (
+            sorted((r for r in range(W) if grid[r][i] == at), key=lambda r: grid[r])
+            for i, at in ((0, node), (1, place))
+        )
+        backend = NodesBackend(backend, *(backend.part(ranks) for ranks in along))
+    topology = Topology(backend)
+    return ShardGroup(backend, topology.among(backend, inside=False)), topology
+
+
 @pytest.mark.parametrize("feedback", [True, False, LoCo(0.6, 3)], ids=["feedback", "none", "LoCo"])
 @pytest.mark.parametrize("compressor", [Int4(block=8), Int8(block=8, rotate=True)], ids=["int4", "int8"])
-def test_it_is_the_loop_of_the_papers(compressor, feedback):
+@pytest.mark.parametrize(
+    ("grid", "inside"),
+    [(ALIKE, None), (TWO_NODES, None), (TWO_NODES, Int8(block=8)), (ACROSS, Int4(block=8))],
+    ids=["alike", "nodes", "int8 inside", "across"],
+)
+def test_it_is_the_loop_of_the_papers(compressor, feedback, grid, inside):
     def run(backend):
         out = []
         group = Plain([])
-        mean = GroupMean(group, backend, compressor, feedback, lambda: None)
+        ranks, topology = cut_over(backend, grid)
+        mean = GroupMean(group, ranks, compressor, feedback, lambda: None, inside)
         for step, present in enumerate(STEPS):
             group.present = present
             given = drawn(step, backend.rank, present)
             mine = given.new_empty(given.shape[1])
             mean(mine, given.view(-1), None, dist.ReduceOp.SUM)
             mean.end(sound=True)
+            topology.traffic.end_step()
             out.append(mine)
-        return out
+        return out, topology.summary(mean.fp32_bytes)
 
-    expected = loop(compressor, feedback)
-    for rank, found in enumerate(on_threads(W, run)):
+    expected = loop(compressor, feedback, grid, inside)
+    nodes, places_of = (1 + max(at[i] for at in grid) for i in (0, 1))
+    n = places()[-1].stop  # the last step has all
+    for rank, (found, stats) in enumerate(on_threads(W, run)):
         for step, mine in enumerate(found):
             # a sum in another order
             assert torch.allclose(mine, torch.tensor(expected[step][rank], dtype=torch.float64), rtol=0, atol=1e-12)
+        assert stats["step"]["bytes"] == (nodes - 1) * compressor.nbytes(n, torch.float64)
+        assert stats["fp32_bytes"] == 4 * (nodes - 1) * sum(len(row[0]) for row in expected)
+        if places_of > 1:
+            part = 8 * nodes * n if inside is None else inside.nbytes(nodes * n, torch.float64)
+            assert stats["step"]["intra_node"]["bytes"] == (places_of - 1) * part
+
+
+@pytest.mark.parametrize("grid", [ALIKE, TWO_NODES, ACROSS], ids=["alike", "nodes", "across"])
+def test_rows_are_gathered_in_the_order_of_ranks(grid):
+    """Each leaves a node once."""
+
+    def run(backend):
+        ranks, topology = cut_over(backend, grid)
+        out = torch.empty(W, 16, dtype=torch.uint8)
+        for work in ranks.all_gather(out, torch.full((16,), backend.rank, dtype=torch.uint8)):
+            work.wait()
+        topology.traffic.end_step()
+        return out, topology.summary(0)["step"]["bytes"]
+
+    for out, sent in on_threads(W, run):
+        assert out.tolist() == [[rank] * 16 for rank in range(W)]
+        assert sent == 16 * max(node for node, _ in grid)
 
 
 def test_a_mean_that_is_not_sound_leaves_what_is_owed():
@@ -138,7 +197,7 @@ def test_a_mean_that_is_not_sound_leaves_what_is_owed():
     def run(backend):
         group = Plain([0, 1, 2, 3], params=[torch.nn.Parameter(torch.zeros(3))])
         group.params[0].grad = torch.ones(3)
-        mean = GroupMean(group, backend, Sign(16), True, lambda: None)
+        mean = GroupMean(group, cut_over(backend)[0], Sign(16), True, lambda: None)
         given = drawn(0, backend.rank, group.present)
         mine = given.new_empty(given.shape[1])
 

@@ -20,8 +20,9 @@ from commopt.train.engine import DataParallel, make_engine
 from commopt.train.errors import CheckpointError, ConfigError
 from commopt.train.metrics import read_metrics
 from commopt.train.optimizer import check_plan, plan_compression
+from commopt.train.parallel import open_mesh
 from commopt.train.parse import parse
-from commopt.train.world import open_world
+from commopt.train.world import World, open_world
 
 BASE = {"name": "AdamW", "args": {"eps": 1e-3}}
 
@@ -50,6 +51,16 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
             "comm": {"compress": {"name": "Int4", "args": {"rotate": True}, "feedback": False, "inside": "Int8"}},
             "parallel": {"shard": 2},
             "train": {"accumulate": 2},
+        },
+    ),
+    "sharded over two nodes": (
+        4,
+        {
+            "comm": {
+                "compress": {"name": "Int4", "feedback": False, "inside": "Int8", "weights": "Differences"},
+                "ranks_per_node": 2,
+            },
+            "parallel": {"shard": 4},
         },
     ),
 }
@@ -173,6 +184,19 @@ def test_feedback_on_the_command_line() -> None:
 def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_plan(tiny(tmp_path, **{"optim": BASE, **settings}))
+
+
+def test_nodes_are_of_models_that_are_cut_over_all_ranks(tiny: Make, tmp_path: Path) -> None:
+    """Else replicas are the nodes."""
+    settings: dict[str, Any] = {"optim": BASE, "parallel": {"shard": 2}}
+    with pytest.raises(
+        ConfigError, match=r"comm\.ranks_per_node=2 .* 1 with parallel\.\*, whose replicas are the nodes"
+    ):
+        tiny(tmp_path, **settings, comm={"ranks_per_node": 2})
+    config = tiny(tmp_path, **settings, comm={"ranks_per_node": 2, "compress": {"name": "Int4"}})
+    cut = open_mesh(config, World(0, 4, torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"comm\.ranks_per_node=2 .* parallel\.shard=2 and 4 ranks"), cut:
+        pass
 
 
 @pytest.mark.parametrize("feedback", ["", None])

@@ -150,6 +150,22 @@ class MeshBackend(OfWorld):
             'fully_shard(model, mesh=mesh["shard"])'
         )
 
+    def as_nodes(self, group: dist.ProcessGroup) -> Backend:
+        """The ranks of ``group``, as nodes if they are those along several dimensions of the mesh: the first is between
+        nodes, the others are inside a node. All of them must call this at the same point; it may communicate."""
+        ranks = TorchBackend(group)
+        dims = self._along(group)
+        if len(dims) < 2:
+            return ranks
+        return NodesBackend(ranks, self._over(dims[1:]), self._over(dims[:1]))
+
+    def has_nodes(self, group: dist.ProcessGroup) -> bool:
+        """Whether :meth:`as_nodes` has any. Communicates nothing."""
+        return len(self._along(group)) > 1
+
+    def _along(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        return self._dims_with(sorted(dist.get_process_group_ranks(group))) or ()
+
     def _dims_with(self, ranks: list[int]) -> tuple[int, ...] | None:
         """The dimensions along which these ``ranks`` are, this one among them; None if there are none."""
         several = self._several()

@@ -33,6 +33,15 @@ class Channel:
     inter_node: CountingBackend
 
 
+def channel_of(backend: Backend, traffic: Traffic, receipt: Receipt, world: CountingBackend | None = None) -> Channel:
+    """The ranks of ``backend``, counted; ``world`` are all of them, if they are counted already."""
+    world = world or CountingBackend(backend, traffic, receipt)
+    if not isinstance(backend, NodesBackend):
+        return Channel(world, LocalBackend(), world)
+    inside = CountingBackend(backend.intra_node, traffic, receipt, intra_node=True)
+    return Channel(world, inside, CountingBackend(backend.inter_node, traffic, receipt))
+
+
 class Replicas:
     """The ranks that hold the same as this one of some parameters, and average with each other.
 
@@ -80,12 +89,7 @@ class Replicas:
         return self.channels[index % half], self.channels[half + index % half]
 
     def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:
-        traffic, receipt = self._traffic, self._receipt
-        world = world or CountingBackend(backend, traffic, receipt)
-        if not isinstance(backend, NodesBackend):
-            return Channel(world, LocalBackend(), world)
-        inside = CountingBackend(backend.intra_node, traffic, receipt, intra_node=True)
-        return Channel(world, inside, CountingBackend(backend.inter_node, traffic, receipt))
+        return channel_of(backend, self._traffic, self._receipt, world)
 
 
 def gather_number(backend: Backend, number: int) -> list[int]:
@@ -198,10 +202,13 @@ class Topology:
         control = open_control(self.backend)
         return self.world if control is self.backend else CountingBackend(control, self.traffic, self.receipt)
 
-    def among(self, backend: Backend, inside: bool) -> CountingBackend:
-        """The ranks of ``backend``, with what they send each other counted; as what stays inside, or as what does
-        not."""
-        return self._counted_inside(backend) if inside else CountingBackend(backend, self.traffic, self.receipt)
+    def among(self, backend: Backend, inside: bool) -> Channel:
+        """The ranks of ``backend``, with what they send each other counted; as what stays ``inside``, or as what does
+        not, but for what stays inside its nodes."""
+        if inside:
+            counted = self._counted_inside(backend)
+            return Channel(counted, LocalBackend(), counted)
+        return channel_of(backend, self.traffic, self.receipt)
 
     def _counted_inside(self, backend: Backend) -> CountingBackend:
         """Some ranks of a replica, with what they send each other counted as what stays inside."""

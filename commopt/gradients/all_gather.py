@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.comm import Backend, Traffic, wait
+from commopt.comm import Traffic, wait
 from commopt.compress import Compressor, Int4
 from commopt.gradients.fsdp import Group
+from commopt.gradients.shard_group import ShardGroup
 from commopt.ops.checks import REAL
 
 FAR = 0.1
@@ -67,7 +68,7 @@ class GroupWeights:
         fp32_bytes: what all-gathers of float32 would have sent since that was set to 0.
     """
 
-    def __init__(self, group: Group, ranks: Backend, compressor: Compressor, traffic: Traffic) -> None:
+    def __init__(self, group: Group, ranks: ShardGroup, compressor: Compressor, traffic: Traffic) -> None:
         self.group, self.compressor, self._ranks, self._traffic = group, compressor, ranks, traffic
         self.fp32_bytes = 0
 
@@ -88,7 +89,7 @@ class GroupWeights:
             return
         rows = output_tensor.view(self._ranks.world_size, -1)
         if self._traffic.in_step:
-            self.fp32_bytes += 4 * (len(rows) - 1) * rows.shape[1]
+            self.fp32_bytes += 4 * (self._ranks.between.world_size - 1) * rows.shape[1]
         if rows.dtype.is_floating_point and rows.shape[1]:
             self._gather(rows, input_tensor)
         else:  # bytes of an extension of FSDP's, such as float8
@@ -97,7 +98,7 @@ class GroupWeights:
     def _gather(self, rows: Tensor, mine: Tensor) -> None:
         payload = self._payload(self._computed(mine).unsqueeze(0))
         received = payload.new_empty(len(rows), payload.shape[1])
-        self._wait(self._ranks.all_gather(received, payload.view(-1)))
+        self._all_gather(received, payload.view(-1))
         if rows.dtype in REAL:
             self.compressor.decompress(received, rows)
         else:
@@ -116,14 +117,15 @@ class GroupWeights:
         return values
 
     def _in_full(self, rows: Tensor, mine: Tensor) -> None:
-        self._wait(self._ranks.all_gather(rows, mine.clone()))  # mine may be in rows
+        self._all_gather(rows, mine.clone())  # mine may be in rows
 
     def _computed(self, x: Tensor) -> Tensor:
         """In the dtype that is compressed."""
         return x if x.dtype == torch.float64 else x.float()
 
-    def _wait(self, work: Any) -> None:
-        wait(work, f"all-gather of the weights of {self.group.name}")
+    def _all_gather(self, out: Tensor, mine: Tensor) -> None:
+        for work in self._ranks.all_gather(out, mine):
+            wait(work, f"all-gather of the weights of {self.group.name}")
 
     # state ------------------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class GroupWeights:
 class GroupDifferences(GroupWeights):
     """As :class:`GroupWeights`, by differences."""
 
-    def __init__(self, group: Group, ranks: Backend, differences: Differences, traffic: Traffic) -> None:
+    def __init__(self, group: Group, ranks: ShardGroup, differences: Differences, traffic: Traffic) -> None:
         super().__init__(group, ranks, differences.compressor, traffic)
         self._replica: Tensor | None = None
 
@@ -161,7 +163,7 @@ class GroupDifferences(GroupWeights):
         flag[0, 0] = far
         sent = torch.cat([payload, flag], 1)
         received = sent.new_empty(len(replica), sent.shape[1])
-        self._wait(self._ranks.all_gather(received, sent.view(-1)))
+        self._all_gather(received, sent.view(-1))
         if bool(received[:, -FLAG].any()):
             self._in_full(replica, mine)
         else:

@@ -41,8 +41,10 @@ def check_exchanges(
     params: Sequence[Tensor],
     topology: Topology,
     reduction: str,
+    grouped: bool,
 ) -> None:
-    """Raises ValueError for what does not go with how the model is held."""
+    """Raises ValueError for what does not go with how the model is held; ``grouped``: see
+    :class:`commopt.gradients.sharded.ShardedDoor`."""
     whole, replicated = groups
     if topology.is_sharded:
         _check_mesh(groups, params, topology)
@@ -65,11 +67,11 @@ def check_exchanges(
             "reduction='sum' is FSDP's to make here: leave it away, and call set_gradient_divide_factor(1.0) on its "
             "modules"
         )
-    nodes = _has_nodes(params, topology) and isinstance(compressor, Compressor)
+    nodes = _has_nodes(whole, params, topology, grouped) and isinstance(compressor, Compressor)
     if inside is not None and not replicated and not nodes:
         raise ValueError(
             f"inside={inside!r} is for machines of several ranks: process_group=mesh of (machines, ranks of each), the "
-            "model whole, with a compressor of rows, or sharded by FSDP2 over the second dimension"
+            "model whole, with a compressor of rows, or sharded by FSDP2 over the second dimension, or over both as one"
         )
 
 
@@ -125,9 +127,11 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
         )
 
 
-def _has_nodes(params: Sequence[Tensor], topology: Topology) -> bool:
+def _has_nodes(whole: Sequence[Group], params: Sequence[Tensor], topology: Topology, grouped: bool) -> bool:
     """Whether parameters are averaged over nodes of several ranks."""
     backend = topology.backend
     if isinstance(backend, MeshBackend):
+        if whole:
+            return grouped and any(backend.has_nodes(group.ranks) for group in whole)
         return any(backend.mesh.ndim - len(backend.dims_of(p)) > 1 for p in params)
     return isinstance(backend, NodesBackend)

@@ -151,14 +151,15 @@ def compress_gradients(
         compressor: the same on every rank: a :class:`commopt.compress.Compressor` such as ``Sign()``, or
             :class:`commopt.compress.PowerSGD`, :class:`commopt.compress.ACP` or :class:`commopt.compress.TopBlocks`.
         process_group: a ProcessGroup or a DeviceMesh; of a DistributedDataParallel model its own, by default. In a mesh
-            of (nodes, ranks of a node) only what goes between nodes is compressed.
+            of (nodes, ranks of a node) only what goes between nodes is compressed, also of a model that FSDP2 cuts over
+            all ranks.
         backend: in its place, a :class:`commopt.comm.Backend`.
         feedback: whether what compression loses is kept, and sent with the next gradients (error feedback). Without it
             biased compressors, such as Sign, need not converge. Or :class:`commopt.gradients.LoCo`, which keeps it in
             one byte an element; not with PowerSGD, ACP and TopBlocks.
         inside: another compressor for gradients inside a machine, without feedback: those that the ranks of a node send
             each other before ``compressor`` takes their part of the mean, or FSDP2's reduce-scatters, if ``compressor``
-            goes between replicas. Where there is one node only, all is in full precision.
+            goes between replicas, or their part inside a node. Where there is one node only, all is in full precision.
         weights: a compressor for FSDP2's all-gathers, in forward and in backward, such as ``Int8()``; or
             :class:`commopt.gradients.Differences`, to those gathered last: in forward only, but a rank holds the whole
             model in the dtype that FSDP gathers. The optimizer's weights stay exact.
@@ -171,6 +172,7 @@ def compress_gradients(
         RuntimeError: from DDP, if a communication hook is registered already.
     """
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
+    grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
     topology = Topology(backend)
     groups: Groups = [], []
@@ -180,7 +182,7 @@ def compress_gradients(
         if model in _HANDLES:
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)
-        check_exchanges(compressor, inside, weights, groups, params, topology, reduction)
+        check_exchanges(compressor, inside, weights, groups, params, topology, reduction, grouped)
     except ValueError as caught:
         error = caught
     _agree(topology, params, error, f"{compressor!r}, {feedback=}, {inside=}, {weights=}, {bucket_mb=}, {reduction=}")
@@ -198,7 +200,7 @@ def compress_gradients(
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         door = ParameterHooks(rest, mean)
         if groups[0] or (groups[1] and (inside or weights)):
-            sharded = ShardedDoor(model, topology, groups, compressor, feedback, inside, weights, door.begin)
+            sharded = ShardedDoor(model, topology, groups, compressor, feedback, inside, weights, door.begin, grouped)
             mean.parts.append(sharded)
     handle = CompressedGradients(model, mean, door, sharded)
     topology.traffic.leave_out()

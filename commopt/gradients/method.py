@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from commopt.comm import Channel, Work
+from commopt.comm import Backend, Channel, Work, compressed_reduce_scatter, reduce_scatter
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.optim.own import Origin
@@ -89,6 +89,22 @@ class Part(Protocol):
 
     def forget(self) -> None:
         """Forgets the means taken: the backward has failed."""
+
+
+def part_of_node(x: Tensor, node: Backend, inside: Compressor | None) -> Generator[Work, None, Tensor]:
+    """This rank's part of the mean of ``x`` over the L ranks of its node, (D / L,).
+
+    Args:
+        x: (D,), contiguous, unchanged; D a multiple of L.
+        node: they.
+        inside: what is sent is compressed with this; None: it is in full precision.
+    """
+    if inside is None:
+        return (yield from reduce_scatter(x, node))
+    rows = x.view(node.world_size, -1)
+    part = x.new_empty(rows.shape[1])
+    yield from compressed_reduce_scatter(lambda payload: inside.compress(rows, payload), part, inside, node)
+    return part
 
 
 def packed(bucket: StateBucket, brought: Brought) -> Tensor:

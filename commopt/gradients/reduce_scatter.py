@@ -2,29 +2,36 @@
 
     z = g + e;  row r of C[z] goes to rank r;  e <- z - C[z];   rank r takes the mean of the rows it gets
 
-One phase, as in LoCo (arXiv 2407.04480) and inside a machine in SDP4Bit (arXiv 2410.15526): what a rank has averaged is
-its own, and not sent again. So nothing is owed on the way back. What a rank owes has the size of the gradient of the
-whole group, for that is what it compresses.
+One phase, as in LoCo (arXiv 2407.04480): what a rank has averaged is its own, and not sent again. So nothing is owed on
+the way back. What a rank owes has the size of the gradient of the whole group, for that is what it compresses.
+
+On nodes of L ranks, two levels, as in SDP4Bit (arXiv 2410.15526):
+
+    g <- mean over the node of D[g], of the rows of this rank's place in its node;   then as above, between the nodes
+
+D is another compressor, without feedback, or none. The residual is of the rows of a place, an L-th. (The paper has
+integers of 8 bits for D, rotated ones of 4 bits for C, and no feedback.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.comm import Backend, compressed_reduce_scatter, wait
+from commopt.comm import Work, compressed_reduce_scatter, wait
 from commopt.compress import Compressor
 from commopt.gradients.fsdp import Group
 from commopt.gradients.loco import MEMORY, LoCo
+from commopt.gradients.shard_group import ShardGroup
 from commopt.sharding import local
 
 
 class Owed(Protocol):
-    """What a rank owes of a flat tensor of a group, (W, columns); changes with :meth:`commit` only."""
+    """What a rank owes of a flat tensor of a group, (M, columns), of M ranks; changes with :meth:`commit` only."""
 
     def read(self) -> Tensor:
         """It, with what the mean under way has changed; not to be written to."""
@@ -42,13 +49,14 @@ class Owed(Protocol):
         """What tells it to the bit, beside its values; copies."""
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
-        """Makes it ``values``, (W, columns); to the bit, if there is ``state``."""
+        """Makes it ``values``, (M, columns); to the bit, if there is ``state``."""
 
 
 class Kept:
-    """Error feedback: what was lost, as it is."""
+    """Error feedback: what was lost, as it is. ``exactly``: whether what is saved of it are not its values."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, exactly: bool = False) -> None:
+        self._exactly = exactly
         self._now = torch.zeros(shape, dtype=dtype, device=device)
         self._next: Tensor | None = None
 
@@ -65,10 +73,10 @@ class Kept:
         self._next = None
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"rows": self.read().clone()} if self._exactly else {}
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
-        self._now, self._next = values.to(self._now), None
+        self._now, self._next = state.get("rows", values).to(self._now), None
 
 
 class Averaged:
@@ -122,6 +130,7 @@ class GroupMean:
         compressor: the same on all of them.
         feedback: whether what is lost is kept, and sent later, or LoCo's way to.
         begin: called before a mean is taken, whose end is to come; None: it has none, for the mean goes on elsewhere.
+        inside: what is sent inside a node is compressed with this; None: it is in full precision.
 
     Attributes:
         sound: whether what this rank has received since the last end is finite; 0-d bool, or None for nothing.
@@ -132,21 +141,22 @@ class GroupMean:
     def __init__(
         self,
         group: Group,
-        ranks: Backend,
+        ranks: ShardGroup,
         compressor: Compressor,
         feedback: bool | LoCo,
         begin: Callable[[], None] | None,
+        inside: Compressor | None = None,
     ) -> None:
-        self.group, self.compressor = group, compressor
+        self.group, self.compressor, self._inside = group, compressor, inside
         self._ranks, self._begin = ranks, begin
         self.sound: Tensor | None = None
         self.fp32_bytes = 0
         self.owed: Owed | None = None
-        of = (group.world_size, group.columns), group.dtype, group.device
+        of = (len(ranks.rows), group.columns), group.dtype, group.device
         if isinstance(feedback, LoCo):
             self.owed = Averaged(*of, feedback)
         elif feedback:
-            self.owed = Kept(*of)
+            self.owed = Kept(*of, exactly=ranks.has_nodes)
 
     # for FSDP ---------------------------------------------------------------------------------------------------------
 
@@ -171,10 +181,7 @@ class GroupMean:
         if divided != 1:
             x = x * divided  # what is owed is of gradients as they are
         mean = output_tensor if output_tensor.dtype == x.dtype else x.new_empty(x.shape[1])
-        steps = compressed_reduce_scatter(
-            lambda payload: self._compress(x, payload), mean, self.compressor, self._ranks
-        )
-        for work in steps:
+        for work in self._mean_of_rows(x, mean):
             wait(work, f"reduce-scatter of the gradients of {self.group.name}")
         mean.mul_((1 if op == dist.ReduceOp.AVG else world) / divided)
         if mean is not output_tensor:
@@ -182,7 +189,14 @@ class GroupMean:
         if self._begin is not None:
             finite = output_tensor.isfinite().all()
             self.sound = finite if self.sound is None else self.sound & finite
-        self.fp32_bytes += 4 * (world - 1) * x.shape[1]
+        self.fp32_bytes += 4 * (self._ranks.between.world_size - 1) * x.shape[1]
+
+    def _mean_of_rows(self, x: Tensor, mean: Tensor) -> Iterator[Work]:
+        part = yield from self._ranks.mean_inside(x, self._inside)
+        between = self._ranks.between
+        yield from compressed_reduce_scatter(
+            lambda payload: self._compress(part, payload), mean, self.compressor, between
+        )
 
     def _compress(self, x: Tensor, payload: Tensor) -> None:
         if self.owed is None:
@@ -191,6 +205,7 @@ class GroupMean:
         present = self.group.with_gradient(x.shape[1])
         before = self.owed.read()
         mask = self.group.mask(present)
+        mask = None if mask is None else self._ranks.of_place(mask)
         if len(present) == len(self.group.places):
             lost = torch.empty_like(before)
             self.compressor.compress_with_feedback(x, before, payload, mask, lost)
@@ -202,6 +217,24 @@ class GroupMean:
             for place, mine in zip(places, part.split([place.stop - place.start for place in places], 1)):
                 lost[:, place.start : place.stop] = mine
         self.owed.write(lost, before)
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def share(self) -> Tensor:
+        """What this rank owes, (W, columns), so that the mean of it over all ranks is owed to the mean of gradients."""
+        assert self.owed is not None
+        owed, ranks = self.owed.read(), self._ranks
+        if not ranks.has_nodes:
+            return owed
+        share = owed.new_zeros(ranks.world_size, owed.shape[1])
+        share[ranks.rows] = ranks.inside.world_size * owed  # of the other rows, other ranks of the node
+        return share
+
+    def load(self, mean: Tensor, exactly: dict[str, Any]) -> None:
+        """Makes what this rank owes its part of ``mean``, (W, columns), the mean of all ranks' shares; to the bit, if
+        there is what tells it ``exactly``."""
+        assert self.owed is not None
+        self.owed.load(self._ranks.of_place(mean), exactly)
 
     # at the end of a backward -----------------------------------------------------------------------------------------
 

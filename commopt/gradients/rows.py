@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import STARTED, Backend, Channel, InFlightChunk, Work, compressed_reduce_scatter, reduce_scatter
+from commopt.comm import STARTED, Channel, InFlightChunk, Work
 from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.flat import Flat
-from commopt.gradients.method import Brought, Received, packed
+from commopt.gradients.method import Brought, Received, packed, part_of_node
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import absent_runs, padding_mask, within, without
 from commopt.optim.state_bucket import StateBucket
@@ -38,7 +38,7 @@ class Rows(Flat):
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         if bucket.local_world_size > 1:
-            part = yield from self._part_of_node(packed(bucket, brought), send.intra_node)
+            part = yield from part_of_node(packed(bucket, brought), send.intra_node, self.inside)
             brought = [(part, 0)]
         runs = absent_runs(bucket, absent)
         active = without(padding_mask(bucket), runs)
@@ -67,16 +67,6 @@ class Rows(Flat):
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
         return Received(bucket, sound, write, keep, feedback.let_go)
-
-    def _part_of_node(self, flat: Tensor, node: Backend) -> Generator[Work, None, Tensor]:
-        """This rank's part of the mean over its node."""
-        inside = self.inside
-        if inside is None:
-            return (yield from reduce_scatter(flat, node))
-        rows = flat.view(node.world_size, -1)
-        part = flat.new_empty(rows.shape[1])
-        yield from compressed_reduce_scatter(lambda payload: inside.compress(rows, payload), part, inside, node)
-        return part
 
     def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
         """Called when everything is compressed, and on its way. Returns what makes the residuals those after the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ logger = logging.getLogger("commopt")
 
 def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
-    part = {**saving.whose(_origin(mean), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
+    part = {**saving.whose(_origin(mean, sharded), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
     if sharded is not None:
         part["state"] |= sharded.own(mean.params)
         if sharded.whole:  # each rank owes of the whole, as if it were a node
@@ -40,7 +41,7 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
             f"the loaded residuals are of {len(ids)} parameters, the model has {len(mean.params)} to train"
         )
     entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
-    here = _origin(mean)
+    here = _origin(mean, sharded)
     mean.owed.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
@@ -58,5 +59,8 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         )  # fmt: skip
 
 
-def _origin(mean: GradientMean) -> Origin:
-    return saving.origin_here(mean.buckets, mean.params, mean.topology)
+def _origin(mean: GradientMean, sharded: ShardedDoor | None) -> Origin:
+    rank, world_size, layout = saving.origin_here(mean.buckets, mean.params, mean.topology)
+    if sharded is not None and sharded.nodes:
+        layout = zlib.crc32(f"{layout} {sharded.nodes}".encode())
+    return rank, world_size, layout

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commopt.comm import Backend, Topology, TorchBackend, Traffic, gather_rows, message_device
+from commopt.comm import Backend, MeshBackend, Topology, TorchBackend, Traffic, gather_rows, message_device
 from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences, GroupDifferences, GroupWeights
 from commopt.gradients.fsdp import Group
 from commopt.gradients.loco import LoCo
 from commopt.gradients.reduce_scatter import GroupMean
+from commopt.gradients.shard_group import ShardGroup
 
 GROUPS = "groups"
 """Key of what is kept by group, and not by parameter, in the state."""
@@ -29,9 +30,11 @@ class ShardedDoor:
         topology: all ranks.
         groups: those whose gradients are averaged nowhere else, and those whose are between replicas too.
         compressor, feedback: for the gradients of the first kind; the same on all ranks.
-        inside: for the gradients of the second, without feedback; None: in full precision.
+        inside: for the gradients of the second, and inside the nodes of the first, without feedback; None: in full
+            precision.
         weights: for the weights of both; None: in full precision.
         begin: called before a mean is taken, whose end is to come.
+        grouped: whether several dimensions of a mesh that a model is cut over are nodes, and ranks of a node.
 
     Attributes:
         handle: what lives as long as the model does, which holds this.
@@ -47,10 +50,11 @@ class ShardedDoor:
         inside: Compressor | None,
         weights: Compressor | Differences | None,
         begin: Callable[[], None],
+        grouped: bool,
     ) -> None:
         self.whole, self._within = groups
-        self._topology = topology
-        self._ranks: dict[dist.ProcessGroup, Backend] = {}
+        self._topology, self._grouped = topology, grouped
+        self._ranks: dict[dist.ProcessGroup, ShardGroup] = {}
         self.means: list[GroupMean] = []
         self.weights: list[GroupWeights] = []
         self.fp32_bytes = 0
@@ -60,10 +64,10 @@ class ShardedDoor:
         ]
         for group in [*self.whole, *self._within]:
             between = group in self.whole
-            ranks = self._counted(topology, group.ranks, inside=not between)
+            ranks = self._cut_over(topology, group.ranks, inside=not between)
             mean: GroupMean | None = None
             if between:
-                mean = GroupMean(group, ranks, compressor, feedback, begin)
+                mean = GroupMean(group, ranks, compressor, feedback, begin, inside)
                 self.means.append(mean)
             elif inside is not None:
                 mean = GroupMean(group, ranks, inside, False, None)
@@ -76,9 +80,13 @@ class ShardedDoor:
         """Before FSDP's hook, which gathers: what is gathered in evaluations is of no step."""
         self._topology.traffic.in_step = torch.is_grad_enabled()
 
-    def _counted(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> Backend:
+    def _cut_over(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> ShardGroup:
         if group not in self._ranks:
-            self._ranks[group] = topology.among(TorchBackend(group), inside)
+            mesh = topology.backend
+            backend: Backend = TorchBackend(group)
+            if isinstance(mesh, MeshBackend) and self._grouped and not inside:
+                backend = mesh.as_nodes(group)
+            self._ranks[group] = ShardGroup(backend, topology.among(backend, inside))
         return self._ranks[group]
 
     def remove(self) -> None:
@@ -98,6 +106,11 @@ class ShardedDoor:
         finally:
             for group in groups:
                 group.averages = True
+
+    @property
+    def nodes(self) -> list[tuple[int, list[int]]]:
+        """Of each set of ranks that are grouped by nodes, how many there are, and the ranks by place."""
+        return [(ranks.between.world_size, ranks.by_place) for ranks in self._ranks.values() if ranks.has_nodes]
 
     # as a part of a mean ----------------------------------------------------------------------------------------------
 
@@ -129,7 +142,7 @@ class ShardedDoor:
         for mean in self.means:
             if mean.owed is None:
                 continue
-            owed = mean.owed.read()
+            owed = mean.share()
             for p, place in zip(mean.group.params, mean.group.places):
                 mine = place.whole(owed[:, place.start : place.stop]).clone()
                 out[number[id(p)]] = {"worker_error": mine, "server_error": mine.new_zeros(0)}
@@ -146,7 +159,7 @@ class ShardedDoor:
         for i, mean in enumerate(self.means):
             if mean.owed is None:
                 continue
-            now = torch.zeros_like(mean.owed.read())
+            now = torch.zeros_like(mean.share())
             for p, place in zip(mean.group.params, mean.group.places):
                 error = entries.get(p, {}).get("worker_error")
                 if error is None:
@@ -161,7 +174,7 @@ class ShardedDoor:
                     now[:, place.start : place.stop] = place.columns(error.to(now), len(now))
                 else:
                     left_out = left_out or bool(error.any())
-            mean.owed.load(now, exactly.get(f"gradients {i}", {}))
+            mean.load(now, exactly.get(f"gradients {i}", {}))
         gathered = [exactly.get(f"weights {i}", {}) for i in range(len(self.weights))]
         if self.weights and not self._all(all(gathered)):
             gathered = [{}] * len(gathered)
@@ -175,7 +188,7 @@ class ShardedDoor:
         return bool(gather_rows(self._topology.world, row, "whose weights were loaded").all())
 
 
-def _gather_of(group: Group, ranks: Backend, weights: Compressor | Differences, traffic: Traffic) -> GroupWeights:
+def _gather_of(group: Group, ranks: ShardGroup, weights: Compressor | Differences, traffic: Traffic) -> GroupWeights:
     if isinstance(weights, Differences):
         return GroupDifferences(group, ranks, weights, traffic)
     return GroupWeights(group, ranks, weights, traffic)

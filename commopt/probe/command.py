@@ -21,6 +21,7 @@ from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, over_run, recommend
 from commopt.probe.clock import Costs
 from commopt.probe.compressors import compressors
+from commopt.probe.cut import measure_cut
 from commopt.probe.fit import fit_line, line_through, misfit
 from commopt.probe.inside import between, measure_inside
 from commopt.probe.local import Local, measure_local
@@ -37,7 +38,7 @@ from commopt.probe.measure import (
     losses,
     sizes_up_to,
 )  # fmt: skip
-from commopt.probe.messages import sample_of, shapes_of, usual_width
+from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
 from commopt.probe.predict import Model, break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
@@ -161,6 +162,10 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     costs = fit_costs(stand.world_size, samples, lost, local, means, copies=options.shard == 1)
     steps = predict(costs, model)
     fastest = min(model.compressors, key=lambda name: steps[name].seconds)
+    cut = None
+    if options.fsdp:
+        modules = modules_of(options.params, options.last_params, width)
+        cut = measure_cut(stand, options, costs, model, modules)
     took = mean.rehearsal(model.compressors[fastest], capacity)
     return Result(
         options=options,
@@ -180,6 +185,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         break_even={name: break_even(costs, model, name) for name in (*OURS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
         advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors),
+        cut=cut,
     )
 
 

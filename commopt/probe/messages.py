@@ -52,11 +52,24 @@ def shapes_of(params: int, last_params: int, width: int, shard: int = 1) -> Shap
         width: columns of most matrices; >= 1.
         shard: ranks that each tensor is cut over, along its rows: the pieces of the first of them.
     """
-    w = width
-    layer = [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)]
-    layers, rest = divmod(params - last_params, 12 * w * w + 13 * w)
-    out = [*_matrix(last_params, w), *(layers * layer), *_matrix(rest, w)]
+    layers, rest = divmod(params - last_params, 12 * width * width + 13 * width)
+    out = [*_matrix(last_params, width), *(layers * _layer(width)), *_matrix(rest, width)]
     return tuple((-(-n // shard), *columns) for n, *columns in out)
+
+
+def modules_of(params: int, last_params: int, width: int) -> list[Shapes]:
+    """The same tensors, of a layer together, and first those of none."""
+    layers, rest = divmod(params - last_params, 12 * width * width + 13 * width)
+    return [(*_matrix(last_params, width), *_matrix(rest, width)), *(layers * [tuple(_layer(width))])]
+
+
+def columns_of(shapes: Shapes, world_size: int) -> int:
+    """Elements that a rank holds of tensors that FSDP2 cuts along their rows, padding included."""
+    return sum(-(-n // world_size) * torch.Size(columns).numel() for n, *columns in shapes)
+
+
+def _layer(w: int) -> list[tuple[int, ...]]:
+    return [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)]
 
 
 def _matrix(elements: int, width: int) -> list[tuple[int, ...]]:

@@ -44,6 +44,7 @@ class Options:
         device: "cpu" or "cuda".
         backend: "gloo" or "nccl".
         json: file for all that was measured, or None.
+        fsdp: whether to predict FSDP2 over all ranks too.
     """
 
     params: int
@@ -56,6 +57,7 @@ class Options:
     device: str
     backend: str
     json: str | None
+    fsdp: bool = False
 
 
 def parse_count(text: str) -> int:
@@ -120,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="largest message; slow networks stop earlier (default: 64)")  # fmt: skip
     add("--device", choices=list(BACKENDS), help="default: cuda where there is a GPU, else cpu")
     add("--backend", help="gloo or nccl (default: nccl on cuda, gloo on cpu)")
+    add("--fsdp", action="store_true", help="also predict a model that FSDP2 cuts over all ranks, compressed or not")
     add("--json", metavar="FILE", help="also write everything that was measured, on rank 0")
     return parser
 
@@ -143,6 +146,8 @@ def check(options: Options) -> None:
         raise ProbeError(f"--params: {options.params} is not allowed, it must be at least 1")
     if options.shard < 1:
         raise ProbeError(f"--shard: {options.shard} is not allowed, it must be at least 1")
+    if options.fsdp and options.shard > 1:
+        raise ProbeError(f"--fsdp: is not allowed with --shard={options.shard}: it is of models cut over all ranks")
     if options.last_params > options.params:
         raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
     if options.width is not None and options.width < 1:

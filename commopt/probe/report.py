@@ -11,6 +11,7 @@ from typing import Any
 from commopt.probe.advice import CRITERION, NAMES, SHARDED, WORTH, rival
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import label
+from commopt.probe.cut import WAYS, Cut
 from commopt.probe.fit import Line
 from commopt.probe.inside import Inside
 from commopt.probe.local import Local
@@ -49,6 +50,7 @@ class Result:
         break_even: bit/s, by method; see :func:`commopt.probe.predict.break_even`.
         run: how much faster than DDP a run is with 20 and with 15 % warm-up, by method.
         advice: the recommendation.
+        cut: of a model that FSDP2 cuts over all ranks; None if that was not asked for.
     """
 
     options: Options
@@ -68,6 +70,7 @@ class Result:
     break_even: dict[str, float | None]
     run: dict[str, tuple[float, float]]
     advice: str
+    cut: Cut | None = None
 
 
 def to_json(result: Result) -> str:
@@ -109,6 +112,7 @@ def render(result: Result) -> str:
         "recommendation: " + result.advice,
         "",
         "found by: " + CRITERION,
+        *_cut(result),
     ]
     return "".join(
         part + "\n" for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])
@@ -195,6 +199,28 @@ def _gradient(result: Result, name: str) -> str:
         f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>10.4g}{step.wire:>9.4g}"
         f"{step.nbytes / 1e6:>9.4g}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
     )
+
+
+def _cut(result: Result) -> list[str]:
+    """What FSDP2 over all ranks would make of it."""
+    cut = result.cut
+    if cut is None:
+        return []
+    plain = cut.steps["fsdp"].seconds
+    head = f"{'cut over all ranks by FSDP2':32}{'seconds':>10}{'network':>10}{'MB sent':>10}{'x FSDP2':>10}"
+    rows = (
+        f"{WAYS[name].words:32}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
+        f"{plain / step.seconds:>10.2f}"
+        for name, step in cut.steps.items()
+    )
+    return [
+        "",
+        head,
+        *rows,
+        "a module for each layer; nothing of the network is hidden by computing",
+        "",
+        "recommendation, cut over all ranks: " + cut.advice,
+    ]
 
 
 def verdict(speed: float, break_even: float | None) -> str:

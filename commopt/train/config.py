@@ -131,8 +131,8 @@ class GradientsConfig(CompressorConfig):
     """true: what compression loses is kept, and sent with the next gradients (error feedback). false: it is lost. Or
     what keeps it otherwise, an attribute of commopt.gradients: LoCo, or name and args of it."""
     inside: str | dict[str, Any] | None = None
-    """With parallel.shard: compressor of what FSDP2 reduces inside a replica, a name, or name and args, such as Int8;
-    null for full precision."""
+    """With parallel.shard: compressor of what FSDP2 reduces inside a replica, or inside a node where it cuts the model
+    over all ranks (comm.ranks_per_node), a name, or name and args, such as Int8; null for full precision."""
     weights: str | dict[str, Any] | None = None
     """With parallel.shard: compressor of the weights that FSDP2 gathers, such as Int8, or Differences (with args:
     {compressor: ...}); null for full precision."""
@@ -232,7 +232,8 @@ class CommConfig:
     the ranks, over MPI too; then it ends with an error. A class of your own has its own way in steps."""
     ranks_per_node: int = 1
     """1: all ranks are alike. More: that many ranks that follow each other are a node, and only what goes from node to
-    node is compressed. 0: as many as every machine runs. For commopt optimizers, over auto, gloo, nccl or mpi."""
+    node is compressed. 0: as many as every machine runs. For commopt optimizers, over auto, gloo, nccl or mpi; and for
+    comm.compress where parallel.shard are all ranks."""
 
     def __post_init__(self) -> None:
         _check("comm.ranks_per_node", self.ranks_per_node, self.ranks_per_node >= 0, ">= 0")
@@ -340,6 +341,8 @@ class Config:
             _check("parallel.tensor", tensor, size % tensor == 0, f"a divisor of model.{name}={size}")
         if self.parallel.on_mesh:
             places, backend = self.comm.ranks_per_node, self.comm.backend
-            _check("comm.ranks_per_node", places, places == 1, "1 with parallel.*, whose replicas are the nodes")
+            on_nodes = self.comm.compress is not None and self.parallel.shard > 1
+            allowed = "1 with parallel.*, whose replicas are the nodes, but with comm.compress and parallel.shard"
+            _check("comm.ranks_per_node", places, places == 1 or on_nodes, allowed)
             known = backend in BACKENDS and backend != "mpi"
             _check("comm.backend", backend, known, "auto, gloo or nccl with parallel.*: the mesh is torch's")

@@ -13,12 +13,13 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import LocalBackend, MessageDamaged, all_reduce_bytes
+from commopt.comm import LocalBackend, MessageDamaged, NodesBackend, all_reduce_bytes
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
 from commopt.outer import OuterOptimizer
@@ -28,7 +29,7 @@ from commopt.train.errors import ConfigError, DivergedError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
-from commopt.train.parallel import shard
+from commopt.train.parallel import make_mesh, shard
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class DataParallel:
         self.limit = float("inf") if config.optim.max_grad_norm is None else config.optim.max_grad_norm
         self.max_skipped, self.row = config.optim.max_skipped, 0  # steps in a row that were skipped
         self.skipped, self.bytes = False, self.bytes_of(model, world)
+        self.timeout = timedelta(seconds=config.comm.timeout)
         self.module = self.wrap(model)
         plan = plan_compression(config)
         self.gradients = None if plan is None else self.compress(plan, world)
@@ -227,8 +229,12 @@ class Hybrid(DataParallel):
     are those between the replicas, or inside the only one what is compressed."""
 
     def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
+        mesh = world.mesh
+        if isinstance(world.backend, NodesBackend):  # the model is cut over all ranks
+            shape = world.backend.inter_node.world_size, world.backend.intra_node.world_size
+            mesh = make_mesh(shape, ("node", "place"), world.device, self.timeout)
         try:
-            return compress_gradients(self.module, process_group=world.mesh, **plan)
+            return compress_gradients(self.module, process_group=mesh, **plan)
         except ValueError as error:  # what does not go with how many replicas there are
             raise ConfigError(f"comm.compress: {error}") from error
 

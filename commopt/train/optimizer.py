@@ -163,9 +163,11 @@ def check_plan(config: Config) -> None:
         if config.parallel.on_mesh:
             check_arguments(cls, {"process_group": None}, "parallel")
         return
+    nodes = config.comm.ranks_per_node
+    of_fsdp = config.comm.compress is not None and config.parallel.shard > 1
     for key, value, allowed in (
         ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
-        ("ranks_per_node", config.comm.ranks_per_node if config.comm.ranks_per_node != 1 else None, "1"),
+        ("ranks_per_node", None if nodes == 1 or of_fsdp else nodes, "1"),
     ):
         if value is not None:
             raise ConfigError(
@@ -186,7 +188,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that a config names, over two named parameter groups."""
     cls, args = plan_optimizer(config)
-    if backend is not None:
+    if backend is not None and mesh is None:
         args["backend"] = backend
     if mesh is not None and issubclass(cls, OURS):
         args["process_group"] = mesh

@@ -11,7 +11,8 @@ the same weights on any mesh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -49,24 +50,29 @@ def open_mesh(config: Config, world: World) -> Iterator[World]:
         yield world
         return
     shape = mesh_shape(config.parallel, world.size)
+    if config.comm.ranks_per_node != 1 and shape[1] < world.size:
+        raise ConfigError(
+            f"comm.ranks_per_node={config.comm.ranks_per_node} is not allowed with parallel.shard={shape[1]} and "
+            f"{world.size} ranks: FSDP2 must cut the model over all of them, or the replicas are the nodes (1)"
+        )
     alone = not dist.is_initialized()
     if alone:  # a mesh is of process groups, even of one rank
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield replace(world, mesh=_make_mesh(shape, world, timedelta(seconds=config.comm.timeout)))
+        yield replace(world, mesh=make_mesh(shape, MESH, world.device, timedelta(seconds=config.comm.timeout)))
     finally:
         if alone:
             dist.destroy_process_group()
 
 
-def _make_mesh(shape: tuple[int, int, int], world: World, timeout: timedelta) -> DeviceMesh:
-    """The groups are made here, for init_device_mesh knows no timeout."""
-    ranks, groups = torch.arange(world.size).view(shape), []
+def make_mesh(shape: Sequence[int], names: Sequence[str], device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """A mesh of all ranks. The groups are made here, for init_device_mesh knows no timeout."""
+    ranks, groups = torch.arange(math.prod(shape)).view(*shape), []
     for dim in range(len(shape)):
         rows = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
         groups.append(dist.new_subgroups_by_enumeration(rows, timeout)[0])
-    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=MESH)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(names))
 
 
 def shard(model: Any, mesh: DeviceMesh, hybrid: bool) -> None:
