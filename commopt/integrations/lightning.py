@@ -30,7 +30,8 @@ class CommoptCallback(Callback):
     * While replicas differ, validation, tests, predictions and checkpoints are of their mean
       (``optimizer.averaged()``); training continues from each rank's own, and resumes from it, to the bit.
     * When training ends, replicas are made equal (``optimizer.synchronize()``).
-    * ``gradient_clip_val`` is reported once: each rank would clip its own gradient.
+    * ``gradient_clip_val`` is reported once: each rank would clip its own gradient. So is a model that FSDP2 shards
+      over all ranks of ``data_parallel``: there are no replicas to average.
 
     Raises ValueError when fitting begins, if a DDP model has several optimizers of commopt: it has one hook.
     """
@@ -38,6 +39,7 @@ class CommoptCallback(Callback):
     def __init__(self) -> None:
         self._mean = contextlib.ExitStack()  # open while the parameters are the mean
         self._warned = False
+        self._told_of_shards = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, and has ``trainer.save_checkpoint()`` save the mean."""
@@ -47,6 +49,9 @@ class CommoptCallback(Callback):
             raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
         for optimizer in optimizers:
             attach_once(model, optimizer)
+        if any(_has_no_replicas(optimizer) for optimizer in optimizers) and not self._told_of_shards:
+            self._told_of_shards = True
+            _tell_of_shards(trainer, optimizers[0])
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
             _warn_of_clipping(trainer, optimizers[0])
@@ -94,4 +99,25 @@ def _warn_of_clipping(trainer: Trainer, optimizer: PackedOptimizer) -> None:
             "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
             "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
             value, name, value,
+        )  # fmt: skip
+
+
+def _has_no_replicas(optimizer: PackedOptimizer) -> bool:
+    """True if parameters are sharded over so many ranks that no other one has the same piece of any of them."""
+    buckets = optimizer.buckets
+    alone = all(bucket.replicas.world_size == 1 for bucket in buckets)
+    return optimizer.topology.world_size > 1 and alone and any(bucket.sharded for bucket in buckets)
+
+
+def _tell_of_shards(trainer: Trainer, optimizer: PackedOptimizer) -> None:
+    mesh = getattr(trainer.strategy, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None)
+    if optimizer.topology.rank == 0 and mesh is not None and names == ("data_parallel", "tensor_parallel"):
+        logger.warning(
+            "%s has nothing to average, so it compresses nothing: configure_model() shards the model over "
+            'self.device_mesh["data_parallel"], all %d ranks, and FSDP2 averages in full precision. For one bit '
+            'between replicas: fully_shard(..., mesh=self.device_mesh["tensor_parallel"]) in configure_model(), and '
+            "ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=ranks that share one). Or "
+            "commopt.compress_gradients(model, ...) with an optimizer of torch compresses FSDP2's own exchanges.",
+            type(optimizer).__name__, mesh.size(0),
         )  # fmt: skip
