@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.attach import ddp_models_in
 from commopt.integrations.common import attach_once
+from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
@@ -49,9 +50,9 @@ class CommoptCallback(Callback):
             raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
         for optimizer in optimizers:
             attach_once(model, optimizer)
-        if any(_has_no_replicas(optimizer) for optimizer in optimizers) and not self._told_of_shards:
+        if any(has_no_replicas(optimizer) for optimizer in optimizers) and not self._told_of_shards:
             self._told_of_shards = True
-            _tell_of_shards(trainer, optimizers[0])
+            tell_of_shards(getattr(trainer.strategy, "device_mesh", None), optimizers[0])
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
             _warn_of_clipping(trainer, optimizers[0])
@@ -99,25 +100,4 @@ def _warn_of_clipping(trainer: Trainer, optimizer: PackedOptimizer) -> None:
             "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
             "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
             value, name, value,
-        )  # fmt: skip
-
-
-def _has_no_replicas(optimizer: PackedOptimizer) -> bool:
-    """True if parameters are sharded over so many ranks that no other one has the same piece of any of them."""
-    buckets = optimizer.buckets
-    alone = all(bucket.replicas.world_size == 1 for bucket in buckets)
-    return optimizer.topology.world_size > 1 and alone and any(bucket.sharded for bucket in buckets)
-
-
-def _tell_of_shards(trainer: Trainer, optimizer: PackedOptimizer) -> None:
-    mesh = getattr(trainer.strategy, "device_mesh", None)
-    names = getattr(mesh, "mesh_dim_names", None)
-    if optimizer.topology.rank == 0 and mesh is not None and names == ("data_parallel", "tensor_parallel"):
-        logger.warning(
-            "%s has nothing to average, so it compresses nothing: configure_model() shards the model over "
-            'self.device_mesh["data_parallel"], all %d ranks, and FSDP2 averages in full precision. For one bit '
-            'between replicas: fully_shard(..., mesh=self.device_mesh["tensor_parallel"]) in configure_model(), and '
-            "ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=ranks that share one). Or "
-            "commopt.compress_gradients(model, ...) with an optimizer of torch compresses FSDP2's own exchanges.",
-            type(optimizer).__name__, mesh.size(0),
         )  # fmt: skip
