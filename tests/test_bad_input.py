@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
@@ -96,6 +97,26 @@ def test_ranks_with_different_parameters_say_which_rank_differs(change, message)
     on_threads(3, run)
 
 
+@pytest.mark.parametrize("make", [OneBitAdam, LocalSGD])
+def test_the_first_parameter_that_differs_is_named_on_every_rank_and_what_to_do(make):
+    def run(backend, freeze):
+        model = Toy()
+        if backend.rank == 1 and freeze:
+            model.bias.requires_grad_(False)
+        elif backend.rank == 1:
+            model.bias = nn.Parameter(torch.zeros(7))
+        with pytest.raises(ValueError, match="parameter lists differ between ranks") as caught:
+            make(list(model.parameters()), backend=backend)
+        return str(caught.value)
+
+    for freeze, odd in ((False, "float32 of shape (7,) on cpu"), (True, "on cpu, frozen")):
+        texts = on_threads(2, lambda backend, freeze=freeze: run(backend, freeze))
+        assert len(set(texts)) == 1
+        assert "the first that differs: rank 1 has parameter " in texts[0]
+        assert odd in texts[0].split("the first that differs: rank 1 has ")[1].split("), rank 0 has parameter")[0]
+        assert texts[0].endswith("build the same model on every rank, and give its parameters in the same order")
+
+
 @pytest.mark.parametrize(
     "different",
     [{"lr": 0.5}, {"compressor": Sign(block=64)}, {"bucket_mb": 1.0}, {"freeze_step": 9}, {"max_grad_norm": 2.0}],
@@ -163,8 +184,24 @@ def test_a_backend_and_a_process_group_together():
 
 
 def test_a_process_group_without_torch_distributed():
+    group = dist.ProcessGroup(0, 1)
     with pytest.raises(RuntimeError, match="init_process_group"):
-        OneBitAdam(Toy().parameters(), process_group=object())
+        OneBitAdam(Toy().parameters(), process_group=group)
+
+
+@pytest.mark.parametrize(
+    ("group", "hint"),
+    [
+        (2, r"new_group\(\[0, 1"),
+        ([0, 1], r"new_group\(\[0, 1"),
+        ("nccl", r"init_process_group\('nccl'\)"),
+        (nn.Linear, ""),
+    ],
+)
+@pytest.mark.parametrize("make", [OneBitAdam, LocalSGD])
+def test_what_is_no_process_group_is_named_even_before_there_are_any(make, group, hint):
+    with pytest.raises(ValueError, match=f"must be a ProcessGroup, a DeviceMesh or None, got .*{hint}"):
+        make(Toy().parameters(), process_group=group)
 
 
 def test_attach_wants_a_ddp_model():

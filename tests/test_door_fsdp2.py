@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from listening import listening
 from torch import Tensor, nn
 from worlds import on_processes, same_bits
 
@@ -60,7 +61,7 @@ def of_trainer(folder: str, steps: int, resume: bool) -> dict[str, Any]:
     return {"params": whole(model), "phase": trainer.optimizer.optimizer.phase}
 
 
-def of_lightning(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+def of_lightning(folder: str, steps: int, resume: bool, over: str = "tensor_parallel") -> dict[str, Any]:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -76,7 +77,7 @@ def of_lightning(folder: str, steps: int, resume: bool) -> dict[str, Any]:
             if self.net is None:
                 torch.manual_seed(0)
                 self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-                fully_shard(self.net, mesh=self.device_mesh["tensor_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh[over])
 
         def training_step(self, batch: Any, index: int) -> Any:
             draw = torch.Generator().manual_seed(2 * self.global_step + dist.get_rank())
@@ -92,10 +93,11 @@ def of_lightning(folder: str, steps: int, resume: bool) -> dict[str, Any]:
         enable_checkpointing=False, callbacks=[CommoptCallback()], default_root_dir=folder,
     )  # fmt: skip
     path = f"{folder}/stopped.ckpt"
-    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(64, 1)), ckpt_path=path if resume else None)
+    with listening() as said:
+        trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(64, 1)), ckpt_path=path if resume else None)
     if steps == STOPPED:
         trainer.save_checkpoint(path)
-    return {"params": whole(module), "phase": trainer.optimizers[0].phase}
+    return {"params": whole(module), "phase": trainer.optimizers[0].phase, "said": said}
 
 
 def scenes(rank: int, world: int) -> dict[str, Any]:
@@ -110,6 +112,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
             "resumed": run(folder, STEPS, True),
             "never stopped": run(f"{folder}-whole", STEPS, False),
         }
+    out["over data_parallel"] = {"once": of_lightning(folders[0], 1, False, over="data_parallel")}
     return out
 
 
@@ -125,3 +128,14 @@ def test_a_resumed_run_is_one_never_stopped(ranks: list[dict[str, Any]], name: s
         assert same_bits(rank[name]["resumed"]["params"], rank[name]["never stopped"]["params"])
         assert same_bits(rank[name]["resumed"]["params"], ranks[0][name]["resumed"]["params"])
         assert not same_bits(rank[name]["resumed"]["params"], rank[name]["stopped"]["params"])
+
+
+def test_a_model_that_lightning_shards_over_data_parallel_is_said_to_have_no_replicas(ranks: list[Any]) -> None:
+    told = [rank["over data_parallel"]["once"]["said"] for rank in ranks]
+    said = [[line for line in lines if "nothing to average" in line] for lines in told]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert said[0][0].startswith("OneBitAdam has nothing to average")
+    assert 'fully_shard(..., mesh=self.device_mesh["tensor_parallel"])' in said[0][0]
+    for rank in ranks:
+        for run in rank["lightning"].values():
+            assert not [line for line in run["said"] if "nothing to average" in line]

@@ -1,5 +1,5 @@
 """What other people's tools do to a model or to an optimizer, and must go on doing: adapters, functional calls,
-recomputation, tied and parametrized weights, wrappers, a profiler, sub-groups."""
+recomputation, tied and parametrized weights, wrappers, a profiler, sub-groups, pipelines, experts by rank."""
 
 from __future__ import annotations
 
@@ -188,3 +188,125 @@ def test_sub_groups_train_apart() -> None:
     assert all(right for _, right in ranks)
     assert same_bits(ranks[0][0], ranks[2][0])
     assert not same_bits(ranks[0][0], ranks[1][0])
+
+
+class Half(nn.Module):
+    """One of two stages."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        with seeded(stage):
+            self.linear = nn.Linear(8, 8) if stage == 0 else nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def example(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, 8, generator=draw), torch.randn(4, 3, generator=draw)
+
+
+def in_a_pipeline(rank: int, world: int) -> list[Tensor]:
+    """Ranks 0 and 1 are the two stages of one replica, 2 and 3 those of another: each stage has an optimizer, over the
+    ranks that have it. Gives the parameters of this rank's stage."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    replica, stage = divmod(rank, 2)
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = Half(stage)
+    pipe = PipelineStage(model, stage, 2, torch.device("cpu"), group=rows[replica])
+    schedule = ScheduleGPipe(pipe, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=FREEZE, process_group=columns[stage])
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        x, y = example(t, replica)
+        schedule.step(*([x] if stage == 0 else []), **({} if stage == 0 else {"target": y}))
+        optimizer.step()
+    assert optimizer.phase == "compressed"
+    return params_of(model)
+
+
+def in_one_piece(backend: Any) -> list[list[Tensor]]:
+    """The same without a pipeline: the parameters of both stages."""
+    stages = [Half(0), Half(1)]
+    optimizers = [OneBitAdam(s.parameters(), lr=1e-2, freeze_step=FREEZE, backend=backend) for s in stages]
+    for t in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for x, y in zip(*(part.chunk(2) for part in example(t, backend.rank))):
+            (nn.functional.mse_loss(stages[1](stages[0](x)), y) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [params_of(stage) for stage in stages]
+
+
+class Experts(nn.Module):
+    """A gate that all ranks have, and an expert that some have."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        with seeded(0):
+            self.gate = nn.Linear(8, 8)
+        with seeded(1 + expert):
+            self.expert = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(torch.tanh(self.gate(x)))
+
+
+def with_experts(rank: int, world: int) -> dict[str, Any]:
+    """Expert 0 is on ranks 0 and 2, expert 1 on 1 and 3: each has an optimizer over its ranks, and the gate one over
+    all. Besides, the same by hand with torch's Adam on means of gradients, as far as the warm-up goes."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, model, other = groups[rank % 2], Experts(rank % 2), Experts(rank % 2)
+    settings: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE}
+    gate = OneBitAdam(model.gate.parameters(), **settings)
+    expert = OneBitAdam(model.expert.parameters(), **settings, process_group=mine)
+    adam = torch.optim.Adam(other.parameters(), lr=1e-2)
+    warm, by_hand = [], []
+    for t in range(STEPS):
+        x, y = example(t, rank)
+        for net in (model, other):
+            net.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+        gate.step()
+        expert.step()
+        for part, group in ((other.gate, None), (other.expert, mine)):
+            for p in part.parameters():
+                dist.all_reduce(p.grad, group=group)
+                p.grad.div_(dist.get_world_size(group))
+        adam.step()
+        if t == FREEZE - 1:
+            warm, by_hand = params_of(model), params_of(other)
+    assert gate.phase == expert.phase == "compressed"
+    return {"warm": warm, "by hand": by_hand, "gate": params_of(model.gate), "expert": params_of(model.expert)}
+
+
+def on_a_grid(rank: int, world: int) -> dict[str, Any]:
+    return {"pipeline": in_a_pipeline(rank, world), "experts": with_experts(rank, world)}
+
+
+@pytest.fixture(scope="module")
+def grid() -> list[dict[str, Any]]:
+    return on_processes(4, on_a_grid)
+
+
+def test_a_pipeline_of_two_replicas_trains_as_the_model_in_one_piece(grid: list[dict[str, Any]]) -> None:
+    whole = on_threads(2, in_one_piece)[0]
+    for rank, result in enumerate(grid):
+        assert same_bits(result["pipeline"], whole[rank % 2])
+
+
+def test_experts_by_rank_are_averaged_by_those_that_have_them(grid: list[dict[str, Any]]) -> None:
+    found = [result["experts"] for result in grid]
+    for result in found:
+        for a, b in zip(result["warm"], result["by hand"]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert same_bits(result["gate"], found[0]["gate"])
+    assert same_bits(found[0]["expert"], found[2]["expert"])
+    assert same_bits(found[1]["expert"], found[3]["expert"])
+    assert not same_bits(found[0]["expert"], found[1]["expert"])
+    for result in found:
+        assert not same_bits(result["gate"], result["warm"][:2])  # it goes on in the compressed phase

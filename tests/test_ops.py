@@ -658,6 +658,10 @@ def test_foreign_or_stale_libraries_are_refused(monkeypatch):
         monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
         with pytest.raises(OSError, match="needed is"):
             native.load(native.LIBRARY)
+        monkeypatch.undo()
+        monkeypatch.setitem(native._SIGNATURES, "of_tomorrow", [])
+        with pytest.raises(OSError, match="lacks the kernel commopt_of_tomorrow"):
+            native.load(native.LIBRARY)
 
 
 PROBE = """
@@ -685,7 +689,7 @@ def test_without_the_library_the_reference_serves_and_says_so_once(tmp_path):
     (out, warned), (asked_out, asked_warned) = (run.communicate(timeout=120) for run in runs)
     assert out.strip() == asked_out.strip() == "[[3.0, -3.0, 3.0]] reference"
     assert warned.count("No native CPU kernels") == 1
-    assert "Install a C++ compiler and reinstall" in warned
+    assert "Reinstall commopt, from a wheel or with a C++ compiler" in warned
     assert asked_warned == ""
 
 

@@ -263,7 +263,8 @@ UNATTACHED: dict[str, dict[str, Any]] = {
     "unattached, overlapped, accumulated": {"overlap": True, "max_grad_norm": None, "parts": 2},
     "unattached, hooked": {"hook": "python"},
     "unattached, built in": {"hook": "builtin"},
-    "unattached, hooked, overlapped": {"hook": "python", "overlap": True},
+    "unattached, hooked, overlapped": {"hook": "python", "overlap": True, "max_grad_norm": None},
+    "unattached, built in, overlapped": {"hook": "builtin", "overlap": True, "max_grad_norm": None},
     "unattached, hooked, local": {"hook": "python", "kind": LocalSGD, "period": 2},
     "unattached, local": {"kind": LocalSGD, "period": 2},
     "replicated": {"how": "replicate"},
@@ -499,12 +500,16 @@ def test_a_ddp_model_that_cannot_be_attached_is_reported_once_on_rank_0(ranks, s
     assert not ranks[1][scene]["log"]
 
 
-@pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
+@pytest.mark.parametrize(
+    "scene",
+    [f"unattached, {hook}{how}" for hook in ("hooked", "built in") for how in ("", ", overlapped")],
+)
 def test_gradients_that_a_ddp_model_has_averaged_are_not_averaged_again(ranks, scene):
     for a, b in zip(ranks[0][scene]["params"], ranks[1][scene]["params"]):
         assert torch.equal(a, b)
     inner = Used()  # whose gradients DDP has, and brings: those of the unused one, too
-    nbytes = sum(p.nbytes for p in inner.parameters() if p.requires_grad) + inner.unused.nbytes
+    nbytes = sum(p.nbytes for p in inner.parameters() if p.requires_grad)
+    nbytes += 0 if "overlapped" in scene else inner.unused.nbytes
     for t, stats in enumerate(ranks[0][scene]["stats"]):
         sent = stats["step"]["by_collective"]
         assert sent["ddp"] == {"bytes": nbytes, "calls": 1}, t

@@ -47,6 +47,7 @@ class TorchBackend:
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        _check_group(group)
         if not dist.is_initialized():
             raise RuntimeError("TorchBackend needs torch.distributed.init_process_group() first")
         self.group = _process_group(group)
@@ -252,6 +253,20 @@ def same_on_all(ranks: Sequence[int], what: str) -> None:
             raise ValueError(f"ranks differ in what they were given: rank {mine} has a {what}, rank {rank} a {theirs}")
 
 
+def _check_group(group: Any) -> None:
+    """Raises ValueError unless ``group`` is what can stand for ranks, or None."""
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    if isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        return
+    hint = ""
+    if isinstance(group, str):
+        hint = f": to choose what torch.distributed uses, call init_process_group({group!r})"
+    elif isinstance(group, (int, list, tuple, range)):
+        hint = ": the group of some ranks is torch.distributed.new_group([0, 1, ...]), which all ranks call"
+    raise ValueError(f"process_group must be a ProcessGroup, a DeviceMesh or None, got {group!r}{hint}")
+
+
 def _process_group(group: Any) -> dist.ProcessGroup:
     if group is None:
         default = dist.group.WORLD
@@ -266,6 +281,4 @@ def _process_group(group: Any) -> dist.ProcessGroup:
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} of the world is not a member of the process group given")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
     return group

@@ -28,7 +28,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
-from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
 
@@ -232,7 +232,7 @@ def _agree(topology: Topology, params: Sequence[Tensor], error: Exception | None
     devices = sorted({p.device.type for p in params})
     facts = {
         **versions(devices),
-        "parameter lists": str([(tuple(p.shape), p.dtype, p.device.type) for p in params]),
+        LISTS: "\n".join(describe(0, i, p) for i, p in enumerate(params)),
         "settings or kernel providers": f"{settings} {ops.providers(devices)}",
     }
     counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements"

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.attach import ddp_models_in
 from commopt.integrations.common import attach_once
+from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
@@ -30,7 +31,8 @@ class CommoptCallback(Callback):
     * While replicas differ, validation, tests, predictions and checkpoints are of their mean
       (``optimizer.averaged()``); training continues from each rank's own, and resumes from it, to the bit.
     * When training ends, replicas are made equal (``optimizer.synchronize()``).
-    * ``gradient_clip_val`` is reported once: each rank would clip its own gradient.
+    * ``gradient_clip_val`` is reported once: each rank would clip its own gradient. So is a model that FSDP2 shards
+      over all ranks of ``data_parallel``: there are no replicas to average.
 
     Raises ValueError when fitting begins, if a DDP model has several optimizers of commopt: it has one hook.
     """
@@ -38,6 +40,7 @@ class CommoptCallback(Callback):
     def __init__(self) -> None:
         self._mean = contextlib.ExitStack()  # open while the parameters are the mean
         self._warned = False
+        self._told_of_shards = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, and has ``trainer.save_checkpoint()`` save the mean."""
@@ -47,6 +50,9 @@ class CommoptCallback(Callback):
             raise ValueError(f"a DDP model takes one optimizer of commopt, configure_optimizers() gave {names}")
         for optimizer in optimizers:
             attach_once(model, optimizer)
+        if any(has_no_replicas(optimizer) for optimizer in optimizers) and not self._told_of_shards:
+            self._told_of_shards = True
+            tell_of_shards(getattr(trainer.strategy, "device_mesh", None), optimizers[0])
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
             _warn_of_clipping(trainer, optimizers[0])

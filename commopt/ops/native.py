@@ -56,7 +56,7 @@ def load(path: Path) -> ctypes.CDLL:
     """Opens the library and checks that it was built for this file.
 
     Raises:
-        OSError: it cannot be opened, or its ABI version is not :data:`ABI_VERSION`.
+        OSError: it cannot be opened, its ABI version is not :data:`ABI_VERSION`, or it lacks a kernel.
     """
     library = ctypes.CDLL(str(path))
     version = getattr(library, "commopt_abi_version", lambda: None)()
@@ -65,7 +65,9 @@ def load(path: Path) -> ctypes.CDLL:
     library.commopt_isa.restype = ctypes.c_char_p
     library.commopt_use_isa.argtypes = [ctypes.c_char_p]
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, f"commopt_{name}")
+        function = getattr(library, f"commopt_{name}", None)
+        if function is None:
+            raise OSError(f"{path} lacks the kernel commopt_{name}: it was built from other sources")
         function.argtypes = arguments
         function.restype = ctypes.c_int
         _calls[name] = function
@@ -320,7 +322,8 @@ def _start() -> ctypes.CDLL | None:
     except OSError as problem:
         _logger.warning(
             "No native CPU kernels (%s): the PyTorch reference serves, many times slower. "
-            "Install a C++ compiler and reinstall commopt; COMMOPT_NATIVE=0 silences this.",
+            "Reinstall commopt, from a wheel or with a C++ compiler (pip install --force-reinstall --no-deps; in a "
+            "checkout, python setup.py build_ext --inplace). COMMOPT_NATIVE=0 silences this.",
             problem,
         )
         return None

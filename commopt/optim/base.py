@@ -404,7 +404,8 @@ class CommOptimizer(PackedOptimizer):
         def digest_of_gradients() -> int:
             return digest_of_all([torch.tensor([unscale], dtype=torch.float64), *(p.grad for p in params)])
 
-        late = self.overlap or self.topology.is_sharded  # where buckets start before the ranks agree, all are averaged
+        early = self.overlap and not wrapped.may_average(self)  # where buckets start before the ranks agree
+        late = early or self.topology.is_sharded  # ... all are averaged
         return StepReport(square * unscale**2, present, unaveraged, gradients=None if late else digest_of_gradients)
 
     def _clip(self, decision: StepDecision) -> float:
@@ -448,16 +449,18 @@ class CommOptimizer(PackedOptimizer):
         )
 
     def starts_in_backward(self) -> bool:
-        """True if buckets of the next step start in backward: not where DDP averages the gradients first, nor in the
-        first step of a copy, which has no channels yet, nor where the agreement would share their order."""
+        """True if buckets of the next step start in backward: not where DDP averages the gradients first, be it
+        attached or not, nor in the first step of a copy, which has no channels yet, nor where the agreement would share
+        their order."""
         opened = all(ranks.channels is not None for ranks in self.topology.replicas)
         if not self.overlap or self.topology.copies == 1 or not opened:
             return False
         if self._all_on_one_channel() or self.steps_locally():
             return False
+        averages = any(self.wants_average(group) for group in self.param_groups)
         if self._attachment is None:
-            return not wrapped.can_attach(self)
-        return not self._attachment.joining() and not any(self.wants_average(group) for group in self.param_groups)
+            return not (wrapped.may_average(self) and (averages or not self._looked))
+        return not self._attachment.joining() and not averages
 
     def why_not_synchronize(self) -> Exception | None:
         """A step that has begun in backward has sent what belongs to the parameters as they are."""

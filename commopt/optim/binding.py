@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from commopt import ops
 from commopt.comm import Replicas, Topology, resolve_backend
 from commopt.optim import checks, saving
-from commopt.optim.setup import agree_on_setup, equalize, versions
+from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import is_sharded, local
 
@@ -147,9 +147,7 @@ def register_groups(
     devices = sorted({p.device.type for p in params})
     facts = {
         **versions(devices),
-        "parameter lists": str(
-            [[(tuple(p.shape), p.dtype, p.device.type, *_cut(p)) for p in group["params"]] for group in groups]
-        ),
+        LISTS: "\n".join(describe(i, j, p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])),
         "names of the parameters": str([group.get("param_names") for group in groups]),
         "settings or kernel providers": str([*settings, ops.providers(devices)]),
     }
@@ -182,8 +180,3 @@ def _report_unaveraged(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> 
     if topology.world_size > 1 and alone and topology.rank == 0:
         twice = any(topology.held(p)[1].copies > 1 for p in alone)
         optimizer._diagnostics.nothing_to_average(len(alone), twice, topology.backend)
-
-
-def _cut(p: Tensor) -> list[str]:
-    """How a sharded parameter is cut, in words that are the same on all ranks that hold pieces of it."""
-    return [f"{tuple(p.device_mesh.shape)} {p.placements}"] if is_sharded(p) else []  # type: ignore[attr-defined]

@@ -154,7 +154,9 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None,
             _check_sharded(i, p, sharded)
         if p.device.type == "meta":
             raise ValueError(
-                f"parameter {i} is on the meta device and has no values: first give it memory (to_empty())"
+                f"parameter {i} is on the meta device and has no values; its shape is {tuple(p.shape)}. Give the model "
+                "memory (model.to_empty(device=...)) and values (initialise it, or load its weights), then make the "
+                "optimizer"
             )
         if devices is not None and p.device.type not in devices:
             raise ValueError(

@@ -46,15 +46,15 @@ class Diagnostics:
                 self.optimizer, self.rank, count,
             )  # fmt: skip
 
-    def idle(self) -> None:
-        """No parameter has a gradient on any rank."""
+    def idle(self, where: str = "on any rank") -> None:
+        """No parameter has a gradient ``where`` it would count."""
         if self._once("idle"):
             logger.warning(
-                "%s: no parameter has a gradient on any rank, so nothing moves. Was backward() called, and are these "
+                "%s: no parameter has a gradient %s, so nothing moves. Was backward() called, and are these "
                 "still the parameters of the model? (FSDP1 exchanges them: wrap first. FSDP2 hides gradients where "
                 "set_requires_all_reduce(False) or set_requires_gradient_sync(False) was called.)",
-                self.optimizer,
-            )
+                self.optimizer, where,
+            )  # fmt: skip
 
     def nothing_to_average(self, count: int, by_others: bool, ranks: Any) -> None:
         """Of ``count`` sharded parameters no rank holds what another one averages: ``by_others``, if some hold the same

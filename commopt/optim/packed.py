@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -27,7 +27,7 @@ from commopt.comm import (
     sends_from,
 )
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, consolidate, replicas, saving
+from commopt.optim import binding, checks, consolidate, foreign, replicas, saving
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
@@ -532,16 +532,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         have added to ``state``, or to a parameter's, are kept as they are.
 
         Raises:
-            ValueError: if groups, parameters or shapes do not match, or if it is the state of another optimizer of
-                commopt; nothing is changed then.
+            ValueError: if groups, parameters or shapes do not match, or if it is the state of another optimizer;
+                nothing is changed then.
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("load_state_dict()")
+        if not isinstance(state_dict, dict):
+            foreign.check_form(state_dict)
         self._of_ranks = None
         given: dict[str, Any] = {}
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own hooks. torch would cast state to the dtype of the parameters, so it gets none.
+            foreign.check_form(state_dict)
             state_dict = consolidate.with_own(state_dict, self.topology)
             self.check_loaded(state_dict)
             given.update(state_dict)
@@ -567,7 +570,15 @@ class PackedOptimizer(torch.optim.Optimizer):
                     f"the loaded state is that of {group[WHOSE]}, and this is {self.saved_as()}: load it into the "
                     "optimizer that has saved it, or begin with the weights of the model alone"
                 )
+        if not any(WHOSE in group for group in given["param_groups"]):
+            foreign.check_family(self.saved_as(), given, self.param_groups, map(self.moments_of, self.params))
+            for said in foreign.momenta_lost(given, self.param_groups) if self.topology.rank == 0 else ():
+                logger.warning("%s: %s", type(self).__name__, said)
         saving.check_fits(given, self.params, self.buckets)
+
+    def moments_of(self, p: Tensor) -> Iterable[str]:
+        """The names of the state of ``p`` that an optimizer of torch may have, too."""
+        return self.state[p]
 
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from commopt.comm import Backend, gather_rows, message_device, wait
 from commopt.optim.digest import digest
+from commopt.sharding import is_sharded
 
 SETUP_BYTES = 768
 """Bytes of the row that each rank all-gathers at construction."""
@@ -20,8 +22,21 @@ SETUP_BYTES = 768
 PAYLOAD_FORMAT = 1
 """Goes up when what compressors or collectives send changes its layout."""
 
-OF_STAGE = ("parameter lists", "names of the parameters")
+LISTS = "parameter lists"
+"""The fact of which parameters there are: one a line."""
+
+OF_STAGE = (LISTS, "names of the parameters")
 """Facts that are equal on the ranks of one stage of a pipeline only."""
+
+_REMEDIES = {
+    LISTS: "build the same model on every rank, and give its parameters in the same order",
+    "names of the parameters": "give named_parameters() of the same model on every rank, or parameters() on every rank",
+    "settings or kernel providers": "give every rank the same arguments, and the same build of commopt",
+    "versions of commopt": "install the same one on every rank",
+    "versions of torch": "install the same one on every rank",
+    "instruction sets of torch (ATEN_CPU_CAPABILITY)": "set ATEN_CPU_CAPABILITY to the lesser one on every rank",
+}
+"""What to do about facts that differ."""
 
 _DIGEST = 16
 _TEXT = 512
@@ -71,6 +86,14 @@ def agree_on_setup(
                 _raise_different(backend, name, facts[name], rank, reference, texts)
 
 
+def describe(group: int, number: int, p: Tensor) -> str:
+    """What ranks must have alike of a parameter, by its number in its group, in words that are the same on all ranks
+    that have the same, or hold pieces of one tensor."""
+    dtype, frozen = str(p.dtype).removeprefix("torch."), "" if p.requires_grad else ", frozen"
+    cut = f" cut over {tuple(p.device_mesh.shape)} {p.placements}" if is_sharded(p) else ""  # type: ignore[attr-defined]
+    return f"parameter {number} of group {group} ({dtype} of shape {tuple(p.shape)} on {p.device.type}{cut}{frozen})"
+
+
 def versions(devices: Sequence[str]) -> dict[str, str]:
     """Versions that must be the same on all ranks for their arithmetic to be, whatever they train.
 
@@ -90,13 +113,19 @@ def versions(devices: Sequence[str]) -> dict[str, str]:
 def _raise_different(backend: Backend, name: str, fact: str, rank: int, reference: int, counts: Sequence[str]) -> None:
     """Every rank has seen that ``rank`` differs from rank ``reference`` in the fact called ``name``."""
     facts = gather_texts(backend, fact)
-    theirs, first = counts[rank], counts[reference]
-    if theirs == first:
-        theirs, first = facts[rank], facts[reference]
+    theirs, first = facts[rank], facts[reference]
+    where = ""
+    if name == LISTS:
+        lines = zip_longest(theirs.split("\n"), first.split("\n"), fillvalue="no more")
+        odd, usual = next((a, b) for a, b in lines if a != b)
+        where = f"; the first that differs: rank {rank} has {odd}, rank {reference} has {usual}"
+        theirs, first = counts[rank], counts[reference]
     if max(len(theirs), len(first)) > 500:  # show where they part
         at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
         theirs, first = (f"... {text[max(0, at - 100) : at + 100]} ..." for text in (theirs, first))
-    raise ValueError(f"{name} differ between ranks: rank {rank} has {theirs}, rank {reference} has {first}")
+    remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+    there, here = f"rank {rank} has {theirs}", f"rank {reference} has {first}"
+    raise ValueError(f"{name} differ between ranks: {there}, {here}{where}{remedy}")
 
 
 def gather_texts(backend: Backend, text: str) -> list[str]:

@@ -28,11 +28,13 @@ class Obstacle:
         why: what it is, and what to do: a sentence without its full stop.
         nbytes: gives about how many bytes this rank sends for their averages of one step, as far as nobody counts them.
         active: whether gradients came averaged when the ranks last agreed.
+        everywhere: whether every rank has found one: the same on all.
     """
 
     why: str
     nbytes: Callable[[], int]
     active: bool = False
+    everywhere: bool = False
 
 
 Look = Callable[["PackedOptimizer"], "Attach | Obstacle | None"]
@@ -53,9 +55,12 @@ def found(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
     return _look(optimizer) if _look is not None and _may_be_wrapped(optimizer) else None
 
 
-def can_attach(optimizer: PackedOptimizer) -> bool:
-    """True if the next step will attach it. Communicates nothing."""
-    return not optimizer._looked and callable(found(optimizer))
+def may_average(optimizer: PackedOptimizer) -> bool:
+    """True if a model around the parameters averages their gradients, or may do so until the next step has attached
+    it: the first step of this rank finds out. Communicates nothing."""
+    if not optimizer._looked:
+        return found(optimizer) is not None
+    return optimizer._obstacle is not None and optimizer._obstacle.everywhere
 
 
 def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
@@ -66,9 +71,15 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
     if not _may_be_wrapped(optimizer):
         return
     there = found(optimizer)
-    if all(gather_number(optimizer.topology.backend, int(callable(there)))) and callable(there):
+    ranks = optimizer.topology.backend
+    found_by = gather_number(ranks, int(callable(there)) + 2 * int(isinstance(there, Obstacle)))
+    if all(number == 1 for number in found_by) and callable(there):
         there = there()
     optimizer._obstacle = there if isinstance(there, Obstacle) else None
+    if all(found_by):
+        everywhere = all(gather_number(ranks, int(optimizer._obstacle is not None)))
+        if optimizer._obstacle is not None:
+            optimizer._obstacle.everywhere = everywhere
 
 
 def advice(optimizer: PackedOptimizer) -> str | None:

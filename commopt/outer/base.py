@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -44,7 +44,7 @@ from commopt.outer import base_state, rounds
 from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
 from commopt.outer.mixed import Mixed, name_of, parts_of
 from commopt.outer.rounds import Round, RoundDecision, RoundReport
-from commopt.outer.wrap import check_base, make_base, step_base
+from commopt.outer.wrap import Where, check_base, follow_casts, make_base, step_base
 from commopt.sharding import as_cut, local
 
 logger = logging.getLogger("commopt")
@@ -163,6 +163,7 @@ class OuterOptimizer(PackedOptimizer):
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
         self._moved = False
+        self._where: dict[Tensor, Where] = {}
         self._check_next = True  # digests, at the next synchronisation
         self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
@@ -338,6 +339,8 @@ class OuterOptimizer(PackedOptimizer):
         if self.topology.is_sharded:
             self.settle()
         params = [p for p in self.params if p.grad is not None]
+        if not params:
+            self._diagnostics.idle("on this rank")
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         where = f"{type(self).__name__}, local step {self.param_groups[0]['round_step'] + 1}"
         square, _ = agree_inside(self.topology, self.square_norm_of(params) * unscale**2, None, where)
@@ -369,6 +372,7 @@ class OuterOptimizer(PackedOptimizer):
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
+        self._where = follow_casts(self.base, self.params, self._where)
 
     @property
     def replicas_differ(self) -> bool:
@@ -551,6 +555,10 @@ class OuterOptimizer(PackedOptimizer):
         """Takes over what unpickling or copying brings; of what is loaded, the groups are the base's."""
         if "origin" in state:
             self._unpickle(dict(state))
+
+    def moments_of(self, p: Tensor) -> Iterable[str]:
+        """The names of the base's state of ``p``."""
+        return state_of_base(self.base, p, local(p.detach()))
 
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:

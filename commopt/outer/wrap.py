@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from commopt.comm import LocalBackend, Topology
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
+
+Where = tuple[torch.dtype, torch.device]
 
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer")
 """Optimizers of torch.distributed that communicate; by name, because importing them takes time."""
@@ -66,6 +69,21 @@ def check_base(base: torch.optim.Optimizer) -> None:
         )
     if isinstance(base, PackedOptimizer):
         base.topology = Topology(LocalBackend())  # from now on it is alone because it is a base
+
+
+def follow_casts(
+    base: torch.optim.Optimizer, params: Sequence[Tensor], before: Mapping[Tensor, Where]
+) -> dict[Tensor, Where]:
+    """Has the state of ``base`` follow parameters that were moved or cast since ``before``, as torch does when it loads
+    a state: what is shaped like its parameter, and was of its dtype and on its device. Returns where they are now."""
+    now = {p: (p.dtype, p.device) for p in params}
+    for p, (dtype, device) in now.items():
+        was = before.get(p, (dtype, device))
+        entry = base.state[p] if was != (dtype, device) and p in base.state else {}
+        for name, t in entry.items():
+            if name != "step" and isinstance(t, Tensor) and t.shape == p.shape and (t.dtype, t.device) == was:
+                entry[name] = t.to(device=device, dtype=dtype)
+    return now
 
 
 def step_base(base: torch.optim.Optimizer) -> None:

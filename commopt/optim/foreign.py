@@ -1,0 +1,81 @@
+"""States that no optimizer of commopt has saved: which of them one can be continued from.
+
+A group or a parameter of another optimizer is told by what it lacks: of what torch calls by one name everywhere, such
+as ``betas`` and ``exp_avg_sq``, it must have what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SETTINGS = ("betas", "momentum", "nesterov")
+"""Hyper-parameters that tell families of optimizers apart."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
+"""State that a family cannot do without once it has taken a step."""
+
+
+def check_form(given: Any) -> None:
+    """Raises ValueError unless ``given`` is what ``state_dict()`` of some optimizer gives."""
+    if isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys():
+        return
+    what = repr(given)
+    if isinstance(given, Mapping):
+        what = f"a dict with {', '.join(map(repr, list(given)[:5])) or 'nothing'}"
+    raise ValueError(
+        f"load_state_dict() takes what state_dict() of an optimizer gave, with 'state' and 'param_groups', got {what}; "
+        "of a checkpoint of several things give the entry that is the optimizer's"
+    )
+
+
+def check_family(
+    name: str,
+    given: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    moments: Iterable[Iterable[str]],
+) -> None:
+    """Raises ValueError if ``given`` is the state of an optimizer of another family.
+
+    Args:
+        name: of the optimizer that is to load it.
+        given: the state.
+        groups: the optimizer's own.
+        moments: of each of its parameters, in their order, the names of its state.
+    """
+    saved: Sequence[Mapping[str, Any]] = given["param_groups"]
+    for i, (theirs, mine) in enumerate(zip(saved, groups)):
+        for key in SETTINGS:
+            if key in mine and key not in theirs:
+                _refuse(name, f"its parameter group {i} has no {key!r}", f"groups with {key!r}")
+    ids = [i for group in saved for i in group["params"]]
+    for i, names in zip(ids, moments):
+        entry = given["state"].get(i, {})
+        needed = [key for key in MOMENTS if key in names]
+        lacking = [key for key in needed if entry and entry.get(key) is None]
+        if lacking:
+            _refuse(name, f"its parameter {i} has no {lacking[0]!r}", f"parameters with {' and '.join(needed)}")
+        other = [key for key in MOMENTS if key in entry and key not in names]
+        if other and needed:
+            _refuse(name, f"its parameter {i} has {other[0]!r}", f"parameters with {' and '.join(needed)} alone")
+
+
+def momenta_lost(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to say of groups that take a momentum of 0 from ``given``, where they had one."""
+    lost = [
+        (i, theirs["momentum"], mine["momentum"])
+        for i, (theirs, mine) in enumerate(zip(given["param_groups"], groups))
+        if mine.get("momentum") and not theirs.get("momentum", 1)
+    ]
+    return [
+        f"the loaded state sets momentum={now} in parameter group {i}, which had {before}: it is of an optimizer "
+        f"without momentum. To train with it, set param_groups[{i}]['momentum'] = {before} after load_state_dict()"
+        for i, now, before in lost
+    ]
+
+
+def _refuse(name: str, what: str, allowed: str) -> None:
+    raise ValueError(
+        f"the loaded state is of an optimizer that {name} cannot continue: {what}; allowed are states that {name} has "
+        f"saved, and those of other optimizers that have {allowed}. Load it into the optimizer that has saved it, or "
+        "begin with the weights of the model alone"
+    )

@@ -1,0 +1,111 @@
+"""States that no optimizer of commopt has saved: continued where they are of the same family, refused with a sentence
+where they are not; and a model that is cast between the steps of a base of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from worlds import on_threads, params_of, same_bits, seeded
+
+from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam, OneBitLion
+
+
+def net() -> nn.Module:
+    with seeded():
+        return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=next(model.parameters()).dtype)).square().sum().backward()
+        optimizer.step()
+
+
+def saved_by(make: Any, steps: int = 2, **settings: Any) -> dict[str, Any]:
+    model = net()
+    optimizer = make(model.parameters(), lr=0.1, **settings)
+    train(model, optimizer, steps)
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "message"),
+    [
+        (OneBitAdam, lambda: saved_by(optim.SGD), "its parameter group 0 has no 'betas'"),
+        (OneBitAdam, lambda: saved_by(optim.SGD, 0), "its parameter group 0 has no 'betas'"),
+        (OneBitAdam, lambda: saved_by(optim.RMSprop), "its parameter group 0 has no 'betas'"),
+        (OneBitAdam, lambda: saved_by(optim.Adamax), "its parameter 0 has no 'exp_avg_sq'"),
+        (OneBitLion, lambda: saved_by(optim.Adam), "its parameter 0 has 'exp_avg_sq'"),
+        (CSER, lambda: saved_by(optim.AdamW), "its parameter group 0 has no 'momentum'"),
+        (CSER, lambda: saved_by(optim.RMSprop, momentum=0.9), "its parameter group 0 has no 'nesterov'"),
+        (DiLoCo, lambda: saved_by(optim.SGD, momentum=0.9), "its parameter group 0 has no 'betas'"),
+        (DiLoCo, lambda: saved_by(optim.Adamax), "its parameter 0 has no 'exp_avg_sq'"),
+        (OneBitAdam, lambda: {"model": 1, "step": 2}, "got a dict with 'model', 'step'; of a checkpoint of several"),
+        (OneBitAdam, lambda: None, "'state' and 'param_groups', got None"),
+    ],
+)
+def test_a_state_of_another_family_is_refused_and_changes_nothing(make: Any, state: Any, message: str) -> None:
+    model = net()
+    optimizer = make(model.parameters(), lr=0.5)
+    train(model, optimizer, 1)
+    before = params_of(model), str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state())
+    assert same_bits(before[0], params_of(model))
+    assert str(optimizer.state_dict()) == before[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "name"),
+    [
+        (OneBitAdam, lambda: saved_by(optim.AdamW), "exp_avg_sq"),
+        (OneBitAdam, lambda: saved_by(optim.Adam, amsgrad=True), "exp_avg_sq"),
+        (lambda p, lr: CSER(p, lr=lr, momentum=0.9), lambda: saved_by(optim.SGD, momentum=0.9), "momentum_buffer"),
+    ],
+)
+def test_a_state_of_the_same_family_is_continued(make: Any, state: Any, name: str) -> None:
+    given = state()
+    model = net()
+    optimizer = make(model.parameters(), lr=0.5)
+    optimizer.load_state_dict(given)
+    for i, p in enumerate(model.parameters()):
+        assert torch.equal(optimizer.state[p][name], given["state"][i][name])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("make", [CSER, lambda p, lr, momentum: LocalSGD(p, optim.SGD, lr=lr, momentum=momentum)])
+def test_a_momentum_that_a_loaded_state_turns_off_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = make(net().parameters(), lr=0.5, momentum=0.9)
+    optimizer.load_state_dict(saved_by(optim.SGD, momentum=0.9))
+    assert "momentum=0" not in caplog.text
+    optimizer.load_state_dict(saved_by(optim.SGD))
+    assert caplog.text.count("sets momentum=0 in parameter group 0, which had 0.9") == 1
+    assert "set param_groups[0]['momentum'] = 0.9 after load_state_dict()" in caplog.text
+
+
+def test_the_state_of_a_base_follows_a_model_that_is_cast() -> None:
+    def run(backend: Any) -> tuple[list[torch.Tensor], set[torch.dtype]]:
+        model = net()
+        optimizer = DiLoCo(model.parameters(), lr=0.1, period=3, backend=backend)
+        train(model, optimizer, 2)
+        model.double()
+        train(model, optimizer, 2)
+        return params_of(model), {optimizer.base.state[p]["exp_avg"].dtype for p in model.parameters()}
+
+    (a, dtypes), (b, _) = on_threads(2, run)
+    assert same_bits(a, b)
+    assert dtypes == {torch.float64}
+
+
+def test_local_steps_without_any_gradient_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = DiLoCo(model.parameters(), lr=0.1)
+    model.to("meta")
+    optimizer.step()
+    optimizer.step()
+    assert caplog.text.count("DiLoCo: no parameter has a gradient on this rank, so nothing moves") == 1
