@@ -106,6 +106,18 @@ METHODS: dict[str, Method] = {
         f"{QUICK}, but beta2 of {TASKS}, whose memory of 50 steps lets the warm-up end after 64",
         0.155,
     ),
+    "onebit_adam_int8": Method(
+        "OneBitAdam, warm-up by Int8",
+        own("OneBitAdam", ADAM, {**SLOW, "freeze_step": FREEZE, "warmup_compressor": {"name": "Int8"}}),
+        QUICK,
+        0.09,
+    ),
+    "onebit_adam_early_int8": Method(
+        "OneBitAdam, short memory, short warm-up by Int8",
+        own("OneBitAdam", ADAM, {**FAST, "freeze_step": Share(0.125), "warmup_compressor": {"name": "Int8"}}),
+        "as the two above",
+        0.06,
+    ),
     "zero_one_adam": Method("ZeroOneAdam", own("ZeroOneAdam", ADAM, {**SLOW, **ROUNDS}), QUICK, 0.16),
     "lamb": Method("DDP, Lamb", own("Lamb", LAMB, FAST), QUICK),
     "onebit_lamb": Method("OneBitLamb", own("OneBitLamb", LAMB, {**FAST, "freeze_step": FREEZE}), QUICK, 0.28),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import Counter
 from datetime import timedelta
@@ -146,9 +147,12 @@ def left_by_the_last(way: str, rank: int, world_size: int) -> str:
 def test_over_gloo(world_size):
     for rank, messages in enumerate(on_processes(world_size, scenes)):
         for message in messages if rank < world_size - 1 else ():
-            assert (
-                f", synchronisation 2, agreement of the ranks: rank {world_size - 1} did not join within 2 s" in message
+            # others may be late, too, where a machine is busy
+            absent = re.search(
+                r", synchronisation 2, agreement of the ranks: ranks? (.*) did not join within 2 s", message
             )
+            assert absent is not None, message
+            assert str(world_size - 1) in absent[1]
             assert "nothing is lost: every rank still has its own parameters" in message
 
 

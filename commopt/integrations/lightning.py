@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.attach import ddp_models_in
+from commopt.integrations import advice
 from commopt.integrations.common import attach_once
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.packed import PackedOptimizer
-
-logger = logging.getLogger("commopt")
 
 
 class CommoptCallback(Callback):
@@ -55,7 +53,7 @@ class CommoptCallback(Callback):
             tell_of_shards(getattr(trainer.strategy, "device_mesh", None), optimizers[0])
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
-            _warn_of_clipping(trainer, optimizers[0])
+            advice.for_lightning(trainer.gradient_clip_val, optimizers[0])
         # not by on_save_checkpoint(): Lightning leaves it out where only weights are saved
         trainer.save_checkpoint = functools.partial(_save_mean, trainer)  # type: ignore[method-assign]
 
@@ -91,13 +89,3 @@ def _averaged(trainer: Trainer) -> Any:
 def _save_mean(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
     with _averaged(trainer):
         Trainer.save_checkpoint(trainer, *args, **kwargs)
-
-
-def _warn_of_clipping(trainer: Trainer, optimizer: PackedOptimizer) -> None:
-    if optimizer.topology.world_size > 1 and optimizer.topology.rank == 0:
-        value, name = trainer.gradient_clip_val, type(optimizer).__name__
-        logger.warning(
-            "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
-            "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
-            value, name, value,
-        )  # fmt: skip

@@ -5,7 +5,6 @@ Trainer(..., optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 1e-3}), callba
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,12 @@ from types import FrameType
 from typing import Any
 
 from accelerate import PartialState
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from commopt.attach import unwrapped
-from commopt.integrations import common, parts
+from commopt.integrations import advice, common, parts
 from commopt.optim import binding
-from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
-
-logger = logging.getLogger("commopt")
 
 
 class CommoptCallback(TrainerCallback):
@@ -63,8 +59,8 @@ class CommoptCallback(TrainerCallback):
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in ("evaluate", "save_model"):  # all events come after these
             setattr(self._trainer, name, common.of_the_mean(getattr(self._trainer, name), ours))
-        for advice in _advice(args, ours, self._trainer.model_wrapped) if state.is_world_process_zero else ():
-            logger.warning(advice)
+        if state.is_world_process_zero:
+            advice.for_transformers(args, ours, self._trainer.model_wrapped)
 
     def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         ours = common.bare(optimizer)
@@ -100,20 +96,3 @@ def _frame_of(fits: Callable[[FrameType], bool]) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _advice(args: TrainingArguments, optimizer: PackedOptimizer, model: Any) -> list[str]:
-    """What to set, where settings of Trainer work against the optimizer."""
-    out, name = [], type(optimizer).__name__
-    # an outer optimizer clips each rank's own gradient itself
-    if args.max_grad_norm and optimizer.topology.copies > 1 and isinstance(optimizer, CommOptimizer):
-        out.append(
-            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) clips what each rank has, averaged or not, "
-            f"by its own norm: set it to 0, and give {name} a max_grad_norm"
-        )
-    waits = f"makes all ranks wait for each other in every step, local steps of {name} too"
-    if common.takes_local_steps(optimizer) and args.average_tokens_across_devices:
-        out.append(f"average_tokens_across_devices=True {waits}: set it to False")
-    if common.takes_local_steps(optimizer) and getattr(model, "broadcast_buffers", False) and [*model.buffers()]:
-        out.append(f"the model has buffers, and DDP {waits} to send them: set ddp_broadcast_buffers=False")
-    return out

@@ -1,0 +1,42 @@
+"""Settings of trainers that work against the optimizer: what to set instead, as warnings."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from commopt.integrations.common import takes_local_steps
+from commopt.optim.base import CommOptimizer
+from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+
+def for_transformers(args: Any, optimizer: PackedOptimizer, model: Any) -> None:
+    """Warns of ``args``, TrainingArguments."""
+    name = type(optimizer).__name__
+    # an outer optimizer clips each rank's own gradient itself
+    if args.max_grad_norm and optimizer.topology.copies > 1 and isinstance(optimizer, CommOptimizer):
+        logger.warning(
+            "TrainingArguments(max_grad_norm=%s) clips what each rank has, averaged or not, by its own norm: set it to "
+            "0, and give %s a max_grad_norm",
+            args.max_grad_norm, name,
+        )  # fmt: skip
+    if not takes_local_steps(optimizer):
+        return
+    waits = f"makes all ranks wait for each other in every step, local steps of {name} too"
+    if args.average_tokens_across_devices:
+        logger.warning("average_tokens_across_devices=True %s: set it to False", waits)
+    if getattr(model, "broadcast_buffers", False) and [*model.buffers()]:
+        logger.warning("the model has buffers, and DDP %s to send them: set ddp_broadcast_buffers=False", waits)
+
+
+def for_lightning(gradient_clip_val: float, optimizer: PackedOptimizer) -> None:
+    """Warns of a Trainer's, on rank 0 of several."""
+    if optimizer.topology.world_size > 1 and optimizer.topology.rank == 0:
+        name = type(optimizer).__name__
+        logger.warning(
+            "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
+            "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
+            gradient_clip_val, name, gradient_clip_val,
+        )  # fmt: skip
