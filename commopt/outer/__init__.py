@@ -9,6 +9,7 @@ from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
 from commopt.outer.slowmo import SlowMo
 from commopt.outer.sparse_loco import SparseLoCo
+from commopt.outer.streaming import Streaming
 
 __all__ = [
     "DiLoCo",
@@ -23,4 +24,5 @@ __all__ = [
     "SignRule",
     "SlowMo",
     "SparseLoCo",
+    "Streaming",
 ]
