@@ -24,7 +24,7 @@ class Piece:
         self.fragment, self.world = fragment, world
         self.x = [list(x) for _ in range(world)]
         self.bases = [Local(base, len(x)) for _ in range(world)]
-        self.outer, self.way = [outer(x) for _ in range(world)], way(x)
+        self.outer, self.way = [outer(x) for _ in range(world)], way
         self.sent = self.mean = None
 
     def ways(self) -> list[list[float]]:
@@ -56,7 +56,7 @@ class Piece:
 class StreamingOracle:
     """
     Args:
-        pieces: fragment and initial parameters of each.
+        pieces: fragment, initial parameters and sizes of these, of each.
         method, h, block: as of OuterOracle; "sparse" with ``sparse`` for arguments.
         fragments, delay, merge, alpha: of the stream.
     """
@@ -70,12 +70,12 @@ class StreamingOracle:
         def outer(x):
             return OuterOracle("average" if method == "sparse" else method, x, 1, period, base, h)
 
-        def way(x):
+        def way(x, sizes):
             if method == "sparse":
-                return SparseLoCoOracle(x, [len(x)], world, period, base, **sparse)
+                return SparseLoCoOracle(x, sizes, world, period, base, **sparse)
             return OuterOracle(method, x, world, period, base, h, block)
 
-        self.pieces = [Piece(p, x, world, base, outer, way) for p, x in pieces]
+        self.pieces = [Piece(p, x, world, base, outer, way(x, sizes)) for p, x, sizes in pieces]
         self.at = self.next = 0
         self.lrs = [[] for _ in range(fragments)]
         self.sent_lr = [None] * fragments

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
-from oracle import compress
 from oracle_streaming import StreamingOracle
+from oracle_top_k import encode
 from torch import Tensor, nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, some_grads, some_params, through_a_file, train
 
 from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import CollectiveError, LocalBackend, all_reduce_bytes
-from commopt.compress import Int4, Sign
+from commopt.compress import Int4, Sign, TopK
 from commopt.optim import NotFinite, join_state_dict, split_state_dict
 from commopt.outer.rounds import ROUND_BYTES
 
@@ -27,7 +28,10 @@ OUTER = {
         {"lr": 0.8, "b1": 0.7, "b2": 0.9, "wd": 0.2},
         {"outer_lr": 0.8, "outer_betas": (0.7, 0.9), "outer_weight_decay": 0.2},
     ),
-    "sparse": ({}, {"outer_lr": 0.8, "error_decay": 0.9, "compressor": Sign(block=16)}),
+    "sparse": (
+        {"lr": 0.8, "decay": 0.9, "compress": lambda row: encode(row, 4, 16, 2, kind=np.float64)[1]},
+        {"outer_lr": 0.8, "error_decay": 0.9, "compressor": TopK(4, 16, 2)},
+    ),
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
@@ -61,7 +65,7 @@ def lr_of(step: int) -> float:
     return 0.02 / (1 + step % 5)
 
 
-def compare_with_oracle(world_size, method, stream, block=0, steps=15, ends=(), nodes=1, clip=False):
+def compare_with_oracle(world_size, method, stream, block=0, steps=12, ends=()):
     fragments, delay, merge, alpha, streaming = STREAMS[stream]
     ours, arguments = OUTER[method]
     period, params = 5, some_params(SIZES)
@@ -71,13 +75,9 @@ def compare_with_oracle(world_size, method, stream, block=0, steps=15, ends=(), 
     layout = pieces_of(make(method, params, LocalBackend(), streaming, **settings), params)
     assert {p for p, _ in layout} == set(range(fragments))
 
-    def signs(row):
-        return compress(row, 16, "l2")
-
-    sparse = {"compress": None if world_size == 1 else signs, "lr": 0.8, "decay": 0.9}
     oracle = StreamingOracle(
-        [(p, flat([params[i] for i in at])) for p, at in layout],
-        method, world_size, period, "adamw", ours, block, fragments, delay, merge, alpha, sparse,
+        [(p, flat([params[i] for i in at]), [params[i].numel() for i in at]) for p, at in layout],
+        method, world_size, period, "adamw", ours, block, fragments, delay, merge, alpha, ours,
     )  # fmt: skip
     expected = []
     for step in range(steps):

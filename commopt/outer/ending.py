@@ -67,7 +67,8 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
         states += base_state.mean_states(topology, buckets, optimizer.base, names, f"{where}, state of the bases")
     for mine, mean in states:
         mine.copy_(mean)
-    squares = take_steps(optimizer, entries, means.flats, lambda _, entry: to_anchor(entry))
+    squares = squares_of(entries, means.flats)
+    take_steps(optimizer, entries, means.flats, lambda _, entry: to_anchor(entry))
     if own:
         for entry in optimizer.entries():
             to_anchor(entry)
@@ -144,23 +145,33 @@ def report(
 
 
 def take_steps(
-    optimizer: OuterOptimizer, entries: Sequence[Entry], means: Sequence[Tensor], write: Write,
-    sent: bool = False, commit: bool = True,
-) -> Squares:  # fmt: skip
+    optimizer: OuterOptimizer,
+    entries: Sequence[Entry],
+    means: Sequence[Tensor],
+    write: Write,
+    sent: bool = False,
+    commit: bool = True,
+) -> None:
     """Outer steps along ``means``, of each entry, the residuals of which are committed if asked for. ``sent``: the
-    rounds are those in flight, and not those of now. Returns sums of squares of what was compressed."""
-    positions, squares = _positions(optimizer), Squares()
+    rounds are those in flight, and not those of now."""
+    positions = _positions(optimizer)
     for i, ((bucket, group), mean) in enumerate(zip(entries, means)):
         number, lr = optimizer.place_of(bucket, group, sent)
-        if bucket.feedback is not None:
-            if commit:
-                bucket.feedback.commit()
-            key = bucket.fragment, id(group)
-            squares[key] = squares.get(key, 0.0) + bucket.share * square_norm([mean])
+        if bucket.feedback is not None and commit:
+            bucket.feedback.commit()
         ctx = Round(number, lr, [positions[id(p)] for p in bucket.params])
         optimizer.outer_step(bucket, group, mean, ctx)
         write(i, (bucket, group))
-    return squares
+
+
+def squares_of(entries: Sequence[Entry], means: Sequence[Tensor]) -> Squares:
+    """Sums of squares of what was compressed."""
+    out = Squares()
+    for (bucket, group), mean in zip(entries, means):
+        if bucket.feedback is not None:
+            key = bucket.fragment, id(group)
+            out[key] = out.get(key, 0.0) + bucket.share * square_norm([mean])
+    return out
 
 
 def to_anchor(entry: Entry) -> None:

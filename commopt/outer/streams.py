@@ -89,7 +89,8 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
     else:
         drifts = [sent - pseudo_gradient(bucket) for (bucket, _), sent in zip(entries, flight.sent)]
         write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
-    squares = ending.take_steps(optimizer, entries, flight.means.flats, write, sent=True)
+    squares = ending.squares_of(entries, flight.means.flats)
+    ending.take_steps(optimizer, entries, flight.means.flats, write, sent=True)
     flights.done(flight)
     for group in optimizer.param_groups:
         put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_rounds=group["fragment_rounds"][fragment] + 1)
@@ -245,7 +246,8 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     if flight is not None and not counts:
         sent = [d + own for d, own in zip(now, before)]
     write: ending.Write = (lambda _, entry: ending.to_anchor(entry)) if finite else (lambda *_: None)
-    squares = ending.take_steps(optimizer, entries, along, write, commit=counts)
+    squares = ending.squares_of(entries, flight.means.flats) if flight is not None and counts else ending.Squares()
+    ending.take_steps(optimizer, entries, along, write, commit=counts)
     _taken(optimizer, fragment, flight, squares)
     _keep_sent(optimizer, entries, sent)
 
@@ -258,7 +260,8 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
         own = [_or_zero(sent) / bucket.world_size for (bucket, _), sent in zip(entries, flight.sent)]
         drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
-        squares = ending.take_steps(optimizer, entries, along, lambda i, entry: _add_to_anchor(entry, drifts[i]), True)
+        squares = ending.squares_of(entries, flight.means.flats)
+        ending.take_steps(optimizer, entries, along, lambda i, entry: _add_to_anchor(entry, drifts[i]), sent=True)
     _taken(optimizer, fragment, flight, squares)
     for group in optimizer.param_groups:
         put(group, fragment, sent_steps=0, sent_lr=0.0)
