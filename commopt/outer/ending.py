@@ -79,11 +79,10 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
 
 def where_of(optimizer: OuterOptimizer, fragment: int | None) -> str:
     """What begins errors of a round of a fragment; of all parameters, if it is None."""
-    group = optimizer.param_groups[0]
-    where = f"{type(optimizer).__name__}, synchronisation {group['rounds'] + 1}"
+    group, name = optimizer.param_groups[0], type(optimizer).__name__
     if fragment is None or optimizer.streaming is None or optimizer.fragments == 1:
-        return where
-    return f"{where}, fragment {fragment + 1} of {optimizer.fragments}"
+        return f"{name}, synchronisation {group['rounds'] + 1}"
+    return f"{name}, synchronisation {group['fragment_rounds'][fragment] + 1}, fragment {fragment + 1} of {optimizer.fragments}"
 
 
 def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
