@@ -62,7 +62,8 @@ class StreamingOracle:
     """
 
     def __init__(
-        self, pieces, method, world, period, base, h, block=0, fragments=1, delay=0, merge="mix", alpha=0.0, sparse=None,
+        self, pieces, method, world, period, base, h, block=0, fragments=1, delay=0, merge="mix", alpha=0.0,
+        sparse=None,
     ) -> None:  # fmt: skip
         self.world, self.period, self.fragments = world, period, fragments
         self.delay, self.merge, self.alpha = delay, merge, alpha

@@ -81,17 +81,21 @@ class Replicas:
         half = len(self.channels) // 2
         return self.channels[index % half], self.channels[half + index % half]
 
-    def pair_with(self, receipt: Receipt) -> tuple[Channel, Channel]:
-        """As :meth:`pair`, of the first bucket, with a receipt of its own."""
+    def pair_with(self, traffic: Traffic, receipt: Receipt) -> tuple[Channel, Channel]:
+        """As :meth:`pair`, of the first bucket, with a count and a receipt of its own."""
         half = len(self.opened) // 2
         backends = (self.opened[0], self.opened[half]) if self.opened else (self.backend, self.backend)
-        send, reply = (self._channel(backend, receipt=receipt) for backend in backends)
+        send, reply = (self._channel(backend, None, traffic, receipt) for backend in backends)
         return send, reply
 
     def _channel(
-        self, backend: Backend, world: CountingBackend | None = None, receipt: Receipt | None = None
+        self,
+        backend: Backend,
+        world: CountingBackend | None = None,
+        traffic: Traffic | None = None,
+        receipt: Receipt | None = None,
     ) -> Channel:
-        traffic, receipt = self._traffic, receipt or self._receipt
+        traffic, receipt = traffic or self._traffic, receipt or self._receipt
         world = world or CountingBackend(backend, traffic, receipt)
         if not isinstance(backend, NodesBackend):
             return Channel(world, LocalBackend(), world)

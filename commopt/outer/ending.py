@@ -82,7 +82,8 @@ def where_of(optimizer: OuterOptimizer, fragment: int | None) -> str:
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     if fragment is None or optimizer.streaming is None or optimizer.fragments == 1:
         return f"{name}, synchronisation {group['rounds'] + 1}"
-    return f"{name}, synchronisation {group['fragment_rounds'][fragment] + 1}, fragment {fragment + 1} of {optimizer.fragments}"
+    number = group["fragment_rounds"][fragment] + 1
+    return f"{name}, synchronisation {number}, fragment {fragment + 1} of {optimizer.fragments}"
 
 
 def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:

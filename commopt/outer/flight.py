@@ -2,9 +2,10 @@
 
 A flight is a row by which the ranks agree, the exchanges of the buckets, and a row by which they confirm that all has
 come right. The first two start when it is launched. What follows starts when what it waits for is there, oldest flight
-first: in :meth:`Flights.progress`, which every step calls, or at the latest in :meth:`Flights.land`, which waits. So
-the order of collectives on each channel is the same on every rank, whatever has arrived. Where a backend has no
-channels, there is one order for all, and nothing but the first collectives starts before a flight is waited for.
+first: in :meth:`Flights.progress`, which every step calls, and every gradient that arrives in backward, or at the
+latest in :meth:`Flights.land`, which waits. So the order of collectives on each channel is the same on every rank,
+whatever has arrived. Where a backend has no channels, there is one order for all, and nothing but the first collectives
+starts before a flight is waited for.
 
 Nothing that lasts is written before a flight has landed, but for residuals to come. So what a rank has sent is all that
 has to be saved of it: sent once more, it comes to the same bits.
@@ -12,9 +13,12 @@ has to be saved of it: sent once more, it comes to the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from commopt.comm import (
@@ -25,6 +29,7 @@ from commopt.comm import (
     Pipeline,
     Receipt,
     Topology,
+    Traffic,
     Work,
     confirm,
     confirmation,
@@ -32,6 +37,7 @@ from commopt.comm import (
     message_device,
     open_control,
 )
+from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.optim.replicas import reaching_others
 from commopt.outer.means import Means
 from commopt.outer.rounds import RoundDecision, RoundReport, decide, tell
@@ -47,7 +53,7 @@ class Flight:
         sent: of each bucket, what this rank has sent, (padded,).
         report: of this rank, as the flight was launched.
         where: begins errors.
-        receipt: of what it has sent and received.
+        traffic, receipt: of what it has sent and received; counted when it is done, as that is the same in every run.
         table: the reports of all ranks, by rank, when they have come.
         confirmed: what all ranks say about what they have received, when that has come.
         landed: whether all has.
@@ -58,6 +64,7 @@ class Flight:
     sent: list[Tensor]
     report: RoundReport
     where: str
+    traffic: Traffic = field(default_factory=Traffic)
     receipt: Receipt = field(default_factory=Receipt)
     table: list[list[float]] | None = None
     confirmed: list[list[int]] | None = None
@@ -96,6 +103,8 @@ class Flights:
         self._control: Sequence[Backend] | None = None
         self._failed: Exception | None = None
         self._by_itself = False
+        self._handles: dict[int, Any] = {}
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._flights
@@ -103,19 +112,33 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._flights.values())
 
+    def follow(self, params: Sequence[Tensor]) -> None:
+        """Looks whenever the gradient of one of ``params`` is there, and not in steps alone."""
+        hook = arrival_hook(weakref.ref(self))
+        for p in params:
+            if p.requires_grad and id(p) not in self._handles:
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def arrived(self, _: Tensor) -> None:
+        """A gradient is there."""
+        self.progress()
+
     def launch(self, flight: Flight) -> None:
         """Starts ``flight``. All ranks call this at the same point.
 
         Raises:
             commopt.comm.CollectiveError: it cannot be started, or an earlier one has failed.
         """
-        topology, pipeline, receipt = self._topology, self._pipeline, flight.receipt
+        topology, pipeline, traffic, receipt = self._topology, self._pipeline, flight.traffic, flight.receipt
         with reaching_others(topology, [], flight.where):
             self._refuse_failed()
             try:
-                first, last = (CountingBackend(b, topology.traffic, receipt) for b in self._open())
+                first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
                 pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
-                flight.means.start(lambda bucket: bucket.replicas.pair_with(receipt), pipeline, flight.where, True)
+                flight.means.start(
+                    lambda bucket: bucket.replicas.pair_with(traffic, receipt), pipeline, flight.where, True
+                )
                 pipeline.start(flight.confirm(last), f"{flight.where}, confirmation of what was received", early=True)
             except Exception as error:
                 self._failed = error
@@ -160,7 +183,7 @@ class Flights:
             if flight.means.blocks and not decision.broken:
                 flight.means.finish(flight.where)
             return decision
-        world = CountingBackend(topology.backend, topology.traffic, flight.receipt)
+        world = CountingBackend(topology.backend, flight.traffic, flight.receipt)
         if flight.confirmed is not None:
             judge(world, flight.confirmed, flight.where)
         else:
@@ -170,7 +193,8 @@ class Flights:
         return decision
 
     def done(self, flight: Flight) -> None:
-        """Forgets a flight that has landed."""
+        """Counts what a flight that has landed has sent, and forgets it."""
+        self._topology.traffic.take_over(flight.traffic)
         del self._flights[flight.fragment]
 
     def land_all(self) -> None:

@@ -150,6 +150,7 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
     report = ending.report(optimizer, error, fragment == optimizer.fragments - 1, sent)
     means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
+    optimizer.flights.follow(optimizer.params)
     optimizer.flights.launch(Flight(fragment, means, sent, report, where))
     _forget_sent(optimizer, entries)
 
