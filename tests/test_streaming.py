@@ -505,13 +505,13 @@ def test_a_rank_that_stays_nan_ends_the_run_everywhere():
         if backend.rank == 1:
             for p in model.parameters():
                 p.data.fill_(math.nan)
-        with pytest.raises(NotFinite, match="synchronisations in a row were skipped|local steps"):
-            for step in range(2, 20):
-                model.zero_grad()
-                optimizer.step()
-        return step
+        model.zero_grad()
+        for _ in range(2, 6):
+            optimizer.step()
+        with pytest.raises(NotFinite, match="2 synchronisations in a row were skipped: "):
+            optimizer.step()
 
-    assert len(set(on_threads(2, run))) == 1
+    on_threads(2, run)
 
 
 def test_a_flipped_bit_of_an_anchor_is_noticed():
