@@ -29,26 +29,23 @@ from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, saving, wrapped
-from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.diagnostics import Diagnostics
-from commopt.optim.guard import Guard, NotFinite, check_guard
+from commopt.optim.guard import Guard, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.packed import OWN, WHOSE, PackedOptimizer
-from commopt.optim.replicas import agree_inside
-from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer import base_state, ending, streams
+from commopt.outer import base_state, ending, local_steps, stream_state, streams
 from commopt.outer.flight import Flights
-from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
+from commopt.outer.loading import BASE, load, state_of_base
 from commopt.outer.means import Entry, Means
-from commopt.outer.mixed import Mixed, name_of, parts_of
+from commopt.outer.mixed import Mixed, check_names, name_of
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming, check_streaming, count_step, in_flight
-from commopt.outer.wrap import check_base, make_base, step_base
+from commopt.outer.wrap import check_base, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
 logger = logging.getLogger("commopt")
@@ -149,7 +146,7 @@ class OuterOptimizer(PackedOptimizer):
             check_streaming(streaming)
             self._check_state_period()
             ours, whose = {**outer, "period": period, **self.position()}, {WHOSE: self.saved_as()}
-            _check_names(self.base, ours)
+            check_names(self.base, ours)
             super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
             self.param_groups = self.base.param_groups
             for group in self.param_groups:
@@ -343,9 +340,9 @@ class OuterOptimizer(PackedOptimizer):
                 loss = closure()
         self.follow()
         self.flights.progress()
-        self.begin_rounds()
+        local_steps.begin_rounds(self)
         try:
-            self._local_step()
+            local_steps.step(self)
         except Exception as caught:
             if not self._ends_with_next_step():
                 raise
@@ -375,41 +372,7 @@ class OuterOptimizer(PackedOptimizer):
         if self.streaming is not None:
             streams.step(self, error)
         elif error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
-            self.end_round(error or self._too_many_skipped())
-
-    def _too_many_skipped(self) -> Exception | None:
-        """Error that ends the run if this rank has skipped its local steps for too long, though its parameters are
-        finite."""
-        if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(self.values())):
-            return None
-        return NotFinite(
-            f"{type(self).__name__}: rank {self.topology.rank} has skipped its last {self._local_skips} local steps: "
-            f"inf, NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its "
-            "data and the learning rate"
-        )
-
-    def _local_step(self) -> None:
-        if self.topology.is_sharded:
-            self.settle()
-        params = [p for p in self.params if p.grad is not None]
-        unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
-        where = f"{type(self).__name__}, local step {self.param_groups[0]['round_step'] + 1}"
-        square, _ = agree_inside(self.topology, self.square_norm_of(params) * unscale**2, None, where)
-        finite = is_usable(square)
-        self._square = square if finite else 0.0
-        self._local_skips = 0 if finite else self._local_skips + 1
-        if not finite:
-            self.skipped_steps += 1
-            self._diagnostics.local_step_skipped(self.skipped_steps)
-            return
-        scale = unscale
-        if self.max_grad_norm is not None:
-            scale *= min(1.0, self.max_grad_norm / (square**0.5 + 1e-6))
-        factors = {id(p): bucket.factor for bucket in self.buckets for p in bucket.params}
-        for p in params:
-            if (factor := scale * factors.get(id(p), 1.0)) != 1:
-                p.grad.mul_(factor)  # type: ignore[union-attr]
-        step_base(self.base)
+            self.end_round(error or local_steps.too_many_skipped(self))
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
@@ -418,7 +381,7 @@ class OuterOptimizer(PackedOptimizer):
         if isinstance(self.base, Mixed):
             self.base.follow()
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
-            self._adopt_groups(self.param_groups)
+            self.adopt_groups(self.param_groups)
         binding.refuse_exchanged(self)
         for bucket in self.buckets:
             bucket.check_shapes()
@@ -431,9 +394,9 @@ class OuterOptimizer(PackedOptimizer):
     def _under_way(self) -> bool:
         """Whether some round has begun."""
         group = self.param_groups[0]
-        return bool(group["round_step"]) or any(not self._at_rest(p) for p in range(self.fragments))
+        return bool(group["round_step"]) or any(not self.at_rest(p) for p in range(self.fragments))
 
-    def _at_rest(self, fragment: int) -> bool:
+    def at_rest(self, fragment: int) -> bool:
         """Whether parameters of a fragment are their anchors, unless somebody has changed them."""
         group = self.param_groups[0]
         if self.streaming is None:
@@ -455,18 +418,6 @@ class OuterOptimizer(PackedOptimizer):
         return super().averaged(model, buffers)
 
     averaged.__doc__ = PackedOptimizer.averaged.__doc__
-
-    def begin_rounds(self) -> None:
-        """Takes over parameters that were changed since the last synchronisation, such as those of a model that was
-        loaded after the optimizer was made. An anchor that rounds to its parameter stays."""
-        for bucket, _ in self.entries([p for p in range(self.fragments) if self._at_rest(p)]):
-            anchors = bucket.tensors("anchor")
-            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.values, anchors)])
-            if changed.any():
-                self._moved = True
-                for p, x, new in zip(bucket.values, anchors, changed.tolist()):
-                    if new:
-                        x.copy_(p)
 
     def end_round(self, error: Exception | None) -> None:
         """Ends the round of all parameters."""
@@ -541,32 +492,32 @@ class OuterOptimizer(PackedOptimizer):
             for name, value in state_of_base(self.base, p, x).items():
                 out[i][BASE + name] = bucket.own(i, value, True)
         if self.streaming is not None:
-            sent = streams.what_is_sent(self)
+            sent = stream_state.what_is_sent(self)
             for i, (p, nothing) in enumerate(zip(bucket.params, bucket.zero_views())):
-                out[i][OWN + streams.SENT] = bucket.own(i, sent.get(p, nothing), True)
+                out[i][OWN + stream_state.SENT] = bucket.own(i, sent.get(p, nothing), True)
         return out
 
     def own_part(self) -> dict[str, Any]:
         base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
-        own, sent = super().own_part(), streams.what_is_sent(self)
+        own, sent = super().own_part(), stream_state.what_is_sent(self)
         for i, p in enumerate(self.params):
             if p in sent:
-                own["state"].setdefault(i, {})[streams.SENT] = sent[p].clone()
+                own["state"].setdefault(i, {})[stream_state.SENT] = sent[p].clone()
         return {**own, "base": cloned(base)}
 
     def _all_state(self) -> dict[Any, Any]:
         out = super()._all_state()
-        for p, flat in streams.what_is_sent(self).items():
-            out[p] = {**out[p], streams.SENT: flat}
+        for p, flat in stream_state.what_is_sent(self).items():
+            out[p] = {**out[p], stream_state.SENT: flat}
         return out
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         super().check_loaded(given)
-        streams.check_loaded(self, given["param_groups"])
+        stream_state.check_loaded(self, given["param_groups"])
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         if self.streaming is not None:
-            streams.take_over(self, entries)
+            stream_state.take_over(self, entries)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
@@ -608,23 +559,16 @@ class OuterOptimizer(PackedOptimizer):
 
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
-        of_base = not any(key in group for group in given["param_groups"] for key in POSITION)
-        entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
-        if not of_base:
-            entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
-            entries, origin = self._placed(entries, origin)
-            base = base_of_entries(given, entries, self.params) or base_to_load(self, given, origin)
-        before = self.param_groups
-        # torch would go on with the tensors given
-        whose = {WHOSE: self.base.defaults.get(WHOSE)}  # the base may be one of ours
-        groups = [{**group, **whose} for group in given["param_groups"]]
-        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
-        self._adopt_groups(before)
+        load(self, given)
+
+    def fill_from(self, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool) -> None:
+        """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: it is that
+        alone."""
         if of_base:
             for group in self.param_groups:
                 group.update(self.position())
         else:
-            streams.complete(self, given["param_groups"])
+            stream_state.complete(self, given["param_groups"])
         users = self._forget_users({**given, "state": {}} if of_base else given)
         self._fill(entries, origin)
         self._keep_users(users)
@@ -633,7 +577,12 @@ class OuterOptimizer(PackedOptimizer):
                 if PARAMETER not in entries.get(p, {}):
                     x.copy_(anchor)
 
-    def _adopt_groups(self, before: list[dict[str, Any]]) -> None:
+    def read_entries(self, given: dict[str, Any]) -> tuple[Entries, Origin | None]:
+        """What is loaded, by parameter, and whose own part is in it."""
+        entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
+        return self._placed(entries, origin)
+
+    def adopt_groups(self, before: list[dict[str, Any]]) -> None:
         """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
         self.param_groups = self.base.param_groups
         for old, group in zip(before, self.param_groups):
@@ -714,13 +663,3 @@ class OuterOptimizer(PackedOptimizer):
             "skipped_rounds": self.skipped_rounds,
             **({} if self.streaming is None else {"in_flight": in_flight(group)}),
         }
-
-
-def _check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
-    for part in parts_of(base):
-        both = sorted(part.defaults.keys() & ours.keys())
-        if both:
-            raise ValueError(
-                f"the base optimizer {type(part).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
-                f"optimizers without any of {', '.join(ours)}"
-            )

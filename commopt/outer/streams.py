@@ -22,16 +22,14 @@ from commopt.optim.agreement import is_usable
 from commopt.optim.rules import square_norm
 from commopt.outer import ending
 from commopt.outer.flight import Flight
+from commopt.outer.local_steps import too_many_skipped
 from commopt.outer.means import Entry
 from commopt.outer.rounds import pseudo_gradient
+from commopt.outer.stream_state import forget_sent, keep_sent
 from commopt.outer.streaming import Streaming, end_fragment, in_flight, put
-from commopt.sharding import cut, local
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
-
-SENT = "sent_pseudo_gradient"
-"""Name of what a rank has sent of a parameter in flight."""
 
 
 def step(optimizer: OuterOptimizer, error: Exception | None) -> None:
@@ -48,7 +46,7 @@ def step(optimizer: OuterOptimizer, error: Exception | None) -> None:
             if group["fragment_steps"][p] >= streaming.steps:
                 merge(optimizer, p)
     while group["round_step"] >= streaming.end_of(group["fragment"], group["period"]):
-        error = error or optimizer._too_many_skipped()
+        error = error or too_many_skipped(optimizer)
         if not _send(optimizer, group["fragment"], error):
             break
     if error is not None:
@@ -132,7 +130,7 @@ def _send(optimizer: OuterOptimizer, fragment: int, error: Exception | None) -> 
     if streaming.is_eager:
         _step_eagerly(optimizer, fragment, entries)
     else:
-        _keep_sent(optimizer, entries, [pseudo_gradient(bucket) for bucket, _ in entries])
+        keep_sent(optimizer, entries, [pseudo_gradient(bucket) for bucket, _ in entries])
     _count_sent(optimizer, fragment)
     launch(optimizer, fragment, error)
     return True
@@ -152,7 +150,7 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
     optimizer.flights.follow(optimizer.params)
     optimizer.flights.launch(Flight(fragment, means, sent, report, where))
-    _forget_sent(optimizer, entries)
+    forget_sent(optimizer, entries)
 
 
 def resume(optimizer: OuterOptimizer) -> None:
@@ -160,26 +158,6 @@ def resume(optimizer: OuterOptimizer) -> None:
     for p in in_flight(optimizer.param_groups[0]):
         if p not in optimizer.flights:
             launch(optimizer, p)
-
-
-def _keep_sent(optimizer: OuterOptimizer, entries: Sequence[Entry], flats: Sequence[Tensor]) -> None:
-    for (bucket, _), flat in zip(entries, flats):
-        optimizer.sent.update(zip(bucket.params, bucket.views(flat)))
-
-
-def _forget_sent(optimizer: OuterOptimizer, entries: Sequence[Entry]) -> None:
-    for bucket, _ in entries:
-        for p in bucket.params:
-            optimizer.sent.pop(p, None)
-
-
-def what_is_sent(optimizer: OuterOptimizer) -> dict[Tensor, Tensor]:
-    """What this rank has sent of each parameter that is in flight."""
-    out = dict(optimizer.sent)
-    for flight in optimizer.flights:
-        for (bucket, _), flat in zip(flight.means.entries, flight.sent):
-            out.update(zip(bucket.params, bucket.views(flat)))
-    return out
 
 
 def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
@@ -250,7 +228,7 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     squares = ending.squares_of(entries, flight.means.flats) if flight is not None and counts else ending.Squares()
     ending.take_steps(optimizer, entries, along, write, commit=counts)
     _taken(optimizer, fragment, flight, squares)
-    _keep_sent(optimizer, entries, sent)
+    keep_sent(optimizer, entries, sent)
 
 
 def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
@@ -279,47 +257,6 @@ def _taken(optimizer: OuterOptimizer, fragment: int, flight: Flight | None, squa
 def _or_zero(own: Tensor) -> Tensor:
     """What this rank has sent; if that was not finite, zeros were."""
     return own if is_usable(square_norm([own])) else torch.zeros_like(own)
-
-
-# a state that is loaded -----------------------------------------------------------------------------------------------
-
-
-def take_over(optimizer: OuterOptimizer, entries: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Takes over what was in flight when the state with these ``entries`` was saved, in place of what is."""
-    optimizer.flights.drop_all()
-    groups, optimizer.sent = optimizer.group_of(), {}
-    for bucket in optimizer.buckets:
-        for p in bucket.params:
-            if SENT in entries.get(p, {}) and groups[id(p)]["sent_steps"][bucket.fragment]:
-                optimizer.sent[p] = cut(entries[p][SENT], p).reshape(local(p).shape).to(bucket.device, copy=True)
-
-
-def check_loaded(optimizer: OuterOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if parameter ``groups`` are of a state in the middle of a cycle that was streamed otherwise."""
-    kind = None if optimizer.streaming is None else optimizer.streaming.kind
-    for group in groups:
-        theirs = group.get("streaming")
-        if theirs == kind or theirs is None or not (any(group["fragment_steps"]) or any(group["sent_steps"])):
-            continue
-        raise ValueError(
-            f"the loaded state was streamed in {theirs}, and saved in the middle of that; here it is "
-            f"{kind or 'not streamed'}: call synchronize() before it is saved"
-        )
-
-
-def complete(optimizer: OuterOptimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Sets where the groups stand, if those ``given`` were not streamed, or otherwise: all fragments alike."""
-    streaming = optimizer.streaming
-    for group, theirs in zip(optimizer.param_groups, given):
-        if theirs.get("streaming") == (None if streaming is None else streaming.kind):
-            continue
-        for key in set(group) & set(Streaming().position()):
-            del group[key]
-        if streaming is not None:
-            group.update(streaming.position())
-            for p in range(streaming.fragments):
-                steps, lr = group["round_step"], group["round_lr"]
-                put(group, p, fragment_steps=steps, fragment_lr=lr, fragment_rounds=group["rounds"])
 
 
 def _streaming(optimizer: OuterOptimizer) -> Streaming:
