@@ -17,7 +17,7 @@ from commopt.optim import (
     ZeroOneAdam,
     sort_parameters,
 )
-from commopt.outer import DiLoCo, Gossip, LocalSGD, Mixed, NoLoCo, SignMomentum, SlowMo, SparseLoCo
+from commopt.outer import DiLoCo, Gossip, LocalSGD, Mixed, NoLoCo, SignMomentum, SlowMo, SparseLoCo, Streaming
 
 __version__ = "0.2.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "SignMomentum",
     "SlowMo",
     "SparseLoCo",
+    "Streaming",
     "ZeroOneAdam",
     "__version__",
     "attach",

@@ -27,7 +27,7 @@ from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
-from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, confirm
+from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, Receipt, confirm, confirmation, judge
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.topology import Channel, Replicas, Topology, gather_number
@@ -53,6 +53,7 @@ __all__ = [
     "PSync",
     "PayloadSync",
     "Pipeline",
+    "Receipt",
     "Replicas",
     "ShardedBackend",
     "Task",
@@ -68,9 +69,11 @@ __all__ = [
     "compressed_mean",
     "compressed_reduce_scatter",
     "confirm",
+    "confirmation",
     "first_notice",
     "gather_number",
     "gather_rows",
+    "judge",
     "mean_over_all",
     "message_device",
     "open_channels",

@@ -38,6 +38,15 @@ class Tally:
         self.bytes[collective] = self.bytes.get(collective, 0) + nbytes
         self.calls[collective] = self.calls.get(collective, 0) + 1
 
+    def merge(self, other: Tally) -> None:
+        """Adds what another one has counted."""
+        for mine, theirs in ((self.bytes, other.bytes), (self.calls, other.calls)):
+            for collective, count in theirs.items():
+                mine[collective] = mine.get(collective, 0) + count
+        if other.intra_node is not None:
+            self.intra_node = self.intra_node or Tally()
+            self.intra_node.merge(other.intra_node)
+
     def summary(self) -> dict[str, Any]:
         """``{"bytes": int, "calls": int, "by_collective": {collective: {"bytes": int, "calls": int}}}``, and the same
         once more as ``"intra_node"`` if anything was sent inside a node, which the other figures leave out."""
@@ -74,6 +83,12 @@ class Traffic:
     def leave_out(self) -> None:
         """Leaves what was counted since the last step ended out of every step; it stays in ``total``."""
         self._running = Tally()
+
+    def take_over(self, other: Traffic) -> None:
+        """Counts now what another one has counted."""
+        if self.in_step:
+            self._running.merge(other.total)
+        self.total.merge(other.total)
 
     def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:
         if self.in_step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -94,6 +94,11 @@ class Pipeline:
             self._resume_first()
             moved = True
         return moved
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Takes early tasks on, in launch order, until ``done()``; waits for what they wait for."""
+        while not done():
+            self._resume_first()
 
     def reach(self, work: Work, under_way: Work, where: str) -> None:
         """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which. Says who is

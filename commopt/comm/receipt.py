@@ -13,7 +13,7 @@ Sums of 64-bit words, modulo 2^64: one pass over bytes, which are few where they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +130,18 @@ def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
     Raises:
         MessageDamaged: on every rank, if not; begins with ``where``, and names a rank where that is known.
     """
+    mine = confirmation(backend, sound)
+    judge(backend, gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist(), where)
+
+
+def confirmation(backend: CountingBackend, sound: bool) -> Tensor:
+    """What this rank has to say in :func:`confirm`, (2,) int64."""
+    return torch.tensor([backend.receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
+
+
+def judge(backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
+    """What follows from the confirmations of all ranks, by rank; as :func:`confirm` raises it."""
     receipt = backend.receipt
-    mine = torch.tensor([receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
-    rows: list[list[int]] = gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist()
     if sum(balance for balance, _ in rows) % 2**64:
         told = _tell(receipt, backend)
         raise MessageDamaged(

@@ -108,8 +108,13 @@ def check_partial(name: str, how: Any) -> None:
 
 
 def check_period(value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"period must be an int >= 1, got {value!r}")
+    check_int("period", value, 1)
+
+
+def check_int(name: str, value: Any, low: int) -> None:
+    """``value`` must be an int >= ``low``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} must be an int >= {low}, got {value!r}")
 
 
 def check_rank(name: str, value: Any, world_size: int) -> None:

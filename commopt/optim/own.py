@@ -32,6 +32,7 @@ NAMES = frozenset(
         *RANK_LOCAL, "step", "variance_step", "interval_step", "compressed_step", "exp_avg", "exp_avg_sq",
         "max_exp_avg_sq", "fresh_exp_avg_sq", "mean_momentum", "scaling_coeff", "trust_ratio_weight",
         "momentum_buffer", "outer_momentum", "anchor", "error_buffer",
+        "sent_pseudo_gradient",
     )
 )  # fmt: skip
 """Names of the state of commopt's optimizers, and of torch's Adam and SGD. One of these that an optimizer has no use

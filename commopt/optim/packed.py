@@ -273,6 +273,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if an attached DDP model is in its ``no_sync()``."""
         return self._attachment is not None and self._attachment.accumulating()
 
+    def capacity_of(self, params: Sequence[Tensor]) -> int:
+        """Most bytes of flat buffer in a bucket of ``params``."""
+        return bucket_bytes(self.bucket_mb, params)
+
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         topology, packed = self.topology, self.packed()
@@ -280,7 +284,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if not new:
             return
         held = {id(p): topology.held(p) for p in new}
-        capacity = bucket_bytes(self.bucket_mb, new)
+        capacity = self.capacity_of(new)
         runs = partition(new, capacity, lambda p: held[id(p)])
         for run in sorted(runs, key=lambda run: held[id(run[0])][1].inside is not None):  # these cannot start early
             replicas, holding = held[id(run[0])]

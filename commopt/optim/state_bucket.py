@@ -31,6 +31,7 @@ class StateBucket(Bucket):
         adds_up: whether a step goes by the sum of the gradients, and not by their mean.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         compressed: whether its mean is, where there are several nodes.
+        fragment: which of the fragments of its optimizer it is in, where that has several.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
         neighbours: replicas of the anchors of other ranks, flat buffers; of gossip. Derived, not saved.
@@ -45,6 +46,7 @@ class StateBucket(Bucket):
     feedback: Feedback | None = field(init=False, default=None)
     compressed: bool = field(init=False, default=False)
     chunks: list[Chunk] = field(init=False, default_factory=list)
+    fragment: int = field(init=False, default=0)
     active: Tensor | None = field(init=False, default=None)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)

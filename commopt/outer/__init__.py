@@ -11,6 +11,7 @@ from commopt.outer.sign_momentum import SignMomentum
 from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRule
 from commopt.outer.slowmo import SlowMo
 from commopt.outer.sparse_loco import SparseLoCo
+from commopt.outer.streaming import Streaming
 
 __all__ = [
     "DiLoCo",
@@ -27,4 +28,5 @@ __all__ = [
     "SignRule",
     "SlowMo",
     "SparseLoCo",
+    "Streaming",
 ]

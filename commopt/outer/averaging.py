@@ -23,6 +23,7 @@ from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming
 
 
 class LocalSGD(OuterOptimizer):
@@ -44,6 +45,8 @@ class LocalSGD(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
+        streaming: sends the parameters in fragments, while training goes on (:class:`commopt.Streaming`); while one is
+            in flight, what was sent of it takes 2 of the memory. None: all at the end of a round.
         state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
             synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
             Adam. For that while each takes 1 more of the memory. None: the state stays with its rank.
@@ -70,6 +73,7 @@ class LocalSGD(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -78,13 +82,13 @@ class LocalSGD(OuterOptimizer):
     ) -> None:
         super().__init__(
             params, base, base_args, {}, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, state_period=state_period, reduction=reduction,
+            bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
             process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x = bucket.buffers["anchor"]
-        if self.topology.copies > 1:
+        if self.topology.copies > 1 or (self.streaming is not None and not self.streaming.waits):
             x.sub_(pseudo_gradient)
             return
         for p, mine in zip(bucket.values, bucket.views(x)):  # x - (x - x_i) is x_i but for rounding

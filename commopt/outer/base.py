@@ -18,34 +18,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from commopt.comm import Backend, Topology, message_device, refuse_if_left_out, resolve_backend, wait
+from commopt.bucket import buffer_dtype
+from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, saving, wrapped
-from commopt.optim.agreement import LARGEST_NORM, is_usable
-from commopt.optim.diagnostics import Diagnostics, names_of
-from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
+from commopt.optim.diagnostics import Diagnostics
+from commopt.optim.guard import Guard, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import WHOSE, PackedOptimizer
-from commopt.optim.replicas import agree_inside, reaching_others
-from commopt.optim.rules import square_norm
+from commopt.optim.packed import OWN, WHOSE, PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.setup import equalize
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer import base_state, rounds
-from commopt.outer.loading import BASE, base_of_entries, base_to_load, state_of_base
-from commopt.outer.mixed import Mixed, name_of, parts_of
-from commopt.outer.rounds import Round, RoundDecision, RoundReport
-from commopt.outer.wrap import Where, check_base, follow_casts, make_base, step_base
-from commopt.sharding import as_cut, local
+from commopt.outer import base_state, ending, local_steps, stream_state, streams
+from commopt.outer.flight import Flights
+from commopt.outer.loading import BASE, load, state_of_base
+from commopt.outer.means import Entry, Means
+from commopt.outer.mixed import Mixed, check_names, name_of
+from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming, check_streaming, count_step, in_flight
+from commopt.outer.wrap import Where, check_base, follow_casts, make_base
+from commopt.sharding import as_cut, largest_piece, local
 
 logger = logging.getLogger("commopt")
 
@@ -75,6 +76,7 @@ class OuterOptimizer(PackedOptimizer):
         bucket_mb: MB (2**20 bytes) of float32 per bucket; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. Digests are compared at
             synchronisations, about every ``check_every`` steps.
+        streaming: how parameters are sent in fragments while training goes on; None: all at the end of a round.
         state_period: at every how many synchronisations which tensor of the base's state is averaged, by name; None is
             never.
         reduction, process_group, backend: as for every optimizer of commopt.
@@ -89,7 +91,6 @@ class OuterOptimizer(PackedOptimizer):
     skipped_rounds: int
 
     step_counters = ()
-    ever_rank_local: tuple[str, ...] = (PARAMETER,)
     owns_alone = True  # the state of the base
 
     momentum = False
@@ -110,6 +111,7 @@ class OuterOptimizer(PackedOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -121,6 +123,7 @@ class OuterOptimizer(PackedOptimizer):
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
         self.reduction = reduction
+        self.streaming = streaming
         self.state_period: Any = {} if state_period is None else state_period
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
@@ -140,13 +143,15 @@ class OuterOptimizer(PackedOptimizer):
             for group in self.base.param_groups:
                 binding.take_mesh(self, group)
             check_base(self.base)
+            check_streaming(streaming)
             self._check_state_period()
-            ours, whose = {**outer, "period": period, **POSITION}, {WHOSE: self.saved_as()}
-            _check_names(self.base, ours)
+            ours, whose = {**outer, "period": period, **self.position()}, {WHOSE: self.saved_as()}
+            check_names(self.base, ours)
             super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
             self.param_groups = self.base.param_groups
             for group in self.param_groups:
                 group.update(whose)
+            self._check_fragments()
 
         self.register_new(construct)
         self._ready = True
@@ -156,6 +161,23 @@ class OuterOptimizer(PackedOptimizer):
         self.state_period = dict(sorted(self.state_period.items()))
         if self.state_period:
             base_state.check_names(self.base, list(self.state_period))
+            if self.streaming is not None and not self.streaming.waits:
+                raise ValueError(
+                    f"state_period={self.state_period!r} is not allowed with {self.streaming!r}: states are not "
+                    "streamed, so it must be None, or the delay of the fragments 0"
+                )
+
+    def _check_fragments(self) -> None:
+        there = sum(p.requires_grad for p in self.params)
+        if self.fragments > 1 and there < self.fragments:
+            raise ValueError(
+                f"streaming={self.streaming!r}: there are {there} trainable parameters; allowed are at most as many "
+                "fragments"
+            )
+
+    def position(self) -> dict[str, Any]:
+        """Where a parameter group stands before its first step."""
+        return dict(POSITION) if self.streaming is None else {**POSITION, **self.streaming.position()}
 
     def _restart(self) -> None:
         self.buckets = []
@@ -168,6 +190,8 @@ class OuterOptimizer(PackedOptimizer):
         self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
         self._ready = True
+        self.flights = Flights(self.topology)
+        self.sent: dict[Tensor, Tensor] = {}
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
@@ -179,10 +203,9 @@ class OuterOptimizer(PackedOptimizer):
         is out of range."""
         return []
 
-    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
-        """The mean over all ranks of how far they have come, by bucket: flat buffers. Of what lasts, only the residuals
-        to come are written. ``where`` begins errors."""
-        return rounds.mean_pseudo_gradients(self.topology, self.buckets, self.compressor, where)
+    def means_of(self, entries: Sequence[Entry], flats: list[Tensor]) -> Means:
+        """How the means over all ranks come about of how far they have come: ``flats``, one of each entry."""
+        return Means(entries, flats, self.compressor)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         """Moves ``bucket.buffers["anchor"]``.
@@ -195,7 +218,20 @@ class OuterOptimizer(PackedOptimizer):
         """
         raise NotImplementedError
 
+    def capacity_of(self, params: Sequence[Tensor]) -> int:
+        """So that there are as many buckets as fragments, at least, unless a parameter alone is too large."""
+        most = super().capacity_of(params)
+        if self.fragments == 1:
+            return most
+        total = sum(largest_piece(p) * buffer_dtype(p.dtype).itemsize for p in params)
+        return max(1, min(most, total // self.fragments))
+
     def init_bucket(self, bucket: StateBucket) -> None:
+        if self.fragments > 1:
+            loads = [0] * self.fragments
+            for other in self.buckets:
+                loads[other.fragment] += other.numel * other.dtype.itemsize
+            bucket.fragment = loads.index(min(loads))
         bucket.buffers["anchor"] = bucket.pack_params()
         if self.momentum:
             bucket.buffers["outer_momentum"] = bucket.zeros()
@@ -221,15 +257,21 @@ class OuterOptimizer(PackedOptimizer):
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
                 new.setdefault(key, default)
-            new.update({key: first[key] for key in ("round_step", "rounds", WHOSE)})
+            counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", WHOSE)
+            new.update({key: first[key] for key in counted if key in first})
             self._check_new(new)
-            new["round_lr"] = float(new.get("lr", 0.0)) * new["round_step"]
+            lr = float(new.get("lr", 0.0))
+            new["round_lr"] = lr * new["round_step"]
+            if self.streaming is not None:
+                new["fragment_lr"] = tuple(lr * steps for steps in new["fragment_steps"])
 
         self.register_new(add)
 
     def _check_new(self, group: dict[str, Any]) -> None:
         binding.check_held(self, group["params"])
         checks.check_period(group["period"])
+        if self.streaming is not None:
+            self.streaming.check_period(group["period"])
         if group["period"] != self.param_groups[0]["period"]:
             raise ValueError(
                 f"period must be the same in all parameter groups, got {group['period']} and "
@@ -249,7 +291,7 @@ class OuterOptimizer(PackedOptimizer):
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         base = name_of(self.base) if hasattr(self, "base") else None
         settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
-        settings += [self.reduction, self.state_period]
+        settings += [self.reduction, self.state_period, self.streaming]
         settings += self.own_settings() if error is None else []
         binding.register_groups(self, groups, settings, error)
         self.topology.traffic.end_step()
@@ -298,20 +340,16 @@ class OuterOptimizer(PackedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.follow()
-        if self.param_groups[0]["round_step"] == 0:
-            self.begin_round()
+        self.flights.progress()
+        local_steps.begin_rounds(self)
         try:
-            self._local_step()
+            local_steps.step(self)
         except Exception as caught:
-            if self.param_groups[0]["round_step"] + 1 < self.param_groups[0]["period"]:
+            if not self._ends_with_next_step():
                 raise
             error = caught  # the other ranks are about to wait for this one
-        for group in self.param_groups:
-            group["round_step"] += 1
-            group["round_lr"] += float(group.get("lr", 0.0))
         try:
-            if error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
-                self.end_round(error or self._too_many_skipped())
+            self._end_step(error)
         except Exception as raised:
             forget_frames(raised)
             raise
@@ -324,41 +362,18 @@ class OuterOptimizer(PackedOptimizer):
             self.topology.traffic.end_step()
         return loss
 
-    def _too_many_skipped(self) -> Exception | None:
-        """Error that ends the run if this rank has skipped its local steps for too long, though its parameters are
-        finite."""
-        if not self.guard.ends_after(self._local_skips) or not is_usable(square_norm(self.values())):
-            return None
-        return NotFinite(
-            f"{type(self).__name__}: rank {self.topology.rank} has skipped its last {self._local_skips} local steps: "
-            f"inf, NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its "
-            "data and the learning rate"
-        )
-
-    def _local_step(self) -> None:
-        if self.topology.is_sharded:
-            self.settle()
-        params = [p for p in self.params if p.grad is not None]
-        if not params:
-            self._diagnostics.idle("on this rank")
-        unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
-        where = f"{type(self).__name__}, local step {self.param_groups[0]['round_step'] + 1}"
-        square, _ = agree_inside(self.topology, self.square_norm_of(params) * unscale**2, None, where)
-        finite = is_usable(square)
-        self._square = square if finite else 0.0
-        self._local_skips = 0 if finite else self._local_skips + 1
-        if not finite:
-            self.skipped_steps += 1
-            self._diagnostics.local_step_skipped(self.skipped_steps)
-            return
-        scale = unscale
-        if self.max_grad_norm is not None:
-            scale *= min(1.0, self.max_grad_norm / (square**0.5 + 1e-6))
-        factors = {id(p): bucket.factor for bucket in self.buckets for p in bucket.params}
-        for p in params:
-            if (factor := scale * factors.get(id(p), 1.0)) != 1:
-                p.grad.mul_(factor)  # type: ignore[union-attr]
-        step_base(self.base)
+    def _end_step(self, error: Exception | None) -> None:
+        """Counts a local step, and ends what ends with it."""
+        for group in self.param_groups:
+            lr = float(group.get("lr", 0.0))
+            group["round_step"] += 1
+            group["round_lr"] += lr
+            if self.streaming is not None:
+                count_step(group, lr)
+        if self.streaming is not None:
+            streams.step(self, error)
+        elif error is not None or self.param_groups[0]["round_step"] >= self.param_groups[0]["period"]:
+            self.end_round(error or local_steps.too_many_skipped(self))
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
@@ -367,7 +382,7 @@ class OuterOptimizer(PackedOptimizer):
         if isinstance(self.base, Mixed):
             self.base.follow()
         if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
-            self._adopt_groups(self.param_groups)
+            self.adopt_groups(self.param_groups)
         binding.refuse_exchanged(self)
         for bucket in self.buckets:
             bucket.check_shapes()
@@ -376,87 +391,87 @@ class OuterOptimizer(PackedOptimizer):
 
     @property
     def replicas_differ(self) -> bool:
-        return self.topology.copies > 1 and self.param_groups[0]["round_step"] > 0
+        return self.topology.copies > 1 and self._under_way()
+
+    def _under_way(self) -> bool:
+        """Whether some round has begun."""
+        group = self.param_groups[0]
+        return bool(group["round_step"]) or any(not self.at_rest(p) for p in range(self.fragments))
+
+    def at_rest(self, fragment: int) -> bool:
+        """Whether parameters of a fragment are their anchors, unless somebody has changed them."""
+        group = self.param_groups[0]
+        if self.streaming is None:
+            return bool(group["round_step"] == 0)
+        moving = group["fragment_steps"][fragment] or group["sent_steps"][fragment]
+        return not moving and not (self.is_eager and group["started"])
 
     def synchronize_replicas(self) -> None:
-        """Ends the round now. If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
+        """Ends all rounds now. If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
         self.follow()
-        self.end_round(None)
+        if self.streaming is None:
+            self.end_round(None)
+        else:
+            streams.synchronize(self)
 
-    def begin_round(self) -> None:
-        """Takes over parameters that were changed since the last synchronisation, such as those of a model that was
-        loaded after the optimizer was made. An anchor that rounds to its parameter stays."""
-        for bucket in self.buckets:
-            anchors = bucket.tensors("anchor")
-            changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.values, anchors)])
-            if changed.any():
-                self._moved = True
-                for p, x, new in zip(bucket.values, anchors, changed.tolist()):
-                    if new:
-                        x.copy_(p)
+    @binding.on_itself
+    def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
+        self.flights.land_all()  # all ranks are here
+        return super().averaged(model, buffers)
+
+    averaged.__doc__ = PackedOptimizer.averaged.__doc__
 
     def end_round(self, error: Exception | None) -> None:
-        """Nothing that lasts changes before all collectives are done, but for anchors that differed; then everything
-        does."""
-        topology, buckets = self.topology, self.buckets
-        number = self.param_groups[0]["rounds"] + 1
-        where = f"{type(self).__name__}, synchronisation {number}"
-        names = base_state.due(self.state_period, number)
-        error = error or base_state.lacking(self.base, names)
-        device = self.control_device([p for bucket in buckets for p in bucket.params])
-        decision = rounds.agree(topology, buckets, device, self._report(error), f"{where}, agreement of the ranks")
-        if decision.broken:
-            self._skip(decision)
+        """Ends the round of all parameters."""
+        ending.end_round(self, error, [0])
+
+    def anchors_moved(self, device: torch.device, where: str) -> None:
+        """Hook for when anchors were taken over anew from parameters, on any rank. All ranks call it."""
+        ending.equalize_anchors(self, device, where)
+
+    def count_round(self, fragments: Sequence[int], whole: bool, squares: ending.Squares) -> None:
+        """Counts that the rounds of fragments have ended; ``whole``: and that all replicas are equal."""
+        if self.streaming is not None:
+            streams.count_round(self, fragments, whole, squares)
             return
-        self._skipped_in_a_row = 0
-        if decision.equal_gradients:
-            self._diagnostics.equal_gradients_in_rounds(wrapped.advice(self))
-        wrapped.averages_now(self, decision.equal_gradients)
-        self._diagnostics.norms(decision.alike, decision.norm)
-        if decision.moved:
-            self._equalize_anchors(device, where)
-        if decision.checks:
-            rounds.compare(topology, buckets, device, comparing.digests(self), self._compare, where)
-        means = self.mean_pseudo_gradients(where)
-        states = base_state.mean_states(topology, buckets, self.base, names, f"{where}, state of the bases")
-        positions, squares = self._positions(), dict[int, float]()
-        for (bucket, group), mean in zip(self.grouped_buckets(), means):
-            lr = group["round_lr"] / group["round_step"]
-            if bucket.feedback is not None:
-                bucket.feedback.commit()
-                squares[id(group)] = squares.get(id(group), 0.0) + bucket.share * square_norm([mean])
-            ctx = Round(group["rounds"], lr, [positions[id(p)] for p in bucket.params])
-            self.outer_step(bucket, group, mean, ctx)
-            for p, x in zip(bucket.values, bucket.tensors("anchor")):
-                p.copy_(x)
-        for mine, mean in states:
-            mine.copy_(mean)
-        whole = self._of_all_parts([squares.get(id(group), 0.0) for group in self.param_groups])
-        for group, square in zip(self.param_groups, whole):
-            norm = square**0.5
-            group.update(round_step=0, round_lr=0.0, rounds=group["rounds"] + 1, pseudo_gradient_norm=norm)
-        self._moved = False
+        (of_groups,) = ending.of_all_parts(self, squares, [0])
+        for group, square in zip(self.param_groups, of_groups):
+            group.update(round_step=0, round_lr=0.0, rounds=group["rounds"] + 1, pseudo_gradient_norm=square**0.5)
 
-    def _of_all_parts(self, squares: list[float]) -> list[float]:
-        """Sums of squares of what the model has, from those of what each rank has of it."""
-        if not self.topology.is_sharded or self.compressor is None:
-            return squares
-        table = torch.tensor(squares, dtype=torch.float64, device=message_device(self.topology.backend))
-        wait(self.topology.world.all_reduce(table), "norms of the mean pseudo-gradients of all parts")
-        whole: list[float] = table.tolist()
-        return whole
+    # fragments: one, with all parameters, unless they are streamed ----------------------------------------------------
 
-    def _report(self, error: Exception | None) -> RoundReport:
-        own = self.defaults.keys() - self.base.defaults.keys()
-        terms = [
-            sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in own)
-            for group in self.param_groups
-        ]
+    @property
+    def fragments(self) -> int:
+        """How many there are."""
+        return 1 if self.streaming is None else self.streaming.fragments
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether fragments are merged eagerly."""
+        return self.streaming is not None and self.streaming.is_eager
+
+    @property
+    def own_anchors(self) -> bool:
+        """Whether anchors and outer momenta are each rank's own between two synchronisations."""
+        return self.is_eager
+
+    def entries(self, fragments: Sequence[int] | None = None) -> list[Entry]:
+        """The buckets of some fragments with their groups; of all if it is None."""
+        every = self.grouped_buckets()
+        return [(bucket, group) for bucket, group in every if fragments is None or bucket.fragment in fragments]
+
+    def round_of(self, fragment: int) -> int:
+        """How many rounds of a fragment have ended."""
         group = self.param_groups[0]
-        finite = is_usable(square_norm(self.values()))
-        checksum, rounds = zlib.crc32(str(terms).encode()), group["rounds"]
-        checks = self.guard.checks_at(rounds + 1, self._check_next, group["period"])
-        return RoundReport(finite, self._square, group["round_step"], rounds, checksum, self._moved, checks, error)
+        return int(group["rounds"] if self.streaming is None else group["fragment_rounds"][fragment])
+
+    def place_of(self, bucket: StateBucket, group: dict[str, Any], sent: bool) -> tuple[int, float]:
+        """The number of the round of ``bucket`` that ends now, and its mean learning rate; ``sent``: of the one that
+        is in flight."""
+        if self.streaming is None:
+            return group["rounds"], group["round_lr"] / group["round_step"]
+        p, which = bucket.fragment, "sent" if sent else "fragment"
+        return group["fragment_rounds"][p], group[f"{which}_lr"][p] / group[f"{which}_steps"][p]
 
     def _compare(self, table: list[list[int]], where: str) -> None:
         """Says what follows from the digests of all ranks: of anchors and outer momenta.
@@ -468,43 +483,18 @@ class OuterOptimizer(PackedOptimizer):
         self._check_next = bool(right)
         comparing.copy_replicas(self, right)
 
-    def _equalize_anchors(self, device: torch.device, where: str) -> None:
-        """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
-        differed = False
-        with reaching_others(self.topology, self.buckets, where):
-            for replicas in self.topology.replicas:
-                anchors = [bucket["anchor"] for bucket in self.buckets if bucket.replicas is replicas]
-                differed |= equalize(replicas.world, device, anchors)
-        if differed and self.topology.rank == 0:
-            logger.warning(
-                "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
-                "from those of rank 0",
-                type(self).__name__,
-            )
-
-    def _positions(self) -> dict[int, int]:
-        """Start of each parameter in what this rank holds of the model, in elements."""
-        at, out = 0, {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                out[id(p)] = at
-                at += local(p).numel()
-        return out
-
-    def _skip(self, decision: RoundDecision) -> None:
-        self.skipped_rounds += 1
-        self._skipped_in_a_row += 1
-        self._diagnostics.round_skipped(decision.broken, self.skipped_rounds)
-        if self.guard.ends_after(self._skipped_in_a_row):
-            told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
-            raise NotFinite(
-                f"{type(self).__name__}: {self._skipped_in_a_row} synchronisations in a row were skipped: {told}"
-            )
-
     # saving and loading -----------------------------------------------------------------------------------------------
 
+    @property
+    def ever_rank_local(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (PARAMETER, *self._own_buffers())
+
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (PARAMETER,) if group["round_step"] else ()
+        return (PARAMETER, *self._own_buffers()) if self._under_way() else ()
+
+    def _own_buffers(self) -> tuple[str, ...]:
+        """Names of flat buffers that are each rank's own between two synchronisations."""
+        return ("anchor", "outer_momentum")[: 1 + self.momentum] if self.own_anchors else ()
 
     def own_tensors(self, bucket: StateBucket, group: dict[str, Any]) -> list[dict[str, OwnTensor]]:
         """As of every optimizer; and the state of the base."""
@@ -512,11 +502,33 @@ class OuterOptimizer(PackedOptimizer):
         for i, (p, x) in enumerate(zip(bucket.params, bucket.values)):
             for name, value in state_of_base(self.base, p, x).items():
                 out[i][BASE + name] = bucket.own(i, value, True)
+        if self.streaming is not None:
+            sent = stream_state.what_is_sent(self)
+            for i, (p, nothing) in enumerate(zip(bucket.params, bucket.zero_views())):
+                out[i][OWN + stream_state.SENT] = bucket.own(i, sent.get(p, nothing), True)
         return out
 
     def own_part(self) -> dict[str, Any]:
         base = {key: value for key, value in self.base.state_dict().items() if key != "param_groups"}
-        return {**super().own_part(), "base": cloned(base)}
+        own, sent = super().own_part(), stream_state.what_is_sent(self)
+        for i, p in enumerate(self.params):
+            if p in sent:
+                own["state"].setdefault(i, {})[stream_state.SENT] = sent[p].clone()
+        return {**own, "base": cloned(base)}
+
+    def _all_state(self) -> dict[Any, Any]:
+        out = super()._all_state()
+        for p, flat in stream_state.what_is_sent(self).items():
+            out[p] = {**out[p], stream_state.SENT: flat}
+        return out
+
+    def check_loaded(self, given: dict[str, Any]) -> None:
+        super().check_loaded(given)
+        stream_state.check_loaded(self, given["param_groups"])
+
+    def loaded(self, entries: Entries, origin: Origin | None) -> None:
+        if self.streaming is not None:
+            stream_state.take_over(self, entries)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
@@ -562,21 +574,16 @@ class OuterOptimizer(PackedOptimizer):
 
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
-        of_base = not any(key in group for group in given["param_groups"] for key in POSITION)
-        entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
-        if not of_base:
-            entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
-            entries, origin = self._placed(entries, origin)
-            base = base_of_entries(given, entries, self.params) or base_to_load(self, given, origin)
-        before = self.param_groups
-        # torch would go on with the tensors given
-        whose = {WHOSE: self.base.defaults.get(WHOSE)}  # the base may be one of ours
-        groups = [{**group, **whose} for group in given["param_groups"]]
-        self.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
-        self._adopt_groups(before)
+        load(self, given)
+
+    def fill_from(self, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool) -> None:
+        """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: it is that
+        alone."""
         if of_base:
             for group in self.param_groups:
-                group.update(POSITION)
+                group.update(self.position())
+        else:
+            stream_state.complete(self, given["param_groups"])
         users = self._forget_users({**given, "state": {}} if of_base else given)
         self._fill(entries, origin)
         self._keep_users(users)
@@ -585,7 +592,12 @@ class OuterOptimizer(PackedOptimizer):
                 if PARAMETER not in entries.get(p, {}):
                     x.copy_(anchor)
 
-    def _adopt_groups(self, before: list[dict[str, Any]]) -> None:
+    def read_entries(self, given: dict[str, Any]) -> tuple[Entries, Origin | None]:
+        """What is loaded, by parameter, and whose own part is in it."""
+        entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
+        return self._placed(entries, origin)
+
+    def adopt_groups(self, before: list[dict[str, Any]]) -> None:
         """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
         self.param_groups = self.base.param_groups
         for old, group in zip(before, self.param_groups):
@@ -605,8 +617,8 @@ class OuterOptimizer(PackedOptimizer):
         local(self.state[p]["anchor"]).sub_(residual)
 
     _SETTINGS: tuple[str, ...] = (
-        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "skipped_steps",
-        "skipped_rounds", "defaults",
+        "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming",
+        "skipped_steps", "skipped_rounds", "defaults",
     )  # fmt: skip
 
     def _unpickle(self, state: dict[str, Any]) -> None:
@@ -628,8 +640,14 @@ class OuterOptimizer(PackedOptimizer):
         """Of the next step: "plain" on one rank, "local", or "synchronizing" if it ends a round."""
         if self.topology.copies == 1:
             return "plain"
+        return "synchronizing" if self._ends_with_next_step() else "local"
+
+    def _ends_with_next_step(self) -> bool:
+        """Whether ranks may have to wait for each other at the end of the next step."""
         group = self.param_groups[0]
-        return "local" if group["round_step"] + 1 < group["period"] else "synchronizing"
+        if self.streaming is not None:
+            return streams.due_after(self.streaming, group)
+        return bool(group["round_step"] + 1 >= group["period"])
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank. Local: communicates nothing.
@@ -643,6 +661,7 @@ class OuterOptimizer(PackedOptimizer):
             round_step, rounds: local steps since the last synchronisation, and how many there were.
             skipped_steps: local steps that this rank skipped because of inf or NaN.
             skipped_rounds: synchronisations that all ranks skipped because of inf or NaN.
+            in_flight: numbers of the fragments in flight, oldest first; where parameters are streamed.
         """
         group = self.param_groups[0]
         residual = self.residual_norm()
@@ -657,14 +676,5 @@ class OuterOptimizer(PackedOptimizer):
             "rounds": group["rounds"],
             "skipped_steps": self.skipped_steps,
             "skipped_rounds": self.skipped_rounds,
+            **({} if self.streaming is None else {"in_flight": in_flight(group)}),
         }
-
-
-def _check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
-    for part in parts_of(base):
-        both = sorted(part.defaults.keys() & ours.keys())
-        if both:
-            raise ValueError(
-                f"the base optimizer {type(part).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
-                f"optimizers without any of {', '.join(ours)}"
-            )

@@ -24,6 +24,7 @@ from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming
 
 
 class DiLoCo(OuterOptimizer):
@@ -46,6 +47,8 @@ class DiLoCo(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
+        streaming: sends the parameters in fragments, while training goes on (:class:`commopt.Streaming`); while one is
+            in flight, what was sent of it takes 2 of the memory. None: all at the end of a round.
         state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
             synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
             Adam. For that while each takes 1 more of the memory. None: the state stays with its rank.
@@ -76,6 +79,7 @@ class DiLoCo(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -85,7 +89,7 @@ class DiLoCo(OuterOptimizer):
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, state_period=state_period, reduction=reduction,
+            bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
             process_group=process_group, backend=backend,
         )  # fmt: skip
 

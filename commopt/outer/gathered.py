@@ -1,4 +1,4 @@
-"""What each rank sends of a bucket, gathered by all ranks, and its mean: nothing is compressed a second time.
+"""What each rank sends of some buckets, gathered by all ranks, and its means: nothing is compressed a second time.
 
 One all-gather of a payload row of each rank, so a rank sends W - 1 rows and receives as many. With nodes of several
 ranks, i is a node: each of its ranks sends a part of the bucket on its behalf, and the rows are shared in the node.
@@ -12,11 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from commopt.comm import Channel, Work, gather_rows, message_device, reduce_scatter
+from commopt.comm import Channel, Task, Work, gather_rows, message_device, reduce_scatter
 from commopt.compress import Compressor
 from commopt.optim.masks import padding_mask
 from commopt.optim.rules import square_sums
 from commopt.optim.state_bucket import StateBucket
+from commopt.outer.means import Entry, Means
+from commopt.outer.rounds import mean_pseudo_gradient
 
 Over = Literal["ranks", "contributors"]
 """What a mean is over: all ranks; or, element by element, those whose message has something there."""
@@ -40,13 +42,13 @@ class Gathered:
     def __init__(self, bucket: StateBucket, compressor: Compressor) -> None:
         self.bucket, self.compressor = bucket, compressor
 
-    def send(self, d: Tensor, decay: float, channel: Channel, norms: bool) -> Iterator[Work]:
+    def send(self, d: Tensor, decay: float, send: Channel, reply: Channel, norms: bool) -> Iterator[Work]:
         """Sends e <- decay e + d, compressed; what was sent is taken out of e. The caller commits the residuals e.
 
         Args:
             d: (padded,) of the bucket's dtype, unchanged.
             decay: of the residuals.
-            channel: the ranks.
+            send, reply: the ranks, on the channels for what goes out, and for what is shared in a node.
             norms: whether ``squares`` are asked for.
 
         Yields:
@@ -54,9 +56,9 @@ class Gathered:
         """
         bucket, compressor, feedback = self.bucket, self.compressor, self.bucket.feedback
         assert feedback is not None
-        inside, between = channel.intra_node, channel.inter_node
+        inside, between = reply.intra_node, send.inter_node
         if inside.world_size > 1:
-            d = yield from reduce_scatter(d, inside)
+            d = yield from reduce_scatter(d, send.intra_node)
         own = torch.empty(1, compressor.nbytes(d.numel(), d.dtype), dtype=torch.uint8, device=d.device)
         mask = bucket.part(padding_mask(bucket)).view(1, -1)
         rest = torch.mul(feedback.worker, decay, out=feedback.next_worker)
@@ -105,6 +107,39 @@ class Gathered:
                 torch._foreach_mul_(self.bucket.views(message), list(factors[i]))
             out.add_(message)
         out.div_(nodes if count is None else count.clamp_(min=1))
+
+
+class GatheredMeans(Means):
+    """Means of gathered messages: e_r <- b e_r + D_r;  s_r = C(e_r);  e_r <- e_r - s_r;  D <- mean_r s_r.
+
+    Args:
+        entries, flats: as of :class:`Means`; groups have ``error_decay``, which is b.
+        compressor: C, the same on every rank.
+        over: what the means are over.
+        clip: whether messages are made no longer than the median.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], flats: list[Tensor], compressor: Compressor, over: Over, clip: bool
+    ) -> None:
+        super().__init__(entries, flats, compressor)
+        self.blocks, self._over = clip, over
+        alone = [bucket.feedback is None for bucket, _ in entries]  # this rank, or its node
+        self._sent = {i: Gathered(bucket, compressor) for i, (bucket, _) in enumerate(entries) if not alone[i]}
+
+    def task(self, i: int, send: Channel, reply: Channel) -> Task:
+        bucket, group = self.entries[i]
+        if i not in self._sent:
+            return mean_pseudo_gradient(self.flats[i], bucket, None, send, reply)
+        return self._sent[i].send(self.flats[i], group["error_decay"], send, reply, norms=self.blocks)
+
+    def finish(self, where: str) -> bool:
+        sent = list(self._sent.values())
+        clips = factors_to_median(sent, where) if self.blocks else [None] * len(sent)
+        sound = all(messages.is_sound() for messages in sent)
+        for (i, messages), factors in zip(self._sent.items(), clips if sound else ()):
+            messages.mean(self.flats[i], self._over, factors)
+        return sound and super().finish(where)
 
 
 def factors_to_median(gathered: Sequence[Gathered], where: str) -> list[list[list[float]]]:

@@ -37,7 +37,7 @@ from commopt.optim.guard import Guard
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer.gossiping import OWN, GossipOptimizer
+from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
 
 
@@ -83,8 +83,6 @@ class Gossip(GossipOptimizer):
             settings.
     """
 
-    ever_rank_local = OWN
-
     def __init__(
         self,
         params: Any,
@@ -122,7 +120,7 @@ class Gossip(GossipOptimizer):
     def loaded(self, entries: Any, origin: Any) -> None:
         self._moved = True  # what the neighbours have loaded is not known here
 
-    def follow_anchors(self, where: str) -> None:
+    def anchors_moved(self, device: torch.device, where: str) -> None:
         """Brings the replicas of the neighbours up to date, in full precision."""
         with reaching_others(self.topology, self.buckets, where):
             pipeline = Pipeline()

@@ -12,21 +12,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt.comm import Pipeline, Replicas, Work, check_exchanges, confirm
+from commopt.comm import Channel, Replicas, Task, Work, check_exchanges
 from commopt.optim.replicas import average_exactly, reaching_others
-from commopt.optim.rules import square_norm
-from commopt.optim.saving import PARAMETER
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer import rounds
+from commopt.outer import ending, rounds
 from commopt.outer.base import OuterOptimizer
-from commopt.outer.rounds import RoundReport, pseudo_gradient
+from commopt.outer.means import Entry, Means
+from commopt.outer.rounds import pseudo_gradient
 
 
 class GossipOptimizer(OuterOptimizer):
@@ -47,9 +45,8 @@ class GossipOptimizer(OuterOptimizer):
         """Ranks of ``bucket.replicas`` that this one talks to in the round that ends now."""
         raise NotImplementedError
 
-    def follow_anchors(self, where: str) -> None:
-        """Hook for when anchors were set to something else than the outer step has made of them, on any rank. All
-        ranks call it."""
+    def anchors_moved(self, device: torch.device, where: str) -> None:
+        """Nothing: they are each rank's own."""
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
@@ -61,28 +58,8 @@ class GossipOptimizer(OuterOptimizer):
             )
         check_exchanges(replicas.backend, type(self).__name__)
 
-    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
-        """What :meth:`exchange` makes of each bucket: means over some ranks, and not of pseudo-gradients."""
-        topology, buckets = self.topology, self.buckets
-        flats = [own_values(bucket) for bucket in buckets]
-        with reaching_others(topology, buckets, where):
-            pipeline = Pipeline()
-            for i, (bucket, flat) in enumerate(zip(buckets, flats)):
-                if bucket.world_size == 1:
-                    continue
-                ranks = " and ".join(str(bucket.replicas.members[rank]) for rank in self.partners(bucket)) or "nobody"
-                what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()}), exchange with rank {ranks}"
-                pipeline.start(self.exchange(bucket, flat), what)
-            pipeline.finish()
-        if topology.world_size > 1:
-            confirm(topology.world, square_norm(flats) < float("inf"), where)
-        return flats
-
-    def _report(self, error: Exception | None) -> RoundReport:
-        return replace(super()._report(error), checks=False)
-
-    def _equalize_anchors(self, device: torch.device, where: str) -> None:
-        self.follow_anchors(where)
+    def means_of(self, entries: Sequence[Entry], flats: list[Tensor]) -> Means:
+        return Exchanged(self, entries, flats)
 
     def synchronize_replicas(self) -> None:
         """Ends the round, if one is under way; then all ranks have the mean of the anchors, and of the outer momenta.
@@ -94,9 +71,11 @@ class GossipOptimizer(OuterOptimizer):
             if self.param_groups[0]["round_step"]:
                 return  # it was skipped
         device = self.control_device(self.params)
-        decision = rounds.agree(self.topology, self.buckets, device, self._report(None), f"{where}, agreement")
+        decision = rounds.agree(
+            self.topology, self.buckets, device, ending.report(self, None, False), f"{where}, agreement"
+        )
         if decision.broken:
-            self._skip(decision)
+            ending.skip(self, decision)
             return
         self._take_means(where)
         for group in self.param_groups:
@@ -122,6 +101,10 @@ class GossipOptimizer(OuterOptimizer):
     # what is a rank's own ---------------------------------------------------------------------------------------------
 
     @property
+    def own_anchors(self) -> bool:
+        return True
+
+    @property
     def replicas_differ(self) -> bool:
         return self.topology.copies > 1 and _differs(self.param_groups[0])
 
@@ -141,11 +124,26 @@ def _differs(group: dict[str, Any]) -> bool:
     return bool(group["round_step"] or group["rounds"] != group["last_sync_round"])
 
 
+class Exchanged(Means):
+    """What :meth:`GossipOptimizer.exchange` makes of each bucket: means over some ranks, not of pseudo-gradients."""
+
+    def __init__(self, optimizer: GossipOptimizer, entries: Sequence[Entry], flats: list[Tensor]) -> None:
+        super().__init__(entries, flats, optimizer.compressor)
+        self.optimizer = optimizer
+        for (bucket, _), flat in zip(entries, flats):
+            torch.sub(bucket.buffers["anchor"], flat, out=flat)
+
+    def task(self, i: int, send: Channel, reply: Channel) -> Task:
+        bucket, _ = self.entries[i]
+        return self.optimizer.exchange(bucket, self.flats[i]) if bucket.world_size > 1 else iter(())
+
+    def describe(self, i: int) -> str:
+        bucket, _ = self.entries[i]
+        ranks = [bucket.replicas.members[rank] for rank in self.optimizer.partners(bucket)]
+        return f"{super().describe(i)}, exchange with rank {' and '.join(map(str, ranks)) or 'nobody'}"
+
+
 def own_values(bucket: StateBucket) -> Tensor:
     """y of this rank; a new flat buffer."""
     flat = pseudo_gradient(bucket)
     return torch.sub(bucket.buffers["anchor"], flat, out=flat)
-
-
-OWN = (PARAMETER, "anchor")
-"""Names of what is a rank's own in gossip."""

@@ -1,4 +1,4 @@
-"""Loading: the state of the base of an outer optimizer."""
+"""Loading: the state of an outer optimizer, and of its base."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from commopt.optim.own import MIXED, Origin
+from commopt.optim.own import MIXED, Origin, cloned
+from commopt.optim.packed import WHOSE
 from commopt.outer.mixed import Mixed, name_of
 from commopt.sharding import like, local
 
@@ -22,6 +23,22 @@ logger = logging.getLogger("commopt")
 
 BASE = "base_"
 """Begins the names of the state of the base, where that is beside the outer state of a parameter."""
+
+
+def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
+    """Loads the state ``given`` into ``optimizer`` and its base, or the state of the base alone."""
+    of_base = not any("round_step" in group for group in given["param_groups"])
+    entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
+    if not of_base:
+        entries, origin = optimizer.read_entries(given)
+        base = base_of_entries(given, entries, optimizer.params) or base_to_load(optimizer, given, origin)
+    before = optimizer.param_groups
+    # torch would go on with the tensors given
+    whose = {WHOSE: optimizer.base.defaults.get(WHOSE)}  # the base may be one of ours
+    groups = [{**group, **whose} for group in given["param_groups"]]
+    optimizer.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
+    optimizer.adopt_groups(before)
+    optimizer.fill_from(given, entries, origin, of_base)
 
 
 def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origin | None) -> dict[str, Any]:

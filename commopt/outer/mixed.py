@@ -138,6 +138,17 @@ def parts_of(base: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return base.parts if isinstance(base, Mixed) else [base]
 
 
+def check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
+    """Raises ValueError if ``base``, or one of the optimizers it consists of, has a hyper-parameter of ``ours``."""
+    for part in parts_of(base):
+        both = sorted(part.defaults.keys() & ours.keys())
+        if both:
+            raise ValueError(
+                f"the base optimizer {type(part).__name__} has a hyper-parameter {both[0]!r} of its own; allowed are "
+                f"optimizers without any of {', '.join(ours)}"
+            )
+
+
 def name_of(base: torch.optim.Optimizer) -> str:
     """The name of ``base``; of a mixture, with those of its optimizers."""
     return base.name if isinstance(base, Mixed) else type(base).__name__

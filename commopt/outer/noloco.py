@@ -33,7 +33,7 @@ from commopt.comm import Backend, Work
 from commopt.optim import checks
 from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer.gossiping import OWN, GossipOptimizer
+from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
 
 
@@ -76,7 +76,6 @@ class NoLoCo(GossipOptimizer):
     """
 
     momentum = True
-    ever_rank_local = (*OWN, "outer_momentum")
     _SETTINGS = (*GossipOptimizer._SETTINGS, "seed")
 
     def __init__(

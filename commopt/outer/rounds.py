@@ -10,12 +10,11 @@ from torch import Tensor
 
 from commopt.comm import (
     CONFIRMATION_BYTES,
+    STARTED,
     Backend,
     Channel,
-    Pipeline,
     Topology,
     Work,
-    confirm,
     mean_over_all,
     reduce_scatter,
     wait,
@@ -25,7 +24,6 @@ from commopt.optim.agreement import StepRefused, clipped_alike, within
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
-from commopt.optim.rules import square_norm
 from commopt.optim.state_bucket import StateBucket
 
 FIELDS = 8
@@ -103,25 +101,25 @@ def agree(
         commopt.comm.CollectiveError: the other ranks could not be reached; begins with ``where``.
     """
     with reaching_others(topology, buckets, where):
-        table = _exchange(topology.world, device, report, where)
-    return _decide(table, report, where, [table[rank][2] for rank in topology.same_part()])
+        received, work = tell(topology.world, device, report)
+        wait(work, where)
+    return decide(topology, received.tolist(), report, where)
 
 
-def _exchange(backend: Backend, device: torch.device, mine: RoundReport, where: str) -> list[list[float]]:
-    """Reports of all ranks, by rank."""
+def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Tensor, Work]:
+    """Starts to tell all ranks the report of this one. Returns where those of all will be, a row for each rank, when
+    the work is done."""
     row = [mine.error is not None, mine.finite, mine.square_norm, mine.step, mine.number, mine.terms, mine.moved]
-    row.append(mine.checks)
+    message = torch.tensor([float(x) for x in (*row, mine.checks)], dtype=torch.float64, device=device)
     if backend.world_size == 1:
-        return [[float(x) for x in row]]
-    message = torch.tensor([float(x) for x in row], dtype=torch.float64, device=device)
+        return message.unsqueeze(0), STARTED
     received = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
-    wait(backend.all_gather(received, message), where)
-    table: list[list[float]] = received.tolist()
-    return table
+    return received, backend.all_gather(received, message)
 
 
-def _decide(table: list[list[float]], mine: RoundReport, where: str, squares: list[float]) -> RoundDecision:
-    """``squares``: the square norms of the ranks that hold what this one does."""
+def decide(topology: Topology, table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
+    """What follows from the reports of all ranks, by rank; as :func:`agree` raises it."""
+    squares = [table[rank][2] for rank in topology.same_part()]
     if mine.error is not None:
         raise mine.error
     for rank, (failed, *_) in enumerate(table):
@@ -161,22 +159,6 @@ def compare(
     decide(received.tolist(), where)
 
 
-def mean_pseudo_gradients(
-    topology: Topology, buckets: Sequence[StateBucket], compressor: Compressor | None, where: str
-) -> list[Tensor]:
-    """The mean over all ranks of their pseudo-gradients, by bucket: flat buffers. The caller commits the residuals."""
-    flats = [pseudo_gradient(bucket) for bucket in buckets]
-    with reaching_others(topology, buckets, where):
-        pipeline = Pipeline()
-        for i, (bucket, flat) in enumerate(zip(buckets, flats)):
-            what = f"{where}, bucket {i} of {len(buckets)} ({bucket.describe()})"
-            pipeline.start(mean_pseudo_gradient(flat, bucket, compressor, bucket.replicas.channel), what)
-        pipeline.finish()
-    if topology.world_size > 1:
-        confirm(topology.world, square_norm(flats) < float("inf"), where)
-    return flats
-
-
 def pseudo_gradient(bucket: StateBucket) -> Tensor:
     """Pseudo-gradient of this rank: anchor - x_i, how far it has come from the anchor as its parameters have it; a
     new flat buffer."""
@@ -187,7 +169,7 @@ def pseudo_gradient(bucket: StateBucket) -> Tensor:
 
 
 def mean_pseudo_gradient(
-    flat: Tensor, bucket: StateBucket, compressor: Compressor | None, channel: Channel
+    flat: Tensor, bucket: StateBucket, compressor: Compressor | None, send: Channel, reply: Channel
 ) -> Iterator[Work]:
     """``flat`` <- its mean over all ranks, in place and with the same bits on every rank.
 
@@ -198,21 +180,21 @@ def mean_pseudo_gradient(
         flat: (padded,) of the bucket's dtype.
         bucket: has the residuals.
         compressor: the same on every rank.
-        channel: the ranks.
+        send, reply: the ranks, on the channels for what goes out, and for what comes back.
 
     Yields:
         Each collective as it starts; the caller waits for it before it resumes the generator.
     """
     feedback = bucket.feedback
     if compressor is None or feedback is None:
-        yield from mean_over_all(flat, channel, channel)
+        yield from mean_over_all(flat, send, reply)
         return
     part = flat
     if bucket.local_world_size > 1:  # this rank stands for its node, in its part of the bucket
-        part = yield from reduce_scatter(flat, channel.intra_node)
+        part = yield from reduce_scatter(flat, send.intra_node)
     active = padding_mask(bucket)
     local = Momentum(part, [], [], 1.0, 0.0)
-    mask = active.view(channel.world.world_size, -1)
-    for chunk in (yield from start_mean(local, feedback, bucket, compressor, channel, channel, active)):
+    mask = active.view(bucket.world_size, -1)
+    for chunk in (yield from start_mean(local, feedback, bucket, compressor, send, reply, active)):
         yield chunk.work
-        compressor.decompress_active(chunk.payload, flat.view(channel.world.world_size, -1), mask, chunk.chunk)
+        compressor.decompress_active(chunk.payload, flat.view(bucket.world_size, -1), mask, chunk.chunk)

@@ -28,22 +28,22 @@ Where this differs from the paper, and from the code with which its authors have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Pipeline, confirm
+from commopt.comm import Backend
 from commopt.compress import Compressor, TopK
 from commopt.optim import checks
 from commopt.optim.guard import Guard
-from commopt.optim.replicas import reaching_others
-from commopt.optim.rules import square_norm
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
-from commopt.outer.gathered import Gathered, Over, factors_to_median
-from commopt.outer.rounds import Round, mean_pseudo_gradient, pseudo_gradient
+from commopt.outer.gathered import GatheredMeans, Over
+from commopt.outer.means import Entry, Means
+from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming
 from commopt.sharding import local
 
 
@@ -75,6 +75,8 @@ class SparseLoCo(OuterOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
+        streaming: sends the parameters in fragments, while training goes on (:class:`commopt.Streaming`); while one is
+            in flight, what was sent of it takes 2 of the memory. None: all at the end of a round.
         state_period: names tensors of the base's state that are averaged, too, in full precision, and at every how many
             synchronisations: DES-LOC (:mod:`commopt.outer.base_state`) advises ``{"exp_avg": 3, "exp_avg_sq": 6}`` for
             Adam. For that while each takes 1 more of the memory. None: the state stays with its rank.
@@ -107,6 +109,7 @@ class SparseLoCo(OuterOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -117,7 +120,7 @@ class SparseLoCo(OuterOptimizer):
         outer = {"outer_lr": outer_lr, "error_decay": error_decay}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
-            bucket_mb=bucket_mb, guard=guard, state_period=state_period, reduction=reduction,
+            bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
             process_group=process_group, backend=backend,
         )  # fmt: skip
 
@@ -142,29 +145,10 @@ class SparseLoCo(OuterOptimizer):
         if self.compressor is not None:
             bucket.add_residuals(double_buffered=True, serves=False)
 
-    def mean_pseudo_gradients(self, where: str) -> list[Tensor]:
+    def means_of(self, entries: Sequence[Entry], flats: list[Tensor]) -> Means:
         if self.compressor is None:
-            return super().mean_pseudo_gradients(where)
-        flats = [pseudo_gradient(bucket) for bucket in self.buckets]  # D_r = x - x_r
-        sent: dict[int, Gathered] = {}
-        with reaching_others(self.topology, self.buckets, where):
-            pipeline = Pipeline()
-            for i, ((bucket, group), d) in enumerate(zip(self.grouped_buckets(), flats)):
-                what = f"{where}, bucket {i} of {len(flats)} ({bucket.describe()})"
-                channel = bucket.replicas.channel
-                if bucket.feedback is None:  # this rank, or its node, is alone
-                    pipeline.start(mean_pseudo_gradient(d, bucket, None, channel), what)
-                    continue
-                sent[i] = Gathered(bucket, self.compressor)  # e_r = b e_r + D_r;  s_r = C(e_r);  e_r = e_r - s_r
-                pipeline.start(sent[i].send(d, group["error_decay"], channel, norms=self.clip_to_median), what)
-            pipeline.finish()
-            clips = factors_to_median(list(sent.values()), where) if self.clip_to_median else [None] * len(sent)
-        sound = all(messages.is_sound() for messages in sent.values())
-        for (i, messages), factors in zip(sent.items(), clips if sound else ()):
-            messages.mean(flats[i], self.mean_over, factors)  # mean_r s_r
-        if self.topology.world_size > 1:
-            confirm(self.topology.world, sound and square_norm(flats) < float("inf"), where)
-        return flats
+            return super().means_of(entries, flats)
+        return GatheredMeans(entries, flats, self.compressor, self.mean_over, self.clip_to_median)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         bucket.buffers["anchor"].sub_(pseudo_gradient, alpha=group["outer_lr"])

@@ -140,6 +140,12 @@ def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type
     check_arguments(base, {"lr": None}, "optim")
     if "sign" in args:
         args["sign"] = make_given(args["sign"], f"{key}.sign", commopt.outer, commopt.outer.SignRule)
+    if args.get("streaming") is not None:
+        given = args["streaming"]
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{key}.streaming={given!r} is not allowed: it must be arguments of Streaming, or null")
+        check_arguments(commopt.outer.Streaming, given, f"{key}.streaming")
+        args["streaming"] = build(commopt.outer.Streaming, f"{key}.streaming", **given)
     return {"base": base, **of_base, **args}, base
 
 

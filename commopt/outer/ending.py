@@ -1,0 +1,235 @@
+"""The end of a round that is waited for, of all buckets or of a fragment: functions of an outer optimizer.
+
+Nothing that lasts changes before all collectives are done, but for anchors that differed; then everything does.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from commopt.comm import message_device, wait
+from commopt.optim import comparing, wrapped
+from commopt.optim.agreement import is_usable
+from commopt.optim.diagnostics import names_of
+from commopt.optim.guard import NotFinite, tell_not_finite
+from commopt.optim.replicas import average_exactly, reaching_others
+from commopt.optim.rules import square_norm
+from commopt.optim.setup import equalize
+from commopt.outer import base_state, rounds
+from commopt.outer.means import Entry, wait_for_means
+from commopt.outer.rounds import Round, RoundDecision, RoundReport, pseudo_gradient
+from commopt.sharding import local
+
+if TYPE_CHECKING:
+    from commopt.outer.base import OuterOptimizer
+
+logger = logging.getLogger("commopt")
+
+Squares = dict[tuple[int, int], float]
+"""Sums of squares, by fragment, and by the id of a parameter group."""
+
+Write = Callable[[int, Entry], None]
+"""Writes parameters, of the entry of that number, when its anchor has moved."""
+
+
+def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Sequence[int], whole: bool = True) -> bool:
+    """Ends the rounds of ``fragments``. Returns whether the ranks have not skipped that.
+
+    Args:
+        optimizer: whose.
+        error: why this rank cannot take part.
+        fragments: their numbers; the others are at rest, if it is ``whole``.
+        whole: whether all replicas are equal then.
+
+    Raises:
+        error: on the rank that has one; the others raise StepRefused.
+        commopt.comm.CollectiveError: a collective failed.
+    """
+    topology, entries = optimizer.topology, optimizer.entries(fragments)
+    where = where_of(optimizer, None if whole else fragments[0])
+    due = [(base_state.due(optimizer.state_period, optimizer.round_of(p) + 1), p) for p in fragments]
+    error = error or base_state.lacking(optimizer.base, [name for names, _ in due for name in names])
+    checks = whole or fragments[-1] == optimizer.fragments - 1
+    if not agreed(optimizer, report(optimizer, error, checks), where):
+        return False
+    own = mean_buffers(optimizer, where) if whole and optimizer.is_eager else []
+    means = optimizer.means_of(entries, [pseudo_gradient(bucket) for bucket, _ in entries])
+    wait_for_means(topology, means, where)
+    states = own
+    for names, p in due:
+        buckets = [bucket for bucket, _ in optimizer.entries([p])]
+        states += base_state.mean_states(topology, buckets, optimizer.base, names, f"{where}, state of the bases")
+    for mine, mean in states:
+        mine.copy_(mean)
+    squares = squares_of(entries, means.flats)
+    take_steps(optimizer, entries, means.flats, lambda _, entry: to_anchor(entry))
+    if own:
+        for entry in optimizer.entries():
+            to_anchor(entry)
+    optimizer.count_round(fragments, whole, squares)
+    optimizer._moved = False
+    return True
+
+
+def where_of(optimizer: OuterOptimizer, fragment: int | None) -> str:
+    """What begins errors of a round of a fragment; of all parameters, if it is None."""
+    group, name = optimizer.param_groups[0], type(optimizer).__name__
+    if fragment is None or optimizer.streaming is None or optimizer.fragments == 1:
+        return f"{name}, synchronisation {group['rounds'] + 1}"
+    number = group["fragment_rounds"][fragment] + 1
+    return f"{name}, synchronisation {number}, fragment {fragment + 1} of {optimizer.fragments}"
+
+
+def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
+    """Flat buffers that are each rank's own, with their means over the ranks."""
+    out = []
+    for bucket, group in optimizer.entries():
+        own = [name for name in optimizer.rank_local(group) if name in bucket.buffers]
+        out += [(bucket, bucket[name], bucket[name].clone()) for name in own]
+    if out:
+        with reaching_others(optimizer.topology, optimizer.buckets, where):
+            average_exactly(optimizer.topology, [b for b, _, _ in out], [mean for *_, mean in out], where)
+    return [(mine, mean) for _, mine, mean in out]
+
+
+def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> bool:
+    """Whether the ranks agree to end a round: waits for their reports. Anchors are the same on all ranks then, if
+    parameters were changed before it."""
+    buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
+    decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
+    if decision.broken:
+        skip(optimizer, decision)
+        return False
+    if decision.moved:
+        optimizer.anchors_moved(device, where)
+    follow(optimizer, decision, where)
+    return True
+
+
+def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str) -> None:
+    """Does what follows for a round that the ranks end: says what is odd, and compares replicas if it is time."""
+    optimizer._skipped_in_a_row = 0
+    if decision.equal_gradients:
+        optimizer._diagnostics.equal_gradients_in_rounds(wrapped.advice(optimizer))
+    wrapped.averages_now(optimizer, decision.equal_gradients)
+    optimizer._diagnostics.norms(decision.alike, decision.norm)
+    if decision.checks:
+        device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
+        compare = rounds.compare
+        compare(optimizer.topology, optimizer.buckets, device, comparing.digests(optimizer), optimizer._compare, where)
+
+
+def report(
+    optimizer: OuterOptimizer, error: Exception | None, checks: bool, sent: Sequence[Tensor] | None = None
+) -> RoundReport:
+    """What this rank says of itself at the end of a round. ``checks``: whether digests may be compared at it. If it has
+    ``sent`` something, whether that is finite counts, and not its parameters."""
+    own = optimizer.defaults.keys() - optimizer.base.defaults.keys()
+    terms = [
+        sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in own)
+        for group in optimizer.param_groups
+    ]
+    group = optimizer.param_groups[0]
+    finite = is_usable(square_norm(optimizer.values() if sent is None else list(sent)))
+    checksum, number = zlib.crc32(str(terms).encode()), group["rounds"]
+    if checks := checks and not optimizer.own_anchors:
+        checks = optimizer.guard.checks_at(number + 1, optimizer._check_next, group["period"])
+    moved, step = optimizer._moved, group["round_step"]
+    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error)
+
+
+def take_steps(
+    optimizer: OuterOptimizer,
+    entries: Sequence[Entry],
+    means: Sequence[Tensor],
+    write: Write,
+    sent: bool = False,
+    commit: bool = True,
+) -> None:
+    """Outer steps along ``means``, of each entry, the residuals of which are committed if asked for. ``sent``: the
+    rounds are those in flight, and not those of now."""
+    positions = _positions(optimizer)
+    for i, ((bucket, group), mean) in enumerate(zip(entries, means)):
+        number, lr = optimizer.place_of(bucket, group, sent)
+        if bucket.feedback is not None and commit:
+            bucket.feedback.commit()
+        ctx = Round(number, lr, [positions[id(p)] for p in bucket.params])
+        optimizer.outer_step(bucket, group, mean, ctx)
+        write(i, (bucket, group))
+
+
+def squares_of(entries: Sequence[Entry], means: Sequence[Tensor]) -> Squares:
+    """Sums of squares of what was compressed."""
+    out = Squares()
+    for (bucket, group), mean in zip(entries, means):
+        if bucket.feedback is not None:
+            key = bucket.fragment, id(group)
+            out[key] = out.get(key, 0.0) + bucket.share * square_norm([mean])
+    return out
+
+
+def to_anchor(entry: Entry) -> None:
+    """Sets parameters to their anchors."""
+    bucket, _ = entry
+    for p, x in zip(bucket.values, bucket.tensors("anchor")):
+        p.copy_(x)
+
+
+def of_all_parts(optimizer: OuterOptimizer, squares: Squares, fragments: Sequence[int]) -> list[list[float]]:
+    """The sums of squares of what the model has of each of some fragments, group by group, from those of what each rank
+    has of it."""
+    mine: list[list[float]] = [
+        [squares.get((p, id(group)), 0.0) for group in optimizer.param_groups] for p in fragments
+    ]
+    if not optimizer.topology.is_sharded or optimizer.compressor is None:
+        return mine
+    table = torch.tensor(mine, dtype=torch.float64, device=message_device(optimizer.topology.backend))
+    wait(optimizer.topology.world.all_reduce(table), "norms of the mean pseudo-gradients of all parts")
+    return [list(row) for row in table.tolist()]
+
+
+def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str) -> None:
+    """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
+    differed, topology = False, optimizer.topology
+    with reaching_others(topology, optimizer.buckets, where):
+        for replicas in topology.replicas:
+            anchors = [bucket["anchor"] for bucket in optimizer.buckets if bucket.replicas is replicas]
+            differed |= equalize(replicas.world, device, anchors)
+    if differed and topology.rank == 0:
+        logger.warning(
+            "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
+            "from those of rank 0",
+            type(optimizer).__name__,
+        )
+
+
+def skip(optimizer: OuterOptimizer, decision: RoundDecision) -> None:
+    """Counts a round that all ranks skip.
+
+    Raises:
+        commopt.optim.NotFinite: there were too many.
+    """
+    optimizer.skipped_rounds += 1
+    optimizer._skipped_in_a_row += 1
+    optimizer._diagnostics.round_skipped(decision.broken, optimizer.skipped_rounds)
+    if optimizer.guard.ends_after(optimizer._skipped_in_a_row):
+        told = tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
+        raise NotFinite(
+            f"{type(optimizer).__name__}: {optimizer._skipped_in_a_row} synchronisations in a row were skipped: {told}"
+        )
+
+
+def _positions(optimizer: OuterOptimizer) -> dict[int, int]:
+    """Start of each parameter in what this rank holds of the model, in elements."""
+    at, out = 0, {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            out[id(p)] = at
+            at += local(p).numel()
+    return out

@@ -1,0 +1,224 @@
+"""Fragments in flight: what was sent of each, on channels of their own, while training goes on.
+
+A flight is a row by which the ranks agree, the exchanges of the buckets, and a row by which they confirm that all has
+come right. The first two start when it is launched. What follows starts when what it waits for is there, oldest flight
+first: in :meth:`Flights.progress`, which every step calls, and every gradient that arrives in backward, or at the
+latest in :meth:`Flights.land`, which waits. So the order of collectives on each channel is the same on every rank,
+whatever has arrived. Where a backend has no channels, there is one order for all, and nothing but the first collectives
+starts before a flight is waited for.
+
+Nothing that lasts is written before a flight has landed, but for residuals to come. So what a rank has sent is all that
+has to be saved of it: sent once more, it comes to the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import (
+    STARTED,
+    Backend,
+    CollectiveError,
+    CountingBackend,
+    Pipeline,
+    Receipt,
+    Topology,
+    Traffic,
+    Work,
+    confirm,
+    confirmation,
+    judge,
+    message_device,
+    open_control,
+)
+from commopt.optim.overlap import arrival_hook, remove_all
+from commopt.optim.replicas import reaching_others
+from commopt.outer.means import Means
+from commopt.outer.rounds import RoundDecision, RoundReport, decide, tell
+
+
+@dataclass
+class Flight:
+    """A fragment in flight.
+
+    Attributes:
+        fragment: its number.
+        means: the means of its buckets, on their way.
+        sent: of each bucket, what this rank has sent, (padded,).
+        report: of this rank, as the flight was launched.
+        where: begins errors.
+        traffic, receipt: of what it has sent and received; counted when it is done, as that is the same in every run.
+        table: the reports of all ranks, by rank, when they have come.
+        confirmed: what all ranks say about what they have received, when that has come.
+        landed: whether all has.
+    """
+
+    fragment: int
+    means: Means
+    sent: list[Tensor]
+    report: RoundReport
+    where: str
+    traffic: Traffic = field(default_factory=Traffic)
+    receipt: Receipt = field(default_factory=Receipt)
+    table: list[list[float]] | None = None
+    confirmed: list[list[int]] | None = None
+    landed: bool = False
+
+    def agree(self, backend: CountingBackend) -> Iterator[Work]:
+        """Tells the ranks what they decide by."""
+        received, work = tell(backend, message_device(backend), self.report)
+        yield work
+        self.table = received.tolist()
+
+    def confirm(self, backend: CountingBackend) -> Iterator[Work]:
+        """Tells the ranks what has come, when it has; behind the other tasks of the flight."""
+        yield STARTED
+        if not self.means.blocks:
+            sound = self.means.finish(self.where)
+            if backend.world_size > 1:
+                mine = confirmation(backend, sound)
+                received = mine.new_empty(backend.world_size, mine.numel())
+                yield backend.all_gather(received, mine)
+                self.confirmed = received.tolist()
+        self.landed = True
+
+
+class Flights:
+    """All fragments in flight, oldest first.
+
+    Args:
+        topology: the ranks.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._flights: dict[int, Flight] = {}
+        self._pipeline = Pipeline()
+        self._control: Sequence[Backend] | None = None
+        self._failed: Exception | None = None
+        self._by_itself = False
+        self._handles: dict[int, Any] = {}
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+
+    def __contains__(self, fragment: int) -> bool:
+        return fragment in self._flights
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights.values())
+
+    def follow(self, params: Sequence[Tensor]) -> None:
+        """Looks whenever the gradient of one of ``params`` is there, and not in steps alone."""
+        hook = arrival_hook(weakref.ref(self))
+        for p in params:
+            if p.requires_grad and id(p) not in self._handles:
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def arrived(self, _: Tensor) -> None:
+        """A gradient is there."""
+        self.progress()
+
+    def launch(self, flight: Flight) -> None:
+        """Starts ``flight``. All ranks call this at the same point.
+
+        Raises:
+            commopt.comm.CollectiveError: it cannot be started, or an earlier one has failed.
+        """
+        topology, pipeline, traffic, receipt = self._topology, self._pipeline, flight.traffic, flight.receipt
+        with reaching_others(topology, [], flight.where):
+            self._refuse_failed()
+            try:
+                first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
+                pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
+                flight.means.start(
+                    lambda bucket: bucket.replicas.pair_with(traffic, receipt), pipeline, flight.where, True
+                )
+                pipeline.start(flight.confirm(last), f"{flight.where}, confirmation of what was received", early=True)
+            except Exception as error:
+                self._failed = error
+                raise
+        self._flights[flight.fragment] = flight
+
+    def progress(self) -> None:
+        """Starts what can be started: never waits, and raises nothing; :meth:`land` does."""
+        if self._by_itself and self._flights and self._failed is None:
+            try:
+                self._pipeline.progress()
+            except Exception as error:
+                self._failed = error
+
+    def land(self, fragment: int) -> Flight:
+        """Waits for all of a fragment; it stays in flight until it is :meth:`done`. All ranks call this at the same
+        point.
+
+        Raises:
+            commopt.comm.CollectiveError: a collective has failed; begins with where.
+        """
+        flight = self._flights[fragment]
+        with reaching_others(self._topology, [], flight.where):
+            self._refuse_failed()
+            try:
+                self._pipeline.run_until(lambda: flight.landed)
+            except Exception as error:
+                self._failed = error
+                raise
+        return flight
+
+    def decide(self, flight: Flight) -> RoundDecision:
+        """What the ranks have agreed on about a flight that has landed; if it is that it counts, its means are there.
+
+        Raises:
+            as :func:`commopt.outer.rounds.agree`, and as :func:`commopt.comm.confirm`.
+        """
+        topology = self._topology
+        assert flight.table is not None
+        decision = decide(topology, flight.table, flight.report, flight.where)
+        if decision.broken or topology.world_size == 1:
+            if flight.means.blocks and not decision.broken:
+                flight.means.finish(flight.where)
+            return decision
+        world = CountingBackend(topology.backend, flight.traffic, flight.receipt)
+        if flight.confirmed is not None:
+            judge(world, flight.confirmed, flight.where)
+        else:
+            with reaching_others(topology, [], flight.where):
+                sound = flight.means.finish(flight.where)
+            confirm(world, sound, flight.where)
+        return decision
+
+    def done(self, flight: Flight) -> None:
+        """Counts what a flight that has landed has sent, and forgets it."""
+        self._topology.traffic.take_over(flight.traffic)
+        del self._flights[flight.fragment]
+
+    def land_all(self) -> None:
+        """Waits for all, and keeps them. All ranks call this at the same point."""
+        for fragment in list(self._flights):
+            self.land(fragment)
+
+    def drop_all(self) -> None:
+        """Waits for all, and forgets them."""
+        self.land_all()
+        self._flights.clear()
+
+    def _refuse_failed(self) -> None:
+        if self._failed is not None:
+            raise CollectiveError(str(self._failed)) from self._failed
+
+    def _open(self) -> Sequence[Backend]:
+        """Opens the channels, if that has not been done: for the rows at the beginning of flights, and at their end."""
+        if self._control is None:
+            topology = self._topology
+            for ranks in topology.replicas:
+                ranks.open(2)
+            control = [open_control(topology.backend) for _ in range(2)]
+            several = [ranks for ranks in topology.replicas if ranks.world_size > 1]
+            apart = topology.backend not in control and all(ranks.opened for ranks in several)
+            self._by_itself, self._control = apart or topology.world_size == 1, control
+        return self._control

@@ -1,0 +1,71 @@
+"""One local step of a rank, and where its rounds begin: functions of an outer optimizer. Nothing is sent, but inside a
+replica that several ranks hold together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from commopt.optim.agreement import LARGEST_NORM, is_usable
+from commopt.optim.guard import NotFinite
+from commopt.optim.replicas import agree_inside
+from commopt.optim.rules import square_norm
+from commopt.outer.wrap import step_base
+
+if TYPE_CHECKING:
+    from commopt.outer.base import OuterOptimizer
+
+
+def step(optimizer: OuterOptimizer) -> None:
+    """A step of the base, unless a gradient is inf or NaN."""
+    topology = optimizer.topology
+    if topology.is_sharded:
+        optimizer.settle()
+    params = [p for p in optimizer.params if p.grad is not None]
+    if not params:
+        optimizer._diagnostics.idle("on this rank")
+    unscale = 1 / float(getattr(optimizer, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
+    where = f"{type(optimizer).__name__}, local step {optimizer.param_groups[0]['round_step'] + 1}"
+    square, _ = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, None, where)
+    finite = is_usable(square)
+    optimizer._square = square if finite else 0.0
+    optimizer._local_skips = 0 if finite else optimizer._local_skips + 1
+    if not finite:
+        optimizer.skipped_steps += 1
+        optimizer._diagnostics.local_step_skipped(optimizer.skipped_steps)
+        return
+    scale = unscale
+    if optimizer.max_grad_norm is not None:
+        scale *= min(1.0, optimizer.max_grad_norm / (square**0.5 + 1e-6))
+    factors = {id(p): bucket.factor for bucket in optimizer.buckets for p in bucket.params}
+    for p in params:
+        if (factor := scale * factors.get(id(p), 1.0)) != 1:
+            p.grad.mul_(factor)  # type: ignore[union-attr]
+    step_base(optimizer.base)
+
+
+def too_many_skipped(optimizer: OuterOptimizer) -> Exception | None:
+    """Error that ends the run if this rank has skipped its local steps for too long, though its parameters are
+    finite."""
+    skips = optimizer._local_skips
+    if not optimizer.guard.ends_after(skips) or not is_usable(square_norm(optimizer.values())):
+        return None
+    return NotFinite(
+        f"{type(optimizer).__name__}: rank {optimizer.topology.rank} has skipped its last {skips} local steps: inf, "
+        f"NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its data and "
+        "the learning rate"
+    )
+
+
+def begin_rounds(optimizer: OuterOptimizer) -> None:
+    """Takes over parameters that were changed since the last synchronisation, such as those of a model that was loaded
+    after the optimizer was made. An anchor that rounds to its parameter stays."""
+    for bucket, _ in optimizer.entries([p for p in range(optimizer.fragments) if optimizer.at_rest(p)]):
+        anchors = bucket.tensors("anchor")
+        changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.values, anchors)])
+        if changed.any():
+            optimizer._moved = True
+            for p, x, new in zip(bucket.values, anchors, changed.tolist()):
+                if new:
+                    x.copy_(p)

@@ -1,0 +1,264 @@
+"""What a streaming optimizer does at a step: sends the fragment whose round ends, and merges what has come back.
+Functions of an outer optimizer; :mod:`commopt.outer.streaming` says what is computed.
+
+A fragment in flight is counted in the groups (``sent_steps``), and what this rank has sent of it is saved with the
+rank's own. A copy, or a run that is resumed, sends it once more with its first step: the merge comes when it would have
+come, with the same bits.
+
+Ranks agree by a row that travels with the fragment, and look at it when they merge. If some rank had inf or NaN in the
+fragment then, none merges: the round counts as never ended, and its steps with the next one. The first row after all
+replicas were equal is waited for, since parameters may have been loaded before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.optim.agreement import is_usable
+from commopt.optim.rules import square_norm
+from commopt.outer import ending
+from commopt.outer.flight import Flight
+from commopt.outer.local_steps import too_many_skipped
+from commopt.outer.means import Entry
+from commopt.outer.rounds import pseudo_gradient
+from commopt.outer.stream_state import forget_sent, keep_sent
+from commopt.outer.streaming import Streaming, end_fragment, in_flight, put
+
+if TYPE_CHECKING:
+    from commopt.outer.base import OuterOptimizer
+
+
+def step(optimizer: OuterOptimizer, error: Exception | None) -> None:
+    """What follows a local step that was taken; or not, for ``error``.
+
+    Raises:
+        error; and what the end of a round raises.
+    """
+    streaming, group = _streaming(optimizer), optimizer.param_groups[0]
+    optimizer.flights.progress()
+    resume(optimizer)
+    if not streaming.is_eager:
+        for p in in_flight(group):
+            if group["fragment_steps"][p] >= streaming.steps:
+                merge(optimizer, p)
+    while group["round_step"] >= streaming.end_of(group["fragment"], group["period"]):
+        error = error or too_many_skipped(optimizer)
+        if not _send(optimizer, group["fragment"], error):
+            break
+    if error is not None:
+        raise error
+
+
+def due_after(streaming: Streaming, group: Mapping[str, Any]) -> bool:
+    """Whether something is sent or merged at the end of the next step."""
+    if group["round_step"] + 1 >= streaming.end_of(group["fragment"], group["period"]):
+        return True
+    return not streaming.is_eager and any(
+        group["fragment_steps"][p] + 1 >= streaming.steps for p in range(streaming.fragments) if group["sent_steps"][p]
+    )
+
+
+def synchronize(optimizer: OuterOptimizer) -> None:
+    """Merges all that is in flight, and ends the rounds of all fragments: replicas are equal then, unless the ranks
+    skip that."""
+    resume(optimizer)
+    group = optimizer.param_groups[0]
+    for p in in_flight(group):
+        (_take_rest if optimizer.is_eager else merge)(optimizer, p)
+    ending.end_round(optimizer, None, [p for p, steps in enumerate(group["fragment_steps"]) if steps])
+
+
+def merge(optimizer: OuterOptimizer, fragment: int) -> None:
+    """Takes the outer step of a fragment in flight, waiting for it, and merges what comes of it."""
+    streaming, flights = _streaming(optimizer), optimizer.flights
+    flight = flights.land(fragment)
+    if not _counts(optimizer, flight):
+        return
+    entries = flight.means.entries
+    write: ending.Write = lambda _, entry: ending.to_anchor(entry)  # noqa: E731
+    if not optimizer.param_groups[0]["fragment_steps"][fragment]:
+        pass  # no step was taken meanwhile
+    elif streaming.merge == "mix":
+        write = lambda _, entry: _mix(entry, streaming.kept)  # noqa: E731
+    else:
+        drifts = [sent - pseudo_gradient(bucket) for (bucket, _), sent in zip(entries, flight.sent)]
+        write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
+    squares = ending.squares_of(entries, flight.means.flats)
+    ending.take_steps(optimizer, entries, flight.means.flats, write, sent=True)
+    flights.done(flight)
+    for group in optimizer.param_groups:
+        put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_rounds=group["fragment_rounds"][fragment] + 1)
+    _keep_norms(optimizer, squares, [fragment])
+
+
+def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
+    """Whether the ranks merge a flight that has landed; if not, it counts as never sent."""
+    decision = optimizer.flights.decide(flight)
+    if not decision.broken:
+        ending.follow(optimizer, decision, flight.where)
+        return True
+    p = flight.fragment
+    if not optimizer.is_eager:
+        optimizer.flights.done(flight)
+        for group in optimizer.param_groups:
+            steps, lr = group["sent_steps"][p], group["sent_lr"][p]
+            now = {"fragment_steps": group["fragment_steps"][p] + steps, "fragment_lr": group["fragment_lr"][p] + lr}
+            put(group, p, sent_steps=0, sent_lr=0.0, **now)
+    ending.skip(optimizer, decision)
+    return False
+
+
+# the end of a fragment's round ----------------------------------------------------------------------------------------
+
+
+def _send(optimizer: OuterOptimizer, fragment: int, error: Exception | None) -> bool:
+    """Ends the round of a fragment. Returns False if it is to be tried again after the next step."""
+    streaming = _streaming(optimizer)
+    if streaming.waits:
+        return ending.end_round(optimizer, error, [fragment], whole=False)
+    if not streaming.is_eager and fragment in optimizer.flights:  # the period was made shorter
+        merge(optimizer, fragment)
+    if not optimizer.param_groups[0]["started"]:
+        if not ending.agreed(optimizer, ending.report(optimizer, error, False), ending.where_of(optimizer, fragment)):
+            return False
+        optimizer._moved = False
+    entries = optimizer.entries([fragment])
+    if streaming.is_eager:
+        _step_eagerly(optimizer, fragment, entries)
+    else:
+        keep_sent(optimizer, entries, [pseudo_gradient(bucket) for bucket, _ in entries])
+    _count_sent(optimizer, fragment)
+    launch(optimizer, fragment, error)
+    return True
+
+
+def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = None) -> None:
+    """Sends what was kept of a fragment, nothing where that is not there. If this rank has inf or NaN in it, the others
+    learn that, and it sends zeros."""
+    entries, sent = [entry for entry in optimizer.entries([fragment]) if entry[1]["sent_steps"][fragment]], []
+    for bucket, _ in entries:
+        sent.append(bucket.zeros())
+        for p, view in zip(bucket.params, bucket.views(sent[-1])):
+            if p in optimizer.sent:
+                view.copy_(optimizer.sent[p])
+    report = ending.report(optimizer, error, fragment == optimizer.fragments - 1, sent)
+    means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
+    where = f"{ending.where_of(optimizer, fragment)}, in flight"
+    optimizer.flights.follow(optimizer.params)
+    optimizer.flights.launch(Flight(fragment, means, sent, report, where))
+    forget_sent(optimizer, entries)
+
+
+def resume(optimizer: OuterOptimizer) -> None:
+    """Sends again what was in flight when a state was saved, or when buckets were made anew."""
+    for p in in_flight(optimizer.param_groups[0]):
+        if p not in optimizer.flights:
+            launch(optimizer, p)
+
+
+def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
+    for group in optimizer.param_groups:
+        steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
+        put(group, fragment, sent_steps=steps, sent_lr=lr, fragment_steps=0, fragment_lr=0.0)
+        group["started"] = True
+        end_fragment(group, fragment, _streaming(optimizer))
+
+
+def count_round(optimizer: OuterOptimizer, fragments: Sequence[int], whole: bool, squares: ending.Squares) -> None:
+    """Counts rounds that have ended, and were waited for; ``whole``: and all replicas are equal."""
+    for group in optimizer.param_groups:
+        for p in fragments:
+            put(group, p, fragment_steps=0, fragment_lr=0.0, fragment_rounds=group["fragment_rounds"][p] + 1)
+        end_fragment(group, optimizer.fragments - 1 if whole else fragments[-1], _streaming(optimizer))
+        if whole:
+            group["started"] = False
+    _keep_norms(optimizer, squares, fragments)
+
+
+def _keep_norms(optimizer: OuterOptimizer, squares: ending.Squares, fragments: Sequence[int]) -> None:
+    for p, of_groups in zip(fragments, ending.of_all_parts(optimizer, squares, fragments)):
+        for group, square in zip(optimizer.param_groups, of_groups):
+            put(group, p, fragment_squares=square)
+            group["pseudo_gradient_norm"] = sum(group["fragment_squares"]) ** 0.5
+
+
+# merges ---------------------------------------------------------------------------------------------------------------
+
+
+def _mix(entry: Entry, kept: float) -> None:
+    """x <- alpha x + (1 - alpha) anchor."""
+    bucket, _ = entry
+    for p, anchor in zip(bucket.values, bucket.tensors("anchor")):
+        p.copy_(anchor if kept == 0 else anchor * (1 - kept) + p.to(anchor.dtype) * kept)
+
+
+def _add_to_anchor(entry: Entry, drift: Tensor) -> None:
+    """x <- anchor + drift."""
+    bucket, _ = entry
+    for p, anchor, moved in zip(bucket.values, bucket.tensors("anchor"), bucket.views(drift)):
+        p.copy_(anchor + moved)
+
+
+# eager ----------------------------------------------------------------------------------------------------------------
+
+
+def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[Entry]) -> None:
+    """Takes the outer step with this rank's share of a fragment, and what the others have sent before; keeps what is to
+    be sent. What ranks have skipped is sent again, where this rank's share has counted already."""
+    now, flight, counts = [pseudo_gradient(bucket) for bucket, _ in entries], None, False
+    if fragment in optimizer.flights:
+        flight = optimizer.flights.land(fragment)
+        counts = _counts(optimizer, flight)
+    before = [] if flight is None else [_or_zero(own) for own in flight.sent]
+    finite = is_usable(square_norm(now))
+    along, sent = [], now
+    for i, ((bucket, _), d) in enumerate(zip(entries, now if finite else [torch.zeros_like(d) for d in now])):
+        if flight is not None and counts:
+            d = (d - before[i]).div_(bucket.world_size).add_(flight.means.flats[i])
+        else:
+            d = d / bucket.world_size
+        along.append(d)
+    if flight is not None and not counts:
+        sent = [d + own for d, own in zip(now, before)]
+    write: ending.Write = (lambda _, entry: ending.to_anchor(entry)) if finite else (lambda *_: None)
+    squares = ending.squares_of(entries, flight.means.flats) if flight is not None and counts else ending.Squares()
+    ending.take_steps(optimizer, entries, along, write, commit=counts)
+    _taken(optimizer, fragment, flight, squares)
+    keep_sent(optimizer, entries, sent)
+
+
+def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
+    """Takes the outer step with what the others have sent before, for good; how far this rank has come since stays."""
+    flight = optimizer.flights.land(fragment)
+    entries, squares = flight.means.entries, ending.Squares()
+    if _counts(optimizer, flight):
+        own = [_or_zero(sent) / bucket.world_size for (bucket, _), sent in zip(entries, flight.sent)]
+        drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
+        along = [mean - share for mean, share in zip(flight.means.flats, own)]
+        squares = ending.squares_of(entries, flight.means.flats)
+        ending.take_steps(optimizer, entries, along, lambda i, entry: _add_to_anchor(entry, drifts[i]), sent=True)
+    _taken(optimizer, fragment, flight, squares)
+    for group in optimizer.param_groups:
+        put(group, fragment, sent_steps=0, sent_lr=0.0)
+
+
+def _taken(optimizer: OuterOptimizer, fragment: int, flight: Flight | None, squares: ending.Squares) -> None:
+    if flight is not None:
+        optimizer.flights.done(flight)
+    for group in optimizer.param_groups:
+        put(group, fragment, fragment_rounds=group["fragment_rounds"][fragment] + 1)
+    _keep_norms(optimizer, squares, [fragment])
+
+
+def _or_zero(own: Tensor) -> Tensor:
+    """What this rank has sent; if that was not finite, zeros were."""
+    return own if is_usable(square_norm([own])) else torch.zeros_like(own)
+
+
+def _streaming(optimizer: OuterOptimizer) -> Streaming:
+    assert optimizer.streaming is not None
+    return optimizer.streaming

@@ -1,0 +1,619 @@
+"""Streaming: fragments in flight, against an oracle on plain lists; and its laws."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from oracle_streaming import StreamingOracle
+from oracle_top_k import encode
+from torch import Tensor, nn
+from worlds import Toy, backward, on_threads, params_of, same_bits, some_grads, some_params, through_a_file, train
+
+from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
+from commopt.comm import LocalBackend, all_reduce_bytes
+from commopt.compress import Int4, Sign, TopK
+from commopt.optim import NotFinite, join_state_dict, split_state_dict
+from commopt.outer.rounds import ROUND_BYTES
+
+METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum, "sparse": SparseLoCo}
+OUTER = {
+    "average": ({}, {}),
+    "slowmo": ({"lr": 0.9, "momentum": 0.6}, {"outer_lr": 0.9, "outer_momentum": 0.6}),
+    "diloco": ({"lr": 0.7, "momentum": 0.9}, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+    "sign": (
+        {"lr": 0.8, "b1": 0.7, "b2": 0.9, "wd": 0.2},
+        {"outer_lr": 0.8, "outer_betas": (0.7, 0.9), "outer_weight_decay": 0.2},
+    ),
+    "sparse": (
+        {"lr": 0.8, "decay": 0.9, "compress": lambda row: encode(row, 4, 16, 2, kind=np.float64)[1]},
+        {"outer_lr": 0.8, "error_decay": 0.9, "compressor": TopK(4, 16, 2)},
+    ),
+}
+EVERY = pytest.mark.parametrize("method", METHODS)
+SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
+STREAMS = {
+    "waits": (2, 0, "mix", 0.0, Streaming(2, 0)),
+    "one": (1, 2, "corrected", 0.0, Streaming(1, 2)),
+    "mix": (2, 1, "mix", 0.5, Streaming(2, merge="mix")),
+    "mix all": (3, 3, "mix", 0.25, Streaming(3, 3, "mix", 0.25)),  # two in flight at once
+    "corrected": (3, 2, "corrected", 0.0, Streaming(3, 2)),
+    "eager": (2, None, "eager", 0.0, Streaming(2, merge="eager")),
+}
+EVERY_STREAM = pytest.mark.parametrize("stream", STREAMS)
+LATE = [Streaming(3, 2), Streaming(3, 4, "mix"), Streaming(2, merge="eager")]
+EVERY_LATE = pytest.mark.parametrize("streaming", LATE, ids=["corrected", "mix", "eager"])
+
+
+def flat(tensors: list[Tensor]) -> list[float]:
+    return [v for t in tensors for v in t.detach().double().flatten().tolist()]
+
+
+def make(method, params, backend, streaming, **settings):
+    return METHODS[method](params, backend=backend, streaming=streaming, **settings)
+
+
+def pieces_of(optimizer, params) -> list[tuple[int, list[int]]]:
+    numbers = {id(p): i for i, p in enumerate(params)}
+    return [(bucket.fragment, [numbers[id(p)] for p in bucket.params]) for bucket in optimizer.buckets]
+
+
+def lr_of(step: int) -> float:
+    return 0.02 / (1 + step % 5)
+
+
+def compare_with_oracle(world_size, method, stream, block=0, steps=12, ends=()):
+    fragments, delay, merge, alpha, streaming = STREAMS[stream]
+    ours, arguments = OUTER[method]
+    period, params = 5, some_params(SIZES)
+    settings = {"lr": 1.0, "period": period, "betas": (0.9, 0.99), "weight_decay": 0.1, **arguments}
+    if block:
+        settings["compressor"] = Sign(block=block)
+    layout = pieces_of(make(method, params, LocalBackend(), streaming, **settings), params)
+    assert {p for p, _ in layout} == set(range(fragments))
+
+    oracle = StreamingOracle(
+        [(p, flat([params[i] for i in at]), [params[i].numel() for i in at]) for p, at in layout],
+        method, world_size, period, "adamw", ours, block, fragments, delay, merge, alpha, ours,
+    )  # fmt: skip
+    expected = []
+    for step in range(steps):
+        grads = [some_grads(SIZES, step, r) for r in range(world_size)]
+        oracle.step([[flat([of_rank[i] for i in at]) for of_rank in grads] for _, at in layout], lr_of(step))
+        if step in ends:
+            oracle.synchronize()
+        expected.append([[list(x) for x in piece.x] for piece in oracle.pieces])
+
+    def run(backend):
+        mine = some_params(SIZES)
+        optimizer = make(method, mine, backend, streaming, **settings)
+        assert pieces_of(optimizer, mine) == layout
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr_of(step)
+            for p, g in zip(mine, some_grads(SIZES, step, backend.rank)):
+                p.grad = g
+            optimizer.step()
+            if step in ends:
+                optimizer.synchronize()
+                assert not optimizer.replicas_differ
+            for (_, at), of_ranks in zip(layout, expected[step]):
+                theirs = torch.tensor(of_ranks[backend.rank], dtype=torch.float64)
+                now = torch.tensor(flat([mine[i] for i in at]), dtype=torch.float64)
+                torch.testing.assert_close(now, theirs, rtol=1e-12, atol=1e-12, msg=lambda m: f"step {step}: {m}")  # noqa: B023
+        return optimizer.comm_stats()["rounds"]
+
+    assert on_threads(world_size, run) == [oracle_rounds(steps, ends, period)] * world_size
+
+
+def oracle_rounds(steps: int, ends: tuple[int, ...], period: int) -> int:
+    at = rounds = 0
+    for step in range(steps):
+        at += 1
+        if at == period or step in ends:
+            rounds += 1 + (at == period and step in ends)
+            at = 0
+    return rounds
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@EVERY
+@EVERY_STREAM
+def test_every_step_equals_the_algorithm_on_plain_lists(world_size, method, stream):
+    compare_with_oracle(world_size, method, stream)
+
+
+@pytest.mark.parametrize("method", ["diloco", "sign"])
+@EVERY_STREAM
+def test_compressed_fragments_equal_the_loop_with_residuals(method, stream):
+    compare_with_oracle(2, method, stream, block=16)
+
+
+@pytest.mark.parametrize("method", ["diloco", "sparse"])
+@EVERY_STREAM
+def test_synchronize_merges_what_is_in_flight_and_ends_all_rounds(method, stream):
+    """Between rounds, right behind one that was sent, and in the middle of a flight."""
+    compare_with_oracle(2, method, stream, ends=(3, 8, 10))
+
+
+# relations ------------------------------------------------------------------------------------------------------------
+
+
+def all_tensors(tree) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [t for value in values for t in all_tensors(value)]
+
+
+@EVERY
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_fragment_without_a_delay_is_a_round_to_the_bit(method, world_size):
+    """Parameters, state, own parts and bytes; with a round that is skipped, and one that is ended early."""
+
+    def run(backend):
+        out = []
+        for streaming in (None, Streaming(1, 0), Streaming(1, 0, "mix")):
+            model = Toy()
+            settings = {"lr": 1e-2, "period": 3, "bucket_mb": 2e-4, "compressor": Sign(block=64)}
+            optimizer = make(method, model.parameters(), backend, streaming, **settings)
+            history = []
+            for step in range(8):
+                kept = model.weight.detach().clone()
+                backward(model, step, backend.rank, world_size)
+                if step == 2 and backend.rank == 0:
+                    model.weight.data[0, 0] = math.nan
+                optimizer.step()
+                if step == 2:
+                    assert optimizer.skipped_rounds == 1
+                    model.weight.data.copy_(kept)
+                if step == 4:
+                    optimizer.synchronize()
+                state, stats = optimizer.state_dict(), optimizer.comm_stats()
+                history.append((params_of(model), all_tensors([state["state"], state["residuals"]]), stats["total"]))
+            stats.pop("in_flight", None)
+            out.append((history, stats, optimizer.phase))
+        for history, *rest in out[1:]:
+            assert rest == list(out[0][1:])
+            for (a, b, sent), (c, d, also) in zip(out[0][0], history):
+                assert same_bits(a, c)
+                assert same_bits(b, d)
+                assert sent == also
+
+    on_threads(world_size, run)
+
+
+def test_mixing_nothing_of_its_own_is_throwing_the_steps_away_and_correcting_is_not():
+    def run(backend):
+        out = {}
+        for name, streaming in (
+            ("kept", Streaming(2, 2)), ("own", Streaming(2, 2, "mix", 1.0)), ("anchor", Streaming(2, 2, "mix", 0.0)),
+        ):  # fmt: skip
+            model = Toy(torch.float64)
+            optimizer = DiLoCo(model.parameters(), lr=1e-2, period=4, streaming=streaming, backend=backend)
+            train(model, optimizer, range(3), backend.rank, 2)
+            before = {p: p.detach().clone() for p in model.parameters()}
+            train(model, optimizer, range(3, 4), backend.rank, 2)
+            merged = optimizer.entries([0])[0][0]
+            x, anchor = merged.pack_params(), merged["anchor"]
+            out[name] = (x, anchor.clone())
+            assert not same_bits(list(before.values()), params_of(model))
+        assert same_bits([out["anchor"][0]], [out["anchor"][1]])
+        assert len({float(anchor.sum()) for _, anchor in out.values()}) == 1
+        assert not same_bits([out["own"][0]], [out["own"][1]])
+        assert float((out["kept"][0] - out["kept"][1]).abs().max()) > 1e-3
+        return out["kept"][1]
+
+    a, b = on_threads(2, run)
+    assert same_bits([a], [b])
+
+
+# flights --------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(method: str) -> dict:
+    return {"lr": 1e-2, "period": 6, **({} if method == "sparse" else {"compressor": Int4(block=64)})}
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("average", torch.bfloat16), ("diloco", torch.float32), ("sparse", torch.float32)]
+)
+@EVERY_LATE
+def test_a_run_resumed_in_the_middle_of_a_flight_equals_one_never_stopped(method, streaming, dtype):
+    """In flight, where one is merged and where the next is sent; rank 0 saves its own first, alone."""
+    stops, last = (3, 4, 6, 8, 9), 15
+
+    def straight(backend):
+        model, saved = Toy(dtype), {}
+        optimizer = make(method, model.parameters(), backend, streaming, **settings_of(method))
+        for step in range(last):
+            if step in stops:
+                state = split_state_dict(optimizer.state_dict())
+                saved[step] = through_a_file([model.state_dict(), *state, optimizer.comm_stats()["in_flight"]])
+            train(model, optimizer, range(step, step + 1), backend.rank, 2)
+        return params_of(model), all_tensors(optimizer.state_dict()), saved
+
+    results = on_threads(2, straight)
+    assert all(results[0][2][step][3] for step in stops)
+    for step in stops:
+        groups = [str(saved[step][1]["param_groups"]) for _, _, saved in results]
+        assert groups[0] == groups[1]
+
+    def resumed(backend):
+        for step in stops:
+            model = Toy(dtype, seed=9)
+            optimizer = make(method, model.parameters(), backend, streaming, **settings_of(method))
+            weights, replicated, *_ = results[0][2][step]
+            model.load_state_dict(weights)
+            parts = [saved[step][2] for _, _, saved in results]
+            optimizer.load_state_dict(join_state_dict(replicated, parts, backend.rank, 2))
+            assert same_bits(all_tensors(optimizer.state_dict()["residuals"]), all_tensors(parts[backend.rank]))
+            train(model, optimizer, range(step, last), backend.rank, 2)
+            assert same_bits(params_of(model), results[backend.rank][0])
+            assert same_bits(all_tensors(optimizer.state_dict()), results[backend.rank][1])
+
+    on_threads(2, resumed)
+
+
+@EVERY_LATE
+@pytest.mark.parametrize("how", ["copy", "load", "cast", "consolidate"])
+def test_a_copy_in_the_middle_of_a_flight_goes_on_as_the_original_would(streaming, how):
+    """A deep copy; a state loaded into the optimizer that flies already; a model cast to and fro; one rank's file."""
+
+    def run(backend):
+        model, other = Toy(torch.float64), Toy(torch.float64)
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "compressor": Sign(block=64)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(8), backend.rank, 2)
+        assert optimizer.comm_stats()["in_flight"]
+        if how == "copy":
+            other, second = copy.deepcopy((model, optimizer))
+        else:
+            second = DiLoCo(other.parameters(), backend=backend, **settings)
+            train(other, second, range(3 if how == "load" else 8), backend.rank, 2)
+            if how == "consolidate":
+                optimizer.consolidate_state_dict()
+            if how == "cast":
+                other.float().double()  # changes bits; what was in flight is loaded
+                second._rebuild(second._all_state(), second._origin())
+            other.load_state_dict(model.state_dict())
+            second.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, range(8, 12), backend.rank, 2)
+        train(other, second, range(8, 12), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 1)])
+@EVERY_LATE
+def test_at_another_world_size_the_mean_of_what_was_sent_goes_on(streaming, old, new):
+    def save(backend):
+        model = Toy(torch.float64)
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=streaming, backend=backend)
+        train(model, optimizer, range(8), backend.rank, old)
+        return params_of(model), *split_state_dict(through_a_file(optimizer.state_dict()))
+
+    saved = on_threads(old, save)
+
+    def load(backend):
+        model = Toy(torch.float64, seed=4)
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=streaming, backend=backend)
+        optimizer.load_state_dict(join_state_dict(saved[0][1], [part for *_, part in saved], backend.rank, new))
+        start = params_of(model)
+        train(model, optimizer, range(8, 10), backend.rank, new)
+        optimizer.synchronize()
+        assert not optimizer.replicas_differ
+        return start, params_of(model)
+
+    loaded = on_threads(new, load)
+    mean = [torch.stack(group).mean(0) for group in zip(*(s[0] for s in saved))]
+    torch.testing.assert_close(loaded[0][0], mean, rtol=1e-12, atol=1e-15)
+    assert all(same_bits(loaded[0][1], other) for _, other in loaded)
+
+
+@pytest.mark.parametrize("streaming", [Streaming(1, 3), Streaming(1, 3, "mix"), Streaming(1, merge="eager")], ids=str)
+def test_local_steps_do_not_wait_for_what_is_in_flight(streaming):
+    """Rank 1 joins nothing of the second round before rank 0 has sent it, taken further steps, and saved its state."""
+    ahead = threading.Event()
+
+    def run(backend):
+        model = Toy()
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "compressor": Sign(block=64)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(11), backend.rank, 2)
+        if backend.rank == 1:
+            optimizer.flights.land_all()  # rank 0 waits for what it has to say about the first one
+            assert ahead.wait(20)
+        train(model, optimizer, range(11, 14), backend.rank, 2)
+        if backend.rank == 0:
+            assert optimizer.comm_stats()["in_flight"] == [0]
+            assert optimizer.state_dict()["residuals"]["state"][0]["sent_pseudo_gradient"].any()
+            ahead.set()
+        train(model, optimizer, range(14, 18), backend.rank, 2)
+
+    on_threads(2, run, timeout=30)
+
+
+@EVERY_LATE
+def test_averaged_leaves_no_trace_in_what_is_in_flight(streaming):
+    def run(backend):
+        model, other = Toy(), Toy()
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "backend": backend}
+        optimizer, untouched = DiLoCo(model.parameters(), **settings), DiLoCo(other.parameters(), **settings)
+        for step in range(13):
+            train(model, optimizer, range(step, step + 1), backend.rank, 2)
+            train(other, untouched, range(step, step + 1), backend.rank, 2)
+            own = [p.double() for p in params_of(model)]
+            for p in own:
+                backend.all_reduce(p).wait()
+            with optimizer.averaged():
+                torch.testing.assert_close([p.double() for p in params_of(model)], own, rtol=1e-6, atol=1e-7)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
+
+
+# what is sent ---------------------------------------------------------------------------------------------------------
+
+
+@EVERY_LATE
+def test_a_cycle_sends_what_a_round_does_and_a_row_for_each_fragment(streaming):
+    """What a fragment has sent is counted where it is merged, whenever it was sent."""
+    world_size, period = 3, 6
+
+    def run(backend):
+        guard = Guard(check_every=None)
+        settings = {"lr": 1e-2, "period": period, "guard": guard, "backend": backend, "streaming": streaming}
+        model = Toy()
+        optimizer = DiLoCo(model.parameters(), **settings)
+        before, delay = optimizer.comm_stats()["total"]["bytes"], streaming.steps
+        ends = [streaming.end_of(p, period) for p in range(streaming.fragments)]
+        later = [end + (period if streaming.is_eager else delay) for end in ends]
+        rows, first, merged = (world_size - 1) * ROUND_BYTES, (world_size - 1) * 64, []
+        for step in range(1, 3 * period):
+            phase = optimizer.phase
+            train(model, optimizer, range(step, step + 1), backend.rank, world_size)
+            stats = optimizer.comm_stats()
+            now = [p for p, at in enumerate(later) if step >= at and (step - at) % period == 0]
+            buckets = [bucket for bucket, _ in optimizer.entries(now)]
+            sent = sum(all_reduce_bytes(4 * bucket.padded, world_size) for bucket in buckets) + len(now) * rows
+            assert stats["step"]["bytes"] == sent + (first if step == ends[0] else 0)
+            merged += now
+            sends = (step - 1) % period + 1 in ends
+            assert stats["in_flight"] == [] or len(stats["in_flight"]) <= streaming.fragments
+            assert (phase == "synchronizing") == (sends or bool(now))
+        buckets = [bucket for p in merged for bucket, _ in optimizer.entries([p])]
+        of_buckets = sum(all_reduce_bytes(4 * bucket.padded, world_size) for bucket in buckets)
+        assert optimizer.comm_stats()["total"]["bytes"] - before == of_buckets + len(merged) * rows + first
+
+    on_threads(world_size, run)
+
+
+def test_fragments_have_about_the_same_bytes_and_every_depth():
+    params = [nn.Parameter(torch.zeros(100)) for _ in range(16)] + [nn.Parameter(torch.zeros(390))]
+    optimizer = LocalSGD(params, period=8, streaming=Streaming(4), bucket_mb=4e-4)
+    loads = [sum(bucket.numel for bucket, _ in optimizer.entries([p])) for p in range(4)]
+    assert sum(loads) == 1990
+    assert max(loads) <= 600
+    fragments = [bucket.fragment for bucket in optimizer.buckets]
+    assert fragments[:4] == [0, 1, 2, 3]
+    whole = LocalSGD([nn.Parameter(torch.zeros(8)) for _ in range(4)], period=8, streaming=Streaming(4))
+    assert [bucket.fragment for bucket in whole.buckets] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["diloco", "sparse"])
+@EVERY_LATE
+def test_on_nodes_on_one_channel_and_in_parts_it_is_the_same(method, streaming):
+    """Nodes of 2 and, without compression, as without them; a backend without channels, to the bit."""
+
+    class OneChannel:
+        def __init__(self, backend):
+            self.rank, self.world_size = backend.rank, backend.world_size
+            for name in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
+                setattr(self, name, getattr(backend, name))
+
+    def run(backend):
+        out = []
+        compressor = {"compressor": None} if method == "sparse" else {}
+        for over in (backend, backend.nodes(2), OneChannel(backend)):
+            model = Toy(torch.float64)
+            settings = {"lr": 1e-2, "period": 6, "streaming": streaming, **compressor}
+            optimizer = METHODS[method](model.parameters(), backend=over, **settings)
+            train(model, optimizer, range(9), backend.rank, 4)
+            optimizer.synchronize()
+            out.append(params_of(model))
+        torch.testing.assert_close(out[0], out[1], rtol=1e-9, atol=1e-12)
+        assert same_bits(out[0], out[2])
+        return out[0]
+
+    results = on_threads(4, run)
+    assert all(same_bits(results[0], other) for other in results)
+
+
+@EVERY_LATE
+def test_sharded_replicas_and_nodes_with_a_compressor_stay_replicas(streaming):
+    def run(backend):
+        out = []
+        for over, compressor in ((backend.sharded(2), Int4(block=64)), (backend.nodes(2), TopK(4, 16))):
+            cls = SparseLoCo if isinstance(compressor, TopK) else DiLoCo
+            clip = {"clip_to_median": True} if cls is SparseLoCo else {}
+            model = Toy(torch.float64, seed=backend.rank % 2 if cls is DiLoCo else 0)
+            settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "compressor": compressor, **clip}
+            optimizer = cls(model.parameters(), backend=over, **settings)
+            train(model, optimizer, range(9), backend.rank, 4)
+            optimizer.synchronize()
+            out.append(params_of(model))
+        return out
+
+    results = on_threads(4, run)
+    for rank in (1, 2, 3):
+        assert same_bits(results[rank][1], results[0][1])
+        assert same_bits(results[rank][0], results[0][0]) == (rank == 2)
+    assert same_bits(results[1][0], results[3][0])
+
+
+# what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@EVERY_LATE
+def test_a_fragment_with_nan_on_one_rank_is_not_merged_by_any_and_made_up_for(streaming, caplog):
+    def run(backend):
+        model = Toy(torch.float64)
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "compressor": Sign(block=64)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        last = streaming.fragments - 1
+        train(model, optimizer, range(5), backend.rank, 2)
+        ((bucket, _),) = optimizer.entries([last])[:1]
+        p = bucket.params[0]
+        kept, anchor = p.detach().clone(), [b["anchor"].clone() for b, _ in optimizer.entries([last])]
+        if backend.rank == 1:
+            p.data.view(-1)[0] = math.nan
+        backward(model, 5, backend.rank, 2)
+        model.zero_grad()
+        optimizer.step()  # sends the last fragment
+        p.data.copy_(kept)
+        train(model, optimizer, range(6, 11), backend.rank, 2)
+        rounds = optimizer.param_groups[0]["fragment_rounds"][last]
+        if not streaming.is_eager:
+            assert optimizer.skipped_rounds == 1
+            assert rounds == 0
+            assert same_bits(anchor, [b["anchor"] for b, _ in optimizer.entries([last])])
+            assert optimizer.param_groups[0]["fragment_steps"][last] == 11
+        owed = [b.feedback.worker.clone() for b, _ in optimizer.entries([last])]
+        train(model, optimizer, range(11, 12), backend.rank, 2)
+        if streaming.is_eager:  # what was lost of a message that nobody has taken is not owed
+            assert optimizer.skipped_rounds == 1
+            assert same_bits(owed, [b.feedback.worker for b, _ in optimizer.entries([last])])
+        train(model, optimizer, range(12, 20), backend.rank, 2)
+        assert optimizer.skipped_rounds == 1
+        optimizer.synchronize()
+        assert not optimizer.replicas_differ
+        assert all(t.isfinite().all() for t in params_of(model) + all_tensors(optimizer.state_dict()))
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+    assert "inf or NaN in the parameters of ranks [1]" in caplog.text
+
+
+def test_a_rank_that_stays_nan_ends_the_run_everywhere():
+    def run(backend):
+        model = Toy()
+        guard = Guard(max_skipped=2)
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": guard}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(2), backend.rank, 2)
+        if backend.rank == 1:
+            for p in model.parameters():
+                p.data.fill_(math.nan)
+        model.zero_grad()
+        for _ in range(2, 6):
+            optimizer.step()
+        with pytest.raises(NotFinite, match="2 synchronisations in a row were skipped: "):
+            optimizer.step()
+
+    on_threads(2, run)
+
+
+def test_a_flipped_bit_of_an_anchor_is_noticed():
+    def run(backend):
+        model = Toy()
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(6), backend.rank, 2)
+        if backend.rank == 1:
+            optimizer.buckets[0]["anchor"][0] += 1e-6
+        train(model, optimizer, range(6, 12), backend.rank, 2)
+
+    with pytest.raises(Exception, match="anchor of bucket 0"):
+        on_threads(2, run)
+
+
+@EVERY_LATE
+def test_models_changed_before_the_first_fragment_are_where_it_begins(streaming, caplog):
+    def run(backend):
+        early, late = Toy(seed=5), Toy()
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "backend": backend}
+        reference, optimizer = DiLoCo(early.parameters(), **settings), DiLoCo(late.parameters(), **settings)
+        late.load_state_dict(Toy(seed=5).state_dict())
+        for model, mine in ((early, reference), (late, optimizer)):
+            train(model, mine, range(8), backend.rank, 2)
+            mine.synchronize()
+        assert same_bits(params_of(early), params_of(late))
+        if backend.rank == 1:
+            late.weight.data += 0.5
+        train(late, optimizer, range(8, 12), backend.rank, 2)
+        optimizer.synchronize()
+        return params_of(late)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+    assert caplog.text.count("parameters were changed between two rounds") == 1
+
+
+def test_a_state_in_the_middle_of_another_stream_is_refused():
+    model = Toy()
+    optimizer = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=Streaming(3, 2))
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    for streaming in (None, Streaming(2, 2), Streaming(3, merge="eager")):
+        other = DiLoCo(Toy().parameters(), lr=1e-2, period=6, streaming=streaming)
+        with pytest.raises(
+            ValueError, match=r"was streamed in 3 fragments, .*: call synchronize\(\) before it is saved"
+        ):
+            other.load_state_dict(state)
+    plain = DiLoCo(model.parameters(), lr=1e-2, period=6)
+    train(model, plain, range(4))
+    optimizer.load_state_dict(plain.state_dict())  # of rounds: all fragments are as far
+    assert optimizer.param_groups[0]["fragment_steps"] == (4, 4, 4)
+    train(model, optimizer, range(4, 8))
+    plain.load_state_dict(DiLoCo(Toy().parameters(), lr=1e-2, period=6, streaming=Streaming(3, 2)).state_dict())
+    assert "fragment" not in plain.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"streaming": 4}, r"streaming must be None or a commopt.Streaming .*, got 4"),
+        ({"streaming": Streaming(7), "period": 6}, "period must be at least the number of fragments, 7, got 6"),
+        ({"streaming": Streaming(2, 6), "period": 6}, "delay must be less than the period, 6, got 6"),
+        ({"streaming": Streaming(20), "period": 50}, "there are 8 trainable parameters; allowed are at most as many"),
+        ({"streaming": Streaming(2), "state_period": {"exp_avg": 3}}, "states are not streamed, so it must be None"),
+    ],
+)
+def test_bad_streams_are_refused_on_every_rank(settings, message):
+    def run(backend):
+        mine = settings if backend.rank else {"period": settings.get("period", 6)}
+        with pytest.raises(ValueError, match=message if backend.rank else "rank 1 refused its arguments"):
+            DiLoCo(Toy().parameters(), lr=1e-2, backend=backend, **mine)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fragments": 0}, "fragments must be an int >= 1, got 0"),
+        ({"delay": -1}, "delay must be an int >= 0, got -1"),
+        ({"delay": 1, "merge": "eager"}, "delay must be None with merge='eager'"),
+        ({"merge": "later"}, "merge must be 'mix', 'corrected' or 'eager', got 'later'"),
+        ({"alpha": 0.5}, "alpha=0.5 is of merge='mix'"),
+        ({"alpha": 1.5, "merge": "mix"}, r"alpha must be a number in \[0, 1\], got 1.5"),
+        ({"alpha": 0.5, "merge": "mix", "delay": 0}, "alpha must be 0 with delay=0"),
+    ],
+)
+def test_bad_arguments_of_a_stream_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Streaming(**arguments)
+
+
+def test_streams_that_differ_between_ranks_are_refused():
+    def run(backend):
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks"):
+            DiLoCo(Toy().parameters(), period=6, streaming=Streaming(2 + backend.rank), backend=backend)
+
+    on_threads(2, run)
