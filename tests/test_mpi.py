@@ -82,7 +82,11 @@ def scene_staged(backend: MPIBackend) -> list[int]:
         return torch.full_like(x, 77)
 
     with mock.patch.object(MPIBackend, "_reads", return_value=False), mock.patch.object(mpi_module, "_pinned", pinned):
-        conformance(backend)
+        conformance(backend, pairs=False)
+        left, right = ((backend.rank + d) % backend.world_size for d in (-1, 1))
+        mine, theirs = torch.full((3,), float(backend.rank)), torch.zeros(3)
+        backend.exchange(theirs, mine, right, left).wait()
+        assert theirs.tolist() == [left] * 3
     return copies
 
 
@@ -201,7 +205,7 @@ class TestUnderMpirun:
         assert all(r["late"] for r in ranks)
 
     def test_what_mpi_cannot_read_goes_through_the_host(self, ranks):
-        verbs = 2 + 2 + 2 + 1 + 2  # one copy of what is reduced or broadcast, one each of what is given and received
+        verbs = 2 + 2 + 2 + 1 + 2 + 2  # one copy of what is reduced or broadcast, one each of what is given and received
         assert all(len(r["staged"]) == verbs for r in ranks)
 
     def test_work_ends_once(self, ranks):
