@@ -33,19 +33,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_rate
+from netbed import BedError, Loopback, NetBed, NotRoot, exit_on_signals, parse_latency, parse_rate
 from network_rank import METHODS
 from network_report import BY_RATE, RATIOS, by_rate, caveats, draw, summary, table, title, update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
 DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
+APART = ("nodes", "hsdp", "loco")  # in names of methods that are not measured unless named
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 
 
 def make_bed(hosts: int, rate: str, args: argparse.Namespace) -> Loopback:
     try:
-        return NetBed(hosts, parse_rate(rate), args.ranks_per_host, args.cores)
+        return NetBed(hosts, parse_rate(rate), args.ranks_per_host, args.cores, parse_latency(args.latency))
     except NotRoot as error:
         print(f"bench_network: {error}: ON LOOPBACK INSTEAD, WITHOUT ANY RATE", file=sys.stderr)
         return Loopback(hosts, args.ranks_per_host, args.cores)
@@ -73,6 +74,7 @@ def run(bed: Loopback, args: argparse.Namespace, rate: str) -> dict[str, Any]:
         "cores_per_host": len(bed.cores[0]),
         "cores": len(set().union(*bed.cores)),
         "rate": rate,
+        "latency": args.latency,
         "bed": spec["bed"],
         "command": shlex.join(["scripts/bench_network.py", *sys.argv[1:]]),
         "load": load,
@@ -105,7 +107,8 @@ def others_share(blocks: list[dict[str, Any]]) -> float:
 
 def key(run: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two runs the same measurement."""
-    return tuple(run[name] for name in ("hosts", "ranks_per_host", "cores_per_host", "rate", "bed", *SHAPE))
+    names = ("hosts", "ranks_per_host", "cores_per_host", "rate", "bed", *SHAPE)
+    return run.get("latency", "0ms"), *(run[name] for name in names)
 
 
 def machine() -> dict[str, Any]:
@@ -162,11 +165,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", default="2", help="numbers of hosts, with commas (default: 2)")
     parser.add_argument("--rate", default="100mbit,1gbit", help='rates, with commas; "none" is unshaped')
+    parser.add_argument("--latency", default="0ms", help="from host to host, one way, such as 100ms (default: 0ms)")
     parser.add_argument(
         "--methods",
-        default=",".join(name for name in METHODS if "nodes" not in name and "hsdp" not in name),
+        default=",".join(name for name in METHODS if not any(word in name for word in APART)),
         help=f"with commas; of {', '.join(METHODS)} "
-        "(default: all without nodes and hsdp, which are for several ranks a host)",
+        f"(default: all without {', '.join(APART)}: for several ranks a host, or rounds of many steps)",
     )
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")

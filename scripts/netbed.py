@@ -2,6 +2,7 @@
 """Hosts on a network of a chosen speed, on one machine: network namespaces on one bridge, every NIC shaped both ways.
 
     scripts/netbed.py --hosts 2 --rate 100mbit [--ranks-per-host 1] -- python train.py ...
+    scripts/netbed.py --hosts 4 --rate 20mbit --latency 100ms -- python train.py ...
     scripts/netbed.py --hosts 2 --rate 1gbit --check
 
 The command runs once per rank, in its host's namespace and on its host's cores, with the environment that torchrun
@@ -9,8 +10,9 @@ would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), so that a script for torchrun ru
 (Debian package iproute2); ``unshare --user --map-root-user --net`` is root enough.
 
 Both ends of a host's cable are shaped by a token bucket (tbf): what the host sends at its own end, what it receives at
-the bridge. Latency is that of the machine, some 0.05 ms, plus what waits in the buckets. TCP hands its packets over in
-trains of up to a burst, as to a NIC that segments; the NIC's counters see the headers once a train.
+the bridge. Latency is that of the machine, some 0.05 ms, plus what waits in the buckets; more of it, if asked for, is
+made by scripts/netbed_relay.py. TCP hands its packets over in trains of up to a burst, as to a NIC that segments; the
+NIC's counters see the headers once a train. A host can be cut off, and come back.
 
 Nothing can stay behind: namespaces, bridge and interfaces have no names in the system, they exist while a process of
 ours holds them; and a guard outlives us just long enough to kill the ranks, even when we are killed ourselves.
@@ -35,11 +37,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from netbed_relay import packet_socket
+
 NIC = "net0"
 CLONE_NEWNET = 0x40000000
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 64 * 10**3, 100 * 10**9
 MOST_HOSTS = 250  # addresses of one /24
+SLOWEST_WAY = 10e3  # ms
 
 GUARD = 'while read -r leader; do groups="$groups -$leader"; done; kill -s KILL -- $groups'
 """Reads the process groups of the ranks; when nobody can write to it any more, ends them."""
@@ -66,6 +71,14 @@ def parse_rate(text: str) -> int | None:
     if not SLOWEST <= rate <= FASTEST:
         raise BedError(f"rate {text!r}: expected 64kbit to 100gbit")
     return rate
+
+
+def parse_latency(text: str) -> float:
+    """Seconds of "100ms", "0.5ms", ..."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text.lower())
+    if match is None or not float(match[1]) <= SLOWEST_WAY:
+        raise BedError(f"latency {text!r}: expected a number with ms, such as 100ms, from 0 to {SLOWEST_WAY:g}ms")
+    return float(match[1]) / 1e3
 
 
 def burst(rate: int) -> int:
@@ -210,17 +223,24 @@ class Loopback:
 
 
 class NetBed(Loopback):
-    """Hosts in network namespaces of their own, on one bridge, at ``rate`` bits per second each way (None: unshaped).
+    """Hosts in network namespaces of their own, on one bridge, at ``rate`` bits per second each way (None: unshaped),
+    and ``latency`` seconds from each to any other.
 
     Raises:
         BedError: if it cannot be made; nothing is left then.
     """
 
     def __init__(
-        self, hosts: int, rate: int | None = None, ranks_per_host: int = 1, cores_per_host: int | None = None
+        self,
+        hosts: int,
+        rate: int | None = None,
+        ranks_per_host: int = 1,
+        cores_per_host: int | None = None,
+        latency: float = 0.0,
     ) -> None:
         super().__init__(hosts, ranks_per_host, cores_per_host)
-        self.interface = NIC
+        self.interface, self.latency = NIC, latency
+        self.relay: subprocess.Popen[bytes] | None = None
         self.rate = rate  # type: ignore[assignment]
         self.spaces: list[int] = []  # file descriptors of the namespaces: the hosts', then the bridge's
         for tool in ("ip", "tc"):
@@ -240,14 +260,42 @@ class NetBed(Loopback):
             for h, space in enumerate(self.spaces[:-1]):
                 peer = f"/proc/{os.getpid()}/fd/{space}"
                 tool(f"ip link add port{h} type veth peer name {NIC} netns {peer}")
-                tool(f"ip link set port{h} master bridge addrgenmode none up")
+                if self.latency:
+                    tool(f"ip link add far{h} type veth peer name near{h}")
+                    tool(f"ip link set far{h} master bridge addrgenmode none up")
+                    tool(f"ip link set near{h} addrgenmode none up")
+                    tool(f"ip link set port{h} addrgenmode none up")
+                else:
+                    tool(f"ip link set port{h} master bridge addrgenmode none up")
                 self._shape(f"port{h}")
+            if self.latency:
+                self._delay()
         for h, space in enumerate(self.spaces[:-1]):
             with enter(space):
                 tool("ip link set lo up")
                 tool(f"ip link set {NIC} addrgenmode none up")  # no IPv6: nothing on the wire that nobody sent
                 tool(f"ip address add {self.address(h)}/24 dev {NIC}")
                 self._shape(NIC)
+
+    def _delay(self) -> None:
+        cables = [[packet_socket(f"{end}{h}") for end in ("port", "near")] for h in range(self.hosts)]
+        files = [[end.fileno() for end in cable] for cable in cables]
+        command = [sys.executable, str(Path(__file__).with_name("netbed_relay.py")), str(self.latency)]
+        command += [",".join(map(str, pair)) for pair in files]
+        passed = [number for pair in files for number in pair]
+        self.relay = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
+        for end in (end for cable in cables for end in cable):
+            end.close()
+
+    def cut(self, host: int) -> None:
+        """Pulls the cable of ``host``."""
+        with enter(self.spaces[-1]):
+            tool(f"ip link set port{host} down")
+
+    def mend(self, host: int) -> None:
+        """Puts it in again."""
+        with enter(self.spaces[-1]):
+            tool(f"ip link set port{host} up")
 
     def _shape(self, interface: str) -> None:
         if self.rate is not None:
@@ -256,6 +304,11 @@ class NetBed(Loopback):
             tool(f"tc qdisc replace dev {interface} {tbf(self.rate)}")
 
     def close(self) -> None:
+        if self.relay is not None:
+            assert self.relay.stdin is not None
+            self.relay.stdin.close()
+            self.relay.wait()
+            self.relay = None
         while self.spaces:
             os.close(self.spaces.pop())
 
@@ -357,6 +410,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default: 2)")
     parser.add_argument("--rate", default="none", help='each way, such as 100mbit; "none": unshaped (default)')
+    parser.add_argument("--latency", default="0ms", help="from host to host, one way, such as 100ms (default: 0ms)")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default: 1)")
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
     parser.add_argument("--timeout", type=float, help="seconds after which everything is ended")
@@ -370,7 +424,8 @@ def main() -> int:
         parser.error("--check needs 2 hosts")
     exit_on_signals()
     try:
-        with NetBed(args.hosts, parse_rate(args.rate), args.ranks_per_host, args.cores) as bed:
+        place = (args.hosts, parse_rate(args.rate), args.ranks_per_host, args.cores)
+        with NetBed(*place, parse_latency(args.latency)) as bed:
             if args.check:
                 print(f"netbed: TCP brings {bed.goodput() / 1e6:.1f} Mbit/s at rate {args.rate}", file=sys.stderr)
             if not args.command:

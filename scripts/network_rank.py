@@ -26,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from commopt import ops
 from commopt.optim import CommOptimizer
+from commopt.outer.base import OuterOptimizer
 from commopt.train.config import ModelConfig
 from commopt.train.models import GPT
 
+PERIOD = 30  # local steps of a round
 WARMUP = 6  # steps of every method before anything is measured; what has a warm-up of its own is through it by then
 
 # methods: model -> (model to call, optimizer) -------------------------------------------------------------------------
@@ -103,6 +105,11 @@ def zero_one_adam(model: nn.Module, distance: int, **options: Any) -> tuple[nn.M
     return model, commopt.ZeroOneAdam(model.parameters(), lr=1e-5, weight_decay=0.01, **rounds, **options)
 
 
+def rounds(model: nn.Module, name: str, **options: Any) -> tuple[nn.Module, Any]:
+    """An outer optimizer of AdamW, with a round every :data:`PERIOD` steps."""
+    return model, getattr(commopt, name)(model.parameters(), lr=1e-5, weight_decay=0.01, period=PERIOD, **options)
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Every block by itself, then the rest, in place."""
     from torch.distributed.fsdp import fully_shard
@@ -172,6 +179,20 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         {"attached": True, "overlap": True},
     ),
     "zero_one_adam_4": ("ZeroOneAdam, a round every 4 steps", zero_one_adam, {"distance": 4}),
+    "diloco": ("DiLoCo, 30 steps", rounds, {"name": "DiLoCo"}),
+    "diloco_int4": ("DiLoCo, 30 steps, Int4()", rounds, {"name": "DiLoCo", "compressor": commopt.compress.Int4()}),
+    "diloco_int4_streamed": (
+        "DiLoCo, 30 steps, Int4(), streamed",
+        rounds,
+        {"name": "DiLoCo", "compressor": commopt.compress.Int4(), "streaming": commopt.Streaming(5, 12)},
+    ),
+    "sparse_loco": ("SparseLoCo, 30 steps", rounds, {"name": "SparseLoCo"}),
+    "sparse_loco_streamed": (
+        "SparseLoCo, 30 steps, streamed",
+        rounds,
+        {"name": "SparseLoCo", "streaming": commopt.Streaming(5, 12)},
+    ),
+    "noloco": ("NoLoCo, 30 steps", rounds, {"name": "NoLoCo"}),
     "onebit_adam_nodes": ("OneBitAdam, hosts as nodes", onebit_adam, {"nodes": True}),
     "onebit_adam_nodes_overlap": (
         "OneBitAdam(overlap=True), hosts as nodes",
@@ -206,7 +227,8 @@ class Trainee:
         self.tokens = torch.randint(0, spec["vocab"], (spec["batch"], spec["sequence"]), generator=generator)
         self.model, self.optimizer = METHODS[name][1](model, **METHODS[name][2])
         # steps after which all begins again; ACP sends P and Q in turns
-        self.cycle = self.optimizer.param_groups[0].get("sync_first", 2 if "acp" in name else 1)
+        group = self.optimizer.param_groups[0]
+        self.cycle = group.get("sync_first", group.get("period", 2 if "acp" in name else 1))
         self.count = 0
 
     def step(self) -> None:
@@ -214,11 +236,16 @@ class Trainee:
         self.model(self.tokens, self.tokens).backward()
         self.optimizer.step()
 
+    def land(self) -> None:
+        """Waits for what is in flight, which would go on while others have their turn."""
+        if isinstance(self.optimizer, OuterOptimizer):
+            self.optimizer.flights.land_all()
+
     def warm_up(self, seconds: float) -> None:
         """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
-        took = measure(self.step, 2 * self.cycle)["seconds"]
+        took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle, self.land)["seconds"]
         count = torch.tensor([max(1, min(50, round(seconds / took)) // self.cycle)])
         dist.broadcast(count, 0)
         self.count = int(count) * self.cycle
@@ -228,7 +255,8 @@ class Trainee:
 
     def collectives(self) -> int:
         """Collectives that one step starts, without those of ranks of one host; of several steps, rounded."""
-        counts = self.optimizer if isinstance(self.optimizer, CommOptimizer) else HANDLES.get(self.optimizer)
+        ours = isinstance(self.optimizer, (CommOptimizer, OuterOptimizer))
+        counts = self.optimizer if ours else HANDLES.get(self.optimizer)
         if counts is not None:  # it has groups of its own, and counts
             before = counts.comm_stats()["total"]["calls"]
             for _ in range(self.cycle):
@@ -247,9 +275,9 @@ def between_hosts() -> int:
     return sum(g._get_sequence_number_for_group() for g in several)
 
 
-def measure(step: Callable[[], None], count: int) -> dict[str, float]:
-    """A block of ``count`` steps between two barriers: seconds, and bytes that this rank's NIC sends, per step; and of
-    the whole block the CPU seconds of this rank, and those of everything on this machine."""
+def measure(step: Callable[[], None], count: int, end: Callable[[], None]) -> dict[str, float]:
+    """A block of ``count`` steps, and their ``end``, between two barriers: seconds, and bytes that this rank's NIC sends,
+    per step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
 
     def clocks() -> tuple[float, ...]:
         sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
@@ -259,6 +287,7 @@ def measure(step: Callable[[], None], count: int) -> dict[str, float]:
     before = clocks()
     for _ in range(count):
         step()
+    end()
     dist.barrier()
     seconds, sent, own, busy = (b - a for a, b in zip(before, clocks()))
     return {"seconds": seconds / count, "bytes": sent / count, "own": own, "busy": busy, "block": seconds}
@@ -281,7 +310,7 @@ def rank_main(spec: dict[str, Any], out: Path) -> None:
     for _ in range(spec["rounds"]):
         for name in order:
             trainees[name].step()
-            blocks[name].append(measure(trainees[name].step, trainees[name].count))
+            blocks[name].append(measure(trainees[name].step, trainees[name].count, trainees[name].land))
         order.append(order.pop(0))  # nobody always follows the same one
     collectives = {name: trainee.collectives() for name, trainee in trainees.items()}
     everywhere: list[Any] = [None] * dist.get_world_size()

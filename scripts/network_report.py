@@ -15,8 +15,14 @@ BEGIN, END = "<!-- network: made by scripts/bench_network.py --update-docs -->",
 
 def title(run: dict[str, Any]) -> str:
     ranks = "" if run["ranks_per_host"] == 1 else f" of {run['ranks_per_host']} ranks"
-    where = {"namespaces": run["rate"].replace("none", "unshaped"), "loopback": "LOOPBACK"}[run["bed"]]
+    where = {"namespaces": link(run).replace("none", "unshaped"), "loopback": "LOOPBACK"}[run["bed"]]
     return f"{run['hosts']} hosts{ranks} on {run['cores']} cores, {where}, {run['parameters'] / 1e6:.1f} M parameters"
+
+
+def link(run: dict[str, Any]) -> str:
+    """Rate, and latency where there is any."""
+    late = run.get("latency", "0ms")
+    return run["rate"] if late == "0ms" else f"{run['rate']} and {late}"
 
 
 def cell(method: dict[str, Any], key: str) -> str:
@@ -100,6 +106,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
 BY_RATE = (
     ("network_sharded.json", "sharding_network.md", ("hsdp", "hsdp_none", "HSDP")),
     ("network_gradients.json", "gradients.md", ("ddp", "none", "DDP")),
+    ("network_rounds.json", "outer.md", ("ddp", "none", "DDP")),
 )
 """Figures, their page, and what the methods on it are compared with, see :func:`by_rate`."""
 
@@ -112,14 +119,14 @@ def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> st
     def times(m: dict[str, Any]) -> str:
         return f"{1e3 * m['seconds_median']:.0f} ms, {m[f'to_{rival}']:.2f} x, {m[f'to_{alone}']:.2f} x"
 
-    columns = {run["rate"]: {key: times(m) for key, m in run["methods"].items()} for run in runs}
+    columns = {link(run): {key: times(m) for key, m in run["methods"].items()} for run in runs}
     methods = runs[0]["methods"]
     native = methods[rival]["bytes_per_host"]
     columns["MB a host"] = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in methods.items()}
     columns[f"{name}'s by"] = {
         key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
     }
-    notes = [f"{run['rate']}: {caveats(run)}" for run in runs]
+    notes = [f"{link(run)}: {caveats(run)}" for run in runs]
     return "\n\n".join([matrix(columns, runs), *notes, f"```bash\n{runs[0]['command']}\n```"])
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -296,3 +298,71 @@ def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(st
     assert 1.8 < flat / nodes < 2.05
     assert payload < hsdp < 1.2 * payload
     assert payload / 32 < sharded < 1.3 * payload / 32  # what FSDP sends stays in the host
+
+
+# latency, and a host that is cut off ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("latency", ["", "100", "-1ms", "1s", "10001ms", "nanms"])
+def test_a_latency_that_cannot_be_made_is_refused(latency: str) -> None:
+    with pytest.raises(netbed.BedError, match=r"latency .*expected a number with ms"):
+        netbed.parse_latency(latency)
+
+
+def connection(bed: netbed.NetBed) -> tuple[socket.socket, socket.socket]:
+    """From host 1 to host 0."""
+    with bed.inside(0):
+        listener = socket.create_server((bed.address(0), 0))
+    with listener, bed.inside(1):
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    for end in (here, there):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.settimeout(20)
+    return here, there
+
+
+@needs_bed
+def test_what_is_sent_comes_whole_and_after_the_latency() -> None:
+    with netbed.NetBed(2, 200 * 10**6, latency=0.03) as bed:
+        here, there = connection(bed)
+        with here, there:
+            ways = []
+            for _ in range(5):
+                began = time.monotonic()
+                here.sendall(b"x")
+                there.recv(1)
+                ways.append(time.monotonic() - began)
+            assert 0.03 <= min(ways) < 0.06
+            sent = random.Random(0).randbytes(1 << 20)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(here.sendall, sent)
+                received = b"".join(iter(partial(receive, there, len(sent), [0]), b""))
+        assert received == sent
+        relay = bed.relay
+        assert relay is not None
+        assert relay.poll() is None
+    assert relay.poll() == 0
+
+
+def receive(end: socket.socket, size: int, so_far: list[int]) -> bytes:
+    """What has come, up to ``size`` bytes in all; nothing when that was there."""
+    data = end.recv(min(1 << 16, size - so_far[0])) if so_far[0] < size else b""
+    so_far[0] += len(data)
+    return data
+
+
+@needs_bed
+@pytest.mark.parametrize("latency", [0.0, 0.01])
+def test_a_host_that_was_cut_off_comes_back_and_what_was_on_its_way_arrives(latency: float) -> None:
+    with netbed.NetBed(2, latency=latency) as bed:
+        here, there = connection(bed)
+        with here, there:
+            bed.cut(0)
+            here.sendall(b"late")
+            there.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                there.recv(4)
+            bed.mend(0)
+            there.settimeout(20)
+            assert there.recv(4) == b"late"
