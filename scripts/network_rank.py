@@ -276,8 +276,8 @@ def between_hosts() -> int:
 
 
 def measure(step: Callable[[], None], count: int, end: Callable[[], None]) -> dict[str, float]:
-    """A block of ``count`` steps, and their ``end``, between two barriers: seconds, and bytes that this rank's NIC sends,
-    per step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
+    """A block of ``count`` steps, and their ``end``, between two barriers: seconds, and bytes that this rank's NIC
+    sends, per step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
 
     def clocks() -> tuple[float, ...]:
         sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
