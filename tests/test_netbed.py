@@ -337,19 +337,13 @@ def test_what_is_sent_comes_whole_and_after_the_latency() -> None:
             sent = random.Random(0).randbytes(1 << 20)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(here.sendall, sent)
-                received = b"".join(iter(partial(receive, there, len(sent), [0]), b""))
+                with there.makefile("rb") as file:
+                    received = file.read(len(sent))
         assert received == sent
         relay = bed.relay
         assert relay is not None
         assert relay.poll() is None
     assert relay.poll() == 0
-
-
-def receive(end: socket.socket, size: int, so_far: list[int]) -> bytes:
-    """What has come, up to ``size`` bytes in all; nothing when that was there."""
-    data = end.recv(min(1 << 16, size - so_far[0])) if so_far[0] < size else b""
-    so_far[0] += len(data)
-    return data
 
 
 @needs_bed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle_outer import OuterOracle
 from torch import Tensor, nn
-from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
+from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
@@ -736,20 +736,12 @@ def test_the_mean_model_is_shown_and_taken_back(cls):
                     with pytest.raises(RuntimeError, match="the parameters are the mean of all replicas; leave it"):
                         call(*given)
             assert same_bits(own, params_of(model))
-            assert same_bits(_all_tensors(saved), _all_tensors(optimizer.state_dict()))
+            assert same_bits(all_tensors(saved), all_tensors(optimizer.state_dict()))
         assert same_bits(params_of(model), params_of(other))
         return inside if shown else None
 
     results = on_threads(3, lambda backend: run(backend, True))
     assert all(same_bits(results[0], other) for other in results)
-
-
-def _all_tensors(tree):
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return [t for value in tree.values() for t in _all_tensors(value)]
-    return []
 
 
 @EVERY

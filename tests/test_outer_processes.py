@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from datetime import timedelta
 
 import torch
@@ -121,12 +123,44 @@ def after_a_rank_has_gone_in_flight(rank, world_size):
     return message
 
 
+def the_others_have_gone(rank, world_size):
+    """Rank 1 takes its last step, and lets go of all, with fragment 2 in flight; rank 0 has heard of its end before it
+    takes its own, and needs fragment 1 for that. It fails where fragment 2 is to be merged."""
+    model, store = Toy(), dist.distributed_c10d._get_default_store()
+    settings = {"lr": 1e-2, "period": 6, "compressor": Int4(block=64), "streaming": Streaming(2, merge="eager")}
+    optimizer = DiLoCo(model.parameters(), **settings)
+    train(model, optimizer, range(12), rank, world_size)
+    flights = optimizer.flights
+    if rank == 1:
+        flights.progress = lambda: None  # its half of fragment 2 never comes
+        train(model, optimizer, range(12, 15), rank, world_size)
+        del optimizer, flights.progress, flights
+        gc.collect()
+        store.set("let go", "")
+        return ""
+    train(model, optimizer, range(12, 14), rank, world_size)
+    deadline = time.monotonic() + 30
+    while flights._failed is None and time.monotonic() < deadline:
+        flights.progress()
+    store.wait(["let go"], timedelta(seconds=30))
+    train(model, optimizer, range(14, 15), rank, world_size)
+    assert optimizer.param_groups[0]["fragment_rounds"] == (3, 2)
+    try:
+        train(model, optimizer, range(15, 18), rank, world_size)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
 def scenes(rank, world_size):
     under_ddp(rank, world_size)
     ours = LocalSGD(Toy().parameters(), OneBitAdam, lr=1e-2)  # the base does not take the default group
     assert (ours.topology.world_size, ours.base.topology.world_size) == (world_size, 1)
     ahead_of_the_others(rank, world_size)
-    gone = after_a_rank_has_gone(rank, world_size), after_a_rank_has_gone_in_flight(rank, world_size)
+    gone = [
+        scene(rank, world_size)
+        for scene in (after_a_rank_has_gone, after_a_rank_has_gone_in_flight, the_others_have_gone)
+    ]
     return trained(None, rank, world_size), *gone, streamed(None, rank, world_size)
 
 
@@ -137,6 +171,7 @@ def test_over_gloo():
         assert same_bits(params, expected)
     for (*_, params), expected in zip(results, on_threads(2, lambda backend: streamed(backend, backend.rank, 2))):
         assert same_bits(params, expected)
+    assert results[0][3].startswith("DiLoCo, synchronisation 3, fragment 2 of 2, in flight, bucket "), results[0][3]
     told = results[0][2]
     assert told.startswith("DiLoCo, synchronisation 1, fragment 2 of 2, in flight, agreement of the ranks: "), told
     assert "nothing is lost: every rank still has its own parameters" in told

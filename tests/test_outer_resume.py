@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from worlds import Toy, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
+from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
 from commopt import DiLoCo, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, attach
 from commopt.comm import CollectiveError, LocalBackend
@@ -28,13 +28,6 @@ def make(cls, model, backend, **settings):
     if cls is SignMomentum:
         settings.setdefault("sign", RandomSign(seed=3))
     return cls(model.parameters(), backend=backend, **settings)
-
-
-def all_tensors(tree) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [t for value in values for t in all_tensors(value)]
 
 
 @EVERY

@@ -12,7 +12,18 @@ import torch
 from oracle_streaming import StreamingOracle
 from oracle_top_k import encode
 from torch import Tensor, nn
-from worlds import Toy, backward, on_threads, params_of, same_bits, some_grads, some_params, through_a_file, train
+from worlds import (
+    Toy,
+    all_tensors,
+    backward,
+    on_threads,
+    params_of,
+    same_bits,
+    some_grads,
+    some_params,
+    through_a_file,
+    train,
+)
 
 from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import LocalBackend, all_reduce_bytes
@@ -140,13 +151,6 @@ def test_synchronize_merges_what_is_in_flight_and_ends_all_rounds(method, stream
 
 
 # relations ------------------------------------------------------------------------------------------------------------
-
-
-def all_tensors(tree) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [t for value in values for t in all_tensors(value)]
 
 
 @EVERY

@@ -23,6 +23,7 @@ import torch
 from forks import python
 from ports import free_port
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from commopt.comm import ThreadBackend, ThreadWorld
 
@@ -199,6 +200,11 @@ def tensors_in(state_dict: dict[str, Any]) -> list[Tensor]:
     """All tensors of an optimizer's state dict, residuals included."""
     parts = [state_dict["state"], state_dict.get("residuals", {}).get("state", {})]
     return [v for part in parts for entry in part.values() for v in entry.values() if isinstance(v, Tensor)]
+
+
+def all_tensors(tree: Any) -> list[Tensor]:
+    """All tensors in dicts, lists and tuples of one another."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def on_processes(world_size: int, fn: Callable[[int, int], Any], interpreter: str | None = None) -> list[Any]:

@@ -54,7 +54,6 @@ class Replicas:
             local ranks, and of nodes within.
         members: the number of each of them among all ranks.
         channels: more channels of the same ranks; None before :meth:`open`.
-        opened: the backends that they are of.
     """
 
     def __init__(
@@ -73,14 +72,13 @@ class Replicas:
         self.rank, self.world_size, self.nodes = backend.rank, backend.world_size, self.inter_node.world_size
         self.shard_index = self.intra_node.rank * self.nodes + self.inter_node.rank
         self.channels: list[Channel] | None = None
-        self.opened: list[Backend] = []
 
     def open(self, n: int) -> None:
         """Opens ``n`` channels, if that has not been done: none where the backend has none, or for one rank alone. All
         ranks must call this at the same point; it may communicate."""
         if self.channels is None:
-            self.opened = open_channels(self.backend, n) if self.world_size > 1 else []
-            self.channels = [self._channel(channel) for channel in self.opened]
+            opened = open_channels(self.backend, n) if self.world_size > 1 else []
+            self.channels = [self._channel(channel) for channel in opened]
 
     def pair(self, index: int) -> tuple[Channel, Channel]:
         """The channels of bucket ``index``: for what goes out, and for what comes back; the one there is, where no
@@ -92,9 +90,7 @@ class Replicas:
 
     def pair_with(self, traffic: Traffic, receipt: Receipt) -> tuple[Channel, Channel]:
         """As :meth:`pair`, of the first bucket, with a count and a receipt of its own."""
-        half = len(self.opened) // 2
-        backends = (self.opened[0], self.opened[half]) if self.opened else (self.backend, self.backend)
-        send, reply = (channel_of(backend, traffic, receipt) for backend in backends)
+        send, reply = (channel_of(channel.world.inner, traffic, receipt) for channel in self.pair(0))
         return send, reply
 
     def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:

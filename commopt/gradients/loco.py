@@ -20,6 +20,7 @@ from torch import Tensor
 
 from commopt.compress import Compressor, Feedback, Int8, Spared
 from commopt.gradients.rows import Rows
+from commopt.optim.checks import check_int
 from commopt.optim.own import Origin
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
@@ -49,9 +50,8 @@ class LoCo:
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta must be in [0, 1), got {self.beta!r}")
-        every = self.reset_every
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f"reset_every must be None or an int >= 1, got {every!r}")
+        if self.reset_every is not None:
+            check_int("reset_every", self.reset_every, 1, "None or ")
 
 
 @dataclass

@@ -85,10 +85,8 @@ def check_onebit_lamb(group: dict[str, Any]) -> None:
 
 
 def check_freeze_step(value: Any) -> None:
-    if value == "auto":
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"freeze_step must be 'auto' or an int >= 1, got {value!r}")
+    if value != "auto":
+        check_int("freeze_step", value, 1, "'auto' or ")
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -111,10 +109,10 @@ def check_period(value: Any) -> None:
     check_int("period", value, 1)
 
 
-def check_int(name: str, value: Any, low: int) -> None:
-    """``value`` must be an int >= ``low``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an int >= {low}, got {value!r}")
+def check_int(name: str, value: Any, low: int | None = None, also: str = "") -> None:
+    """``value`` must be an int, >= ``low`` if that is given; ``also`` says what else is allowed."""
+    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+        raise ValueError(f"{name} must be {also}an int{'' if low is None else f' >= {low}'}, got {value!r}")
 
 
 def check_rank(name: str, value: Any, world_size: int) -> None:

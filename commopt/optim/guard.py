@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commopt.comm import Backend
 from commopt.optim.agreement import LARGEST_NORM
+from commopt.optim.checks import check_int
 from commopt.optim.setup import gather_texts
 from commopt.sharding import local
 
@@ -58,8 +59,8 @@ class Guard:
     def __post_init__(self) -> None:
         for name in ("max_skipped", "check_every"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be None or an int >= 1, got {value!r}")
+            if value is not None:
+                check_int(name, value, 1, "None or ")
         if self.on_difference not in ("raise", "repair"):
             raise ValueError(f"on_difference must be 'raise' or 'repair', got {self.on_difference!r}")
 

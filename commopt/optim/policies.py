@@ -8,12 +8,9 @@ saved, loaded and changed with them, and a resumed run is where it was by constr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-
-def _check_count(name: str, value: Any, also: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be {also}an int >= 1, got {value!r}")
+from commopt.optim.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class VariancePolicy:
     stop: int = 100_000
 
     def __post_init__(self) -> None:
-        _check_count("kappa", self.kappa)
-        _check_count("stop", self.stop)
+        check_int("kappa", self.kappa, 1)
+        check_int("stop", self.stop, 1)
 
     def refreshes(self, step: int) -> bool:
         """True if ``step`` >= 1 is in T_v."""
@@ -76,10 +73,10 @@ class SyncPolicy:
     longest: int = 16
 
     def __post_init__(self) -> None:
-        _check_count("first", self.first)
+        check_int("first", self.first, 1)
         if self.double_every is not None:
-            _check_count("double_every", self.double_every, "None or ")
-        _check_count("longest", self.longest)
+            check_int("double_every", self.double_every, 1, "None or ")
+        check_int("longest", self.longest, 1)
         if self.longest < self.first:
             raise ValueError(f"longest must be at least first, {self.first}, got {self.longest}")
 

@@ -9,6 +9,10 @@ starts before a flight is waited for.
 
 Nothing that lasts is written before a flight has landed, but for residuals to come. So what a rank has sent is all that
 has to be saved of it: sent once more, it comes to the same bits.
+
+Nobody waits at the end of a run: a rank may have landed its last fragment, and be gone, while another has still to land
+that. What is in flight behind it will fail there, and is nothing to that one: so a failure is raised where what has
+failed is to be landed, and not before.
 """
 
 from __future__ import annotations
@@ -125,14 +129,17 @@ class Flights:
         self.progress()
 
     def launch(self, flight: Flight) -> None:
-        """Starts ``flight``. All ranks call this at the same point.
+        """Starts ``flight``, unless an earlier one has failed: then landing it will say so. All ranks call this at the
+        same point.
 
         Raises:
-            commopt.comm.CollectiveError: it cannot be started, or an earlier one has failed.
+            commopt.comm.CollectiveError: it cannot be started.
         """
+        self._flights[flight.fragment] = flight
+        if self._failed is not None:
+            return
         topology, pipeline, traffic, receipt = self._topology, self._pipeline, flight.traffic, flight.receipt
         with reaching_others(topology, [], flight.where):
-            self._refuse_failed()
             try:
                 first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
                 pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
@@ -143,7 +150,6 @@ class Flights:
             except Exception as error:
                 self._failed = error
                 raise
-        self._flights[flight.fragment] = flight
 
     def progress(self) -> None:
         """Starts what can be started: never waits, and raises nothing; :meth:`land` does."""
@@ -158,11 +164,14 @@ class Flights:
         point.
 
         Raises:
-            commopt.comm.CollectiveError: a collective has failed; begins with where.
+            commopt.comm.CollectiveError: a collective of it, or of one before it, has failed; begins with where.
         """
         flight = self._flights[fragment]
+        if flight.landed:
+            return flight
         with reaching_others(self._topology, [], flight.where):
-            self._refuse_failed()
+            if self._failed is not None:
+                raise CollectiveError(str(self._failed)) from self._failed
             try:
                 self._pipeline.run_until(lambda: flight.landed)
             except Exception as error:
@@ -207,10 +216,6 @@ class Flights:
         self.land_all()
         self._flights.clear()
 
-    def _refuse_failed(self) -> None:
-        if self._failed is not None:
-            raise CollectiveError(str(self._failed)) from self._failed
-
     def _open(self) -> Sequence[Backend]:
         """Opens the channels, if that has not been done: for the rows at the beginning of flights, and at their end."""
         if self._control is None:
@@ -219,6 +224,6 @@ class Flights:
                 ranks.open(2)
             control = [open_control(topology.backend) for _ in range(2)]
             several = [ranks for ranks in topology.replicas if ranks.world_size > 1]
-            apart = topology.backend not in control and all(ranks.opened for ranks in several)
+            apart = topology.backend not in control and all(ranks.channels for ranks in several)
             self._by_itself, self._control = apart or topology.world_size == 1, control
         return self._control

@@ -131,7 +131,7 @@ class Exchanged(Means):
         super().__init__(entries, flats, optimizer.compressor)
         self.optimizer = optimizer
         for (bucket, _), flat in zip(entries, flats):
-            torch.sub(bucket.buffers["anchor"], flat, out=flat)
+            _to_values(bucket, flat)
 
     def task(self, i: int, send: Channel, reply: Channel) -> Task:
         bucket, _ = self.entries[i]
@@ -145,5 +145,9 @@ class Exchanged(Means):
 
 def own_values(bucket: StateBucket) -> Tensor:
     """y of this rank; a new flat buffer."""
-    flat = pseudo_gradient(bucket)
+    return _to_values(bucket, pseudo_gradient(bucket))
+
+
+def _to_values(bucket: StateBucket, flat: Tensor) -> Tensor:
+    """Makes y of this rank of its pseudo-gradient ``flat``, in place."""
     return torch.sub(bucket.buffers["anchor"], flat, out=flat)

@@ -104,8 +104,7 @@ class NoLoCo(GossipOptimizer):
         )  # fmt: skip
 
     def own_settings(self) -> list[Any]:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        checks.check_int("seed", self.seed)
         return [self.seed]
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.optim.checks import check_positive
+from commopt.optim.checks import check_int, check_positive
 
 _MASK = (1 << 64) - 1
 _STEP, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -100,8 +100,7 @@ class RandomSign(SignRule):
     bound: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        check_int("seed", self.seed)
         if self.bound is not None:
             check_positive("bound", self.bound)
 
