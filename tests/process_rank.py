@@ -28,7 +28,8 @@ def main() -> None:
     except BaseException:
         result = RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")
     torch.save(result, folder / str(rank))
-    torch.distributed.barrier()
+    if not isinstance(result, RuntimeError):  # else the others, which may wait for this rank, are to fail too
+        torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # destroy_process_group() of torch 2.6 sometimes never returns when another rank has gone
 

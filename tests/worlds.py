@@ -227,7 +227,8 @@ def on_processes(world_size: int, fn: Callable[[int, int], Any], interpreter: st
                 rank.wait()
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
-    failed = [result for result in results if isinstance(result, Exception)]
+        in_order = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime_ns)
+    failed = [results[int(file.name)] for file in in_order if isinstance(results[int(file.name)], Exception)]
     if failed or any(codes):
         raise failed[0] if failed else RuntimeError(f"the processes ended with {codes}")
     return results
@@ -280,7 +281,8 @@ def on_mpi(world_size: int, fn: Callable[..., Any], *args: str) -> list[Any]:
         )
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
-    failed = [result for result in results if isinstance(result, Exception)]
+        in_order = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime_ns)
+    failed = [results[int(file.name)] for file in in_order if isinstance(results[int(file.name)], Exception)]
     if failed or done.returncode:
         raise failed[0] if failed else RuntimeError(f"exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return results
