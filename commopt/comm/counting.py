@@ -71,29 +71,34 @@ class Traffic:
 
     def __init__(self) -> None:
         self.step = Tally()
-        self.total = Tally()
-        self._running = Tally()
+        self._running, self._before = Tally(), Tally()
         self.in_step = True
         """Whether what is sent now is of a step; else it is in ``total`` only."""
 
+    @property
+    def total(self) -> Tally:
+        """All that was ever counted."""
+        total = Tally()
+        total.merge(self._before)
+        total.merge(self._running)
+        return total
+
     def end_step(self) -> None:
         """Closes the count of a step: all since the last call."""
-        self.step, self._running = self._running, Tally()
+        self.step = self._running
+        self.leave_out()
 
     def leave_out(self) -> None:
         """Leaves what was counted since the last step ended out of every step; it stays in ``total``."""
+        self._before.merge(self._running)
         self._running = Tally()
 
     def take_over(self, other: Traffic) -> None:
         """Counts now what another one has counted."""
-        if self.in_step:
-            self._running.merge(other.total)
-        self.total.merge(other.total)
+        (self._running if self.in_step else self._before).merge(other.total)
 
     def add(self, collective: str, nbytes: int, intra_node: bool = False) -> None:
-        if self.in_step:
-            self._running.add(collective, nbytes, intra_node)
-        self.total.add(collective, nbytes, intra_node)
+        (self._running if self.in_step else self._before).add(collective, nbytes, intra_node)
 
 
 class CountingBackend:
@@ -125,11 +130,8 @@ class CountingBackend:
         """Those that ``inner`` can send from; None: all."""
         return sends_from(self.inner)
 
-    def _count(self, collective: str, nbytes: int) -> None:
-        self.traffic.add(collective, nbytes, self._intra_node)
-
     def all_reduce(self, x: Tensor) -> Work:
-        self._count("all_reduce", all_reduce_bytes(x.nbytes, self.world_size))
+        self.traffic.add("all_reduce", all_reduce_bytes(x.nbytes, self.world_size), self._intra_node)
         work = self.inner.all_reduce(x)
 
         def sums() -> tuple[Tensor, Tensor]:
@@ -139,7 +141,7 @@ class CountingBackend:
         return self._order.watch("all_reduce", work, sums) if self.world_size > 1 else work
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
-        self._count("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1))
+        self.traffic.add("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1), self._intra_node)
         if self.world_size == 1:
             return self.inner.all_to_all(out, inp)
         sent = row_sums(inp, self.world_size)
@@ -147,7 +149,7 @@ class CountingBackend:
         return self._order.watch("all_to_all", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
-        self._count("all_gather", inp.nbytes * (self.world_size - 1))
+        self.traffic.add("all_gather", inp.nbytes * (self.world_size - 1), self._intra_node)
         if self.world_size == 1:
             return self.inner.all_gather(out, inp)
         sent = row_sums(inp, 1).expand(self.world_size)
@@ -155,12 +157,12 @@ class CountingBackend:
         return self._order.watch("all_gather", work, lambda: (sent, row_sums(out, self.world_size)))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
-        self._count("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size))
+        self.traffic.add("broadcast", -(-x.nbytes * (self.world_size - 1) // self.world_size), self._intra_node)
         return self.inner.broadcast(x, src)
 
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
         check_exchanges(self.inner, "exchange")
-        self._count("exchange", inp.nbytes if dst != self.rank else 0)
+        self.traffic.add("exchange", inp.nbytes if dst != self.rank else 0, self._intra_node)
         sent = row_sums(inp, 1)
         work: Work = self.inner.exchange(out, inp, dst, src)  # type: ignore[attr-defined]
         if self.world_size == 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from commopt.comm.backend import Backend, Done, Work
-from commopt.comm.watch import Watch, blame, can_tell, first_notice
+from commopt.comm.watch import Watch, blame, is_soon_done
 
 Task = Iterator[Work]
 
@@ -37,7 +37,7 @@ def wait(work: Work, where: str) -> None:
         CollectiveError: it failed, or timed out; the message begins with ``where``, and continues with who is missing.
     """
     try:
-        if can_tell(work) and not work.wait_for(first_notice() / 10):  # type: ignore[attr-defined]
+        if not is_soon_done(work):
             with Watch(work, where) as watch:
                 watch.wait()
         work.wait()

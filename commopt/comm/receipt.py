@@ -48,7 +48,8 @@ class Receipt:
     waited for the same collectives, or for none: where a step ends."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[int, int], _Entry]] = []
+        self.waited_for: list[tuple[tuple[int, int], _Entry]] = []
+        """What is complete, with its place in the order that is the same on every rank."""
         self._orders = 0
 
     def new_order(self) -> Order:
@@ -56,24 +57,21 @@ class Receipt:
         self._orders += 1
         return Order(self, self._orders)
 
-    def add(self, position: tuple[int, int], entry: _Entry) -> None:
-        self._entries.append((position, entry))
-
     def clear(self) -> None:
         """Forgets."""
-        self._entries = []
+        self.waited_for = []
 
     def entries(self) -> list[_Entry]:
         """In an order that is the same on every rank."""
-        return [entry for _, entry in sorted(self._entries, key=lambda item: item[0])]
+        return [entry for _, entry in sorted(self.waited_for, key=lambda item: item[0])]
 
     def balance(self) -> int:
         """Sent less received, modulo 2^64. Over all ranks it is 0."""
-        if not self._entries:
+        if not self.waited_for:
             return 0
-        device = self._entries[0][1].sent.device
-        sent = torch.cat([entry.sent.to(device) for _, entry in self._entries])
-        received = torch.cat([entry.received.to(device) for _, entry in self._entries])
+        device = self.waited_for[0][1].sent.device
+        sent = torch.cat([entry.sent.to(device) for _, entry in self.waited_for])
+        received = torch.cat([entry.received.to(device) for _, entry in self.waited_for])
         return int(sent.sum() - received.sum())
 
 
@@ -103,11 +101,13 @@ class _Receipted:
         self._work, self._receipt, self._position, self._collective = work, receipt, position, collective
         self._sums: Callable[[], tuple[Tensor, Tensor]] | None = sums
         self.is_completed = work.is_completed
+        if hasattr(work, "wait_for"):  # asked for in every wait
+            self.wait_for = work.wait_for
 
     def wait(self) -> Any:
         result = self._work.wait()
         if self._sums is not None:
-            self._receipt.add(self._position, _Entry(self._collective, *self._sums()))
+            self._receipt.waited_for.append((self._position, _Entry(self._collective, *self._sums())))
             self._sums = None
         return result
 

@@ -119,6 +119,8 @@ class Topology:
         rank, world_size: of the world.
         is_sharded: whether ranks hold parts of the model, and not all of them the whole.
         replicas: who averages with whom: one entry for each set of ranks that parameters were :meth:`held` by.
+        copies: how many ranks hold the same, at most: 1 if nothing is averaged.
+        nodes: how many nodes hold the same, at most: with 1, nothing is compressed.
     """
 
     def __init__(self, backend: Backend, nodes: bool = True) -> None:
@@ -128,6 +130,8 @@ class Topology:
         self.rank, self.world_size = backend.rank, backend.world_size
         self.is_sharded = hasattr(backend, "holding")
         self._alone = CountingBackend(LocalBackend())
+        self.replicas: list[Replicas] = []
+        self.copies = self.nodes = 1
         self._of: dict[int, Replicas] = {}
         self._inside: dict[int, CountingBackend] = {}
         self._parts: Sequence[int] | None = None
@@ -135,20 +139,6 @@ class Topology:
         self._whole: tuple[Replicas, Holding] | None = None
         if not self.is_sharded:
             self._whole = self._replicas_over(backend), Holding(backend, self.world_size)
-
-    @property
-    def replicas(self) -> list[Replicas]:
-        return list(self._of.values())
-
-    @property
-    def copies(self) -> int:
-        """How many ranks hold the same, at most: 1 if nothing is averaged."""
-        return max((replicas.world_size for replicas in self.replicas), default=1)
-
-    @property
-    def nodes(self) -> int:
-        """How many nodes hold the same, at most: with 1, nothing is compressed."""
-        return max((replicas.nodes for replicas in self.replicas), default=1)
 
     @property
     def parts(self) -> Sequence[int]:
@@ -225,5 +215,7 @@ class Topology:
         if id(backend) not in self._of:
             world = self.world if backend is self.backend else None
             members = gather_number(backend, self.rank) if self.is_sharded else range(self.world_size)
-            self._of[id(backend)] = Replicas(backend, self.traffic, self.receipt, members, world)
+            replicas = self._of[id(backend)] = Replicas(backend, self.traffic, self.receipt, members, world)
+            self.replicas.append(replicas)
+            self.copies, self.nodes = max(self.copies, replicas.world_size), max(self.nodes, replicas.nodes)
         return self._of[id(backend)]

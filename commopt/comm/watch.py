@@ -120,9 +120,14 @@ class Watch:
             logger.warning("%s: %s", self._where, _sentence(roll, f"for {seconds:.3g} s"))
 
 
+def is_soon_done(work: Any) -> bool:
+    """Waits as long as nothing is told. False if ``work`` is not done then, and can say who is missing."""
+    return not can_tell(work) or work.wait_for(_first / 10)
+
+
 def can_tell(work: Work) -> bool:
     """True if ``work`` can say who is missing."""
-    return hasattr(work, "wait_for") and hasattr(work, "absent")
+    return hasattr(work, "wait_for")
 
 
 def blame(work: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,3 +60,20 @@ def check_gathered(out: Tensor, wire: Tensor, nbytes: Callable[[int], int]) -> N
     check_sent("out", out.unsqueeze(0), wire[:1], nbytes, None)
     if not wire.is_contiguous():
         raise ValueError(f"wire must be contiguous, got {describe(wire)}")
+
+
+def check_runs(name: str, tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> None:
+    """Raises ValueError unless ``tensors`` are floating, and lie in ``flat`` from ``offsets`` on, one after another."""
+    if len(tensors) != len(offsets):
+        raise ValueError(f"{name} and offsets must have the same length, got {len(tensors)} and {len(offsets)}")
+    end, device = 0, flat.device
+    for x, offset in zip(tensors, offsets):
+        if not x.is_floating_point() or x.device != device:
+            raise ValueError(f"{name} must be floating and on {device}, got {describe(x)}")
+        if offset < end:
+            raise ValueError(f"offsets must ascend without overlap, got {offset} after a tensor that ends at {end}")
+        end = offset + x.numel()
+    if end > flat.shape[0]:
+        raise ValueError(
+            f"{name} must lie within the {flat.shape[0]} elements of the buffer, got one that ends at {end}"
+        )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_number, gather_rows, wait
 from commopt.comm.backend import Done
@@ -54,7 +53,8 @@ class StepReport:
         present: which parameters have a gradient here.
         unaveraged: whether some gradient that the step needs averaged has not been averaged yet.
         error: why this rank cannot take the step at all.
-        terms: the hyper-parameters and counters of each parameter group, which must be the same on all ranks.
+        terms: the hyper-parameters and counters of each parameter group, which must be the same on all ranks; a tensor
+            of one element as a number.
         checks: whether this rank wants digests compared at this step.
         digests: makes the digests of what must be the same on all ranks, if any rank ``checks``.
         decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
@@ -319,13 +319,9 @@ def is_usable(square_norm: float) -> bool:
 
 
 def _as_json(terms: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps([{key: repr(_plain(value)) for key, value in group.items()} for group in terms])
+    return json.dumps([{key: repr(value) for key, value in group.items()} for group in terms])
 
 
 def _checksum_of(terms: Sequence[Mapping[str, Any]]) -> int:
     """32 bits of the hyper-parameters of all groups."""
-    return zlib.crc32(repr([[_plain(value) for value in group.values()] for group in terms]).encode())
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return zlib.crc32(repr([list(group.values()) for group in terms]).encode())

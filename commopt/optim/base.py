@@ -523,7 +523,14 @@ class CommOptimizer(PackedOptimizer):
 
     def _guarded(self, report: StepReport, number: int) -> StepReport:
         """``report`` of step ``number``, with what the ranks compare."""
-        terms = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
+        terms = [
+            {
+                key: value.item() if isinstance(value := group[key], Tensor) and value.numel() == 1 else value
+                for key in self.defaults
+                if key in group
+            }
+            for group in self.param_groups
+        ]
         checks_now = self.guard.checks_at(number, self._check_next)
         decide = functools.partial(self._compare, number)
         digests = functools.partial(comparing.digests, self)

@@ -31,7 +31,7 @@ from commopt.comm import (
     reduce_scatter,
     to_node,
 )
-from commopt.compress import Chunk, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
@@ -120,10 +120,10 @@ def compressed_mean_of(
     runs = absent_runs(bucket, ctx.absent(bucket) if absent is None else absent)
     active = without(padding_mask(bucket) if variance_moves else active_mask(bucket), runs)
     server = feedback.server.numel()
-    kept = feedback.spare(
-        within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel()),
-        within(runs, bucket.shard_index * server, server),
-    )
+    kept = NOTHING
+    if runs:
+        mine = within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel())
+        kept = feedback.spare(mine, within(runs, bucket.shard_index * server, server))
     sending = feedback
     if scaling is not None:
         sending = _scaled(local, bucket, feedback, scaling)

@@ -338,7 +338,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         state = self.state[bucket.params[i]]
         mine = {name: numbers[i] for name, numbers in bucket.numbers.items()}
         mine.update({name: bucket.tensors(name)[i] for name in bucket.buffers})
-        return all(name in state and local(state[name]).data_ptr() == t.data_ptr() for name, t in mine.items())
+        held = [local(state[name]) if bucket.sharded else state[name] for name in mine if name in state]
+        return [t.data_ptr() for t in held] == [t.data_ptr() for t in mine.values()]
 
     def _refresh_own_tensors(self) -> None:
         if self.own_in_state:

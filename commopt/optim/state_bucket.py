@@ -30,6 +30,8 @@ class StateBucket(Bucket):
         inside: ranks of one replica that hold the same of the parameters; None where there are none.
         adds_up: whether a step goes by the sum of the gradients, and not by their mean.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
+        local_rank, local_world_size: this rank's number in its node, and how many there are.
+        shard_index: which of ``world_size`` equal shards this rank averages.
         compressed: whether its mean is, where there are several nodes.
         fragment: which of the fragments of its optimizer it is in, where that has several.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
@@ -42,6 +44,9 @@ class StateBucket(Bucket):
     pieces: Sequence[Backend] = ()
     inside: Backend | None = None
     adds_up: bool = False
+    local_rank: int = field(init=False)
+    local_world_size: int = field(init=False)
+    shard_index: int = field(init=False)
     numbers: dict[str, Tensor] = field(init=False, default_factory=dict)
     feedback: Feedback | None = field(init=False, default=None)
     compressed: bool = field(init=False, default=False)
@@ -51,25 +56,15 @@ class StateBucket(Bucket):
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        node, self.shard_index = self.replicas.intra_node, self.replicas.shard_index
+        self.local_rank, self.local_world_size = node.rank, node.world_size
+
     @property
     def factor(self) -> float:
         """Of the gradients of a replica: such that the mean over the replicas is what a step goes by."""
         return float(self.world_size) if self.adds_up else 1.0
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number in its node."""
-        return self.replicas.intra_node.rank
-
-    @property
-    def local_world_size(self) -> int:
-        """Ranks of a node."""
-        return self.replicas.intra_node.world_size
-
-    @property
-    def shard_index(self) -> int:
-        """Which of ``world_size`` equal shards this rank averages."""
-        return self.replicas.shard_index
 
     def part(self, flat: Tensor) -> Tensor:
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""

@@ -1,4 +1,4 @@
-// Rows on the wire. The format is stated in commopt/ops/__init__.py.
+// Rows on the wire. The format is stated in commopt/ops/sign.py.
 #pragma once
 
 #include <cstring>

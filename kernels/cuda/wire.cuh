@@ -1,4 +1,4 @@
-// Rows on the wire (the format is stated in commopt/ops/__init__.py), and who works on what of them.
+// Rows on the wire (the format is stated in commopt/ops/sign.py), and who works on what of them.
 //
 // A tile is a run of elements of a row that lies in one block. A team of threads works on one tile: a warp has
 // 32 * kItems elements in a row, of which item j of a lane is the 32 j + lane-th. So all loads and stores of a warp are
