@@ -40,7 +40,10 @@ FOLDER = "COMMOPT_TESTS_FORKS"
 
 PRELOADED = (
     "torch", "torch._dynamo", "torch._dynamo.backends.common", "torch._dynamo.backends.debugging",
-    "torch._functorch._aot_autograd.autograd_cache", "torch.nn.parallel",
+    "torch._functorch._aot_autograd.autograd_cache", "torch._dynamo.testing", "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compiler_bisector", "torch._inductor.lowering", "torch.export._trace",
+    "torch._higher_order_ops.passes", "torch._dynamo.dce_extra_outputs", "sympy.tensor.tensor",
+    "torch.profiler._cupti_monitor", "torch.utils.serialization", "torch.nn.parallel",
     "torch.distributed.elastic.multiprocessing", "torch.distributed.run", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.utils.tensorboard.writer",
