@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ from commopt.comm import (
     set_first_notice,
     wait,
 )
+from commopt.comm.meeting import StoreMeeting
 from commopt.comm.watch import named
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 2, "bucket_mb": 1.2e-4}
@@ -432,6 +433,20 @@ def test_over_mpi_a_late_rank_is_named_and_making_lines_has_the_timeout():
     assert any("step 5, " in line and "waiting for rank 2 for" in line for line in said), said
     for rank in (0, 2):
         assert ranks[rank]["channels"].startswith("duplicating the communicator: rank 1 did not join within 1 s: ")
+
+
+def test_a_word_that_is_taken_back_while_it_is_read_is_none():
+    class Torn:
+        """A store whose keys go between two questions; torch's gives "" then."""
+
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            return b"" if key == "1" else json.dumps({"state": "waits", "started": {"world": 3}}).encode()
+
+    roll = StoreMeeting(cast("Any", Torn()), 0, [0, 1, 2]).absent("world", 2, ("waits",))
+    assert (roll.absent, roll.unknown) == ([1], "")
 
 
 # what it costs --------------------------------------------------------------------------------------------------------

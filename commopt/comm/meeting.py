@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -113,8 +114,13 @@ class StoreMeeting(Meeting):
         self._ask(lambda store: store.delete_key(str(self.rank)))
 
     def hear(self) -> dict[int, str] | None:
-        keys = {r: str(r) for r in range(len(self.ranks)) if r != self.rank}
-        return self._ask(lambda store: {r: store.get(k).decode() for r, k in keys.items() if store.check([k])})
+        others = [r for r in range(len(self.ranks)) if r != self.rank]
+
+        def words(store: Any) -> dict[int, str]:
+            left = {r: store.get(str(r)).decode() for r in others if store.check([str(r)])}
+            return {r: word for r, word in left.items() if word}  # "" of a store: taken back in this very moment
+
+        return self._ask(words)
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
         """Answer of the store; None if it does not."""
@@ -137,6 +143,8 @@ class StoreMeeting(Meeting):
 def _connection_of_its_own(store: dist.Store) -> Any:
     """``store`` over another connection, where it can have one (torch 2.6: it cannot)."""
     try:
-        return store.clone()  # type: ignore[attr-defined]
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timedelta(seconds=watch.LOOK))  # a word that is taken back is not waited for
+        return own
     except (AttributeError, RuntimeError):
         return store
