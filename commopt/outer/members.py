@@ -88,23 +88,17 @@ class Members:
             store = dist.distributed_c10d._get_default_store()
             name = dist.get_rank() if name is None else name
             ranks = dist.get_world_size() if ranks is None else ranks
-        if not isinstance(store, dist.Store):
-            raise ValueError(f"store must be a torch.distributed.Store, such as TCPStore, or None; got {store!r}")
-        if not isinstance(name, (int, str)) or isinstance(name, bool):
-            raise ValueError(f"name must be an int or a str, which names this rank; got {name!r}")
-        for what, value in (("ranks", ranks), ("quorum", quorum)):
-            if value is not None:
-                checks.check_int(what, value, 1)
+        _check_who(store, name)
+        _check_numbers({"ranks": ranks, "quorum": quorum}, max_z)
         for what, seconds in (("patience", patience), ("timeout", timeout), ("join_timeout", join_timeout)):
             if not checks.is_number(seconds) or not 0 < seconds < math.inf:
                 raise ValueError(f"{what} must be a number of seconds > 0, got {seconds!r}")
-        if max_z is not None and (not checks.is_number(max_z) or not max_z > 0):
-            raise ValueError(f"max_z must be None or a number > 0, got {max_z!r}")
         checks.check_bool("rejoin", rejoin)
         checks.check_bool("fetch_base", fetch_base)
         for what, called in (("on_join", on_join), ("connect", connect)):
             if called is not None and not callable(called):
                 raise ValueError(f"{what} must be None or a function, got {called!r}")
+        assert name is not None
         self.name, self.ranks, self.quorum = name, ranks, quorum
         self.patience, self.timeout, self.join_timeout = float(patience), float(timeout), float(join_timeout)
         self.rejoin, self.fetch_base, self.on_join = rejoin, fetch_base, on_join
@@ -247,3 +241,18 @@ class Members:
         store = dist.PrefixStore(name, self._store)
         patience, why = self.patience, self.roster.given_up
         return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
+
+
+def _check_who(store: object, name: object) -> None:
+    if not isinstance(store, dist.Store):
+        raise ValueError(f"store must be a torch.distributed.Store, such as TCPStore, or None; got {store!r}")
+    if not isinstance(name, (int, str)) or isinstance(name, bool):
+        raise ValueError(f"name must be an int or a str, which names this rank; got {name!r}")
+
+
+def _check_numbers(counts: Mapping[str, int | None], max_z: float | None) -> None:
+    for what, value in counts.items():
+        if value is not None:
+            checks.check_int(what, value, 1)
+    if max_z is not None and (not checks.is_number(max_z) or not max_z > 0):
+        raise ValueError(f"max_z must be None or a number > 0, got {max_z!r}")

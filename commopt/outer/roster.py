@@ -10,8 +10,8 @@ several who would change it one does, and whoever is late learns that it has bee
     8 open    those that came to the next meeting in time
 
 At a meeting each member leaves its report under a key of its own and adds 1 to a count. Who finds that it is the last
-one publishes the view; if some do not come, whoever loses its patience first does. The others wait for one key. So
-that is 5 questions a rank and meeting, none of them repeated, and those of the last one are 3 more and a report of each.
+one publishes the view; if some do not come, whoever loses its patience first does. The others wait for one key: a rank
+asks a handful of questions a meeting, none of them twice, and who publishes reads a report of each.
 
 A view with too few members is not published: two parts of the ranks that cannot reach each other cannot both go on, as
 only one can change ``now``; the other one is left out, or cannot reach the store.

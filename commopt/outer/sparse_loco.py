@@ -138,8 +138,8 @@ class SparseLoCo(OuterOptimizer):
             )
         if self.members is not None and (self.mean_over != "ranks" or self.clip_to_median):
             raise ValueError(
-                f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} do not fit members=, which weights "
-                "each rank's message, and leaves out those of a norm too large; with it they must be 'ranks' and False"
+                f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} do not fit members=, which "
+                "weights each rank's message, and leaves out those too large; with it they must be 'ranks' and False"
             )
         return [self.mean_over, self.clip_to_median]
 

@@ -20,8 +20,8 @@ Ticket = int
 """The number of a rank that has come, from 0, in the order of their coming. One that comes again has another."""
 
 REMEDY = (
-    "nothing is lost: this rank has its parameters and state. The next step() meets the others again, if they come back "
-    "or new ones join; a new run over another store begins from state_dict()"
+    "nothing is lost: this rank has its parameters and state. The next step() meets the others again, if they come "
+    "back or new ones join; a new run over another store begins from state_dict()"
 )
 
 
