@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commopt.comm import Backend, LocalBackend
+from commopt.comm import Backend, CollectiveError, LocalBackend
 from commopt.comm.given_up import Connect, connected, over_gloo
 from commopt.comm.store import StoreClient
 from commopt.optim import checks
@@ -181,6 +181,8 @@ class Members:
         """
         view = self.roster.view
         assert view is not None
+        if self.roster.state == "failed":
+            raise CollectiveError("another member has given up")
         if self._channel is None or self._channel[0] != view.members:
             self._channel = None
             self._channel = (list(view.members), self._reach("round", self.roster.rank, len(view.members)))

@@ -100,10 +100,10 @@ class Roster:
 
     def given_up(self) -> str | None:
         """Why it is no use to wait for the other members any more."""
-        now = self.look()
-        if now == self.now or (now and int(now.split()[0]) == self.epoch and now.split()[1] != "failed"):
-            return None
-        return "another member has given up" if now.split()[1] == "failed" else "the others have gone on"
+        epoch, state, _ = self.look().split()
+        if int(epoch) != self.epoch:
+            return "the others have gone on"
+        return "another member has given up" if state == "failed" else None
 
     # tickets ----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,8 @@ class Roster:
             LeftOut: the others have gone on without this rank.
         """
         epoch, was, lot = self.now.split()
-        assert was == "open"
+        if was != "open":
+            return was  # before this rank has heard of it
         now = self.client.compare_set(NOW, self.now, f"{epoch} {state} {lot}")
         if now == self.now:
             self.look()  # where the key is gone, some stores return what was expected
