@@ -116,3 +116,16 @@ def give_grads(params: Sequence[nn.Parameter], step: int, rank: int) -> list[flo
 
 def numbers(params: Sequence[nn.Parameter]) -> list[float]:
     return [v for p in params for v in p.detach().flatten().tolist()]
+
+
+def warm_up() -> None:
+    """What torch does once in a process takes seconds, for which no rank here has the patience."""
+    from commopt import LocalSGD
+
+    params = some_params()
+    optimizer = LocalSGD(params, torch.optim.SGD, lr=0.1, period=1)
+    give_grads(params, 0, 0)
+    optimizer.step()
+
+
+warm_up()

@@ -47,4 +47,6 @@ class MembersOracle:
 
     def join(self, name: int, donor: int | None) -> None:
         self.x[name] = list(self.outer.anchor)
-        self.bases[name] = Local(self.base, len(self.outer.anchor)) if donor is None else copy.deepcopy(self.bases[donor])
+        self.bases[name] = (
+            Local(self.base, len(self.outer.anchor)) if donor is None else copy.deepcopy(self.bases[donor])
+        )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from member_world import Died, Rendezvous, give_grads, numbers, run_ranks, some_params, until
 from oracle_members import MembersOracle
+from torch import nn
 from worlds import Toy, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import DiLoCo, LocalSGD, Members, SignMomentum, SlowMo, SparseLoCo, Streaming
@@ -40,8 +43,8 @@ def _look_often(monkeypatch):
 # the algorithm --------------------------------------------------------------------------------------------------------
 
 SPANS = {0: (0, 6), 1: (0, 6), 2: (0, 4), 3: (0, 1), 4: (2, 6), 5: (5, 6), 6: (2, 6)}
-"""Of each rank, in which rounds it is. 3 leaves in round 1, 2 dies in round 4; 4 and 6 join at once after round 1, and 5
-after round 4, with an empty base."""
+"""Of each rank, in which rounds it is. 3 leaves in round 1, 2 dies in round 4; 4 and 6 join at once after round 1, and
+5 after round 4, with an empty base."""
 MAD = {3: 1}
 """In round 3, rank 1 is far off."""
 
@@ -74,46 +77,60 @@ def expected(method: str) -> list[dict[int, list[float]]]:
     return out
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_step_of_every_rank_equals_the_algorithm_with_these_ranks(method):
-    world, right = Rendezvous(), expected(method)
-    members = {n: world.members(n, ranks=4, patience=3.0, fetch_base=n != 5) for n in SPANS}
-    asked = {n: threading.Event() for n in (4, 5, 6)}
+class Schedule:
+    """Ranks on threads that come and go as ``SPANS`` has it."""
 
-    def rank(name):
+    def __init__(self, method: str) -> None:
+        self.world, self.method, self.right = Rendezvous(), method, expected(method)
+        self.dies = 2 if method == "diloco" else None  # by others' patience; else it leaves
+        settings = {"ranks": 4, "patience": 30.0 if self.dies is None else 2.0}
+        self.members = {n: self.world.members(n, fetch_base=n != 5, **settings) for n in SPANS}
+        self.asked = {n: threading.Event() for n in (4, 5, 6)}
+
+    def rank(self, name: int) -> None:
         first, last = SPANS[name]
-        if name in asked:
-            asked[name].wait(60)
+        if name in self.asked:
+            self.asked[name].wait(60)
         params = some_params()
-        optimizer = METHODS[method](
-            params, torch.optim.AdamW, lr=1.0, period=PERIOD, members=members[name], betas=(0.9, 0.99),
-            weight_decay=0.1, **OUTER[method][1],
+        optimizer = METHODS[self.method](
+            params, torch.optim.AdamW, lr=1.0, period=PERIOD, members=self.members[name], betas=(0.9, 0.99),
+            weight_decay=0.1, **OUTER[self.method][1],
         )  # fmt: skip
         assert optimizer.param_groups[0]["rounds"] == first
-        for round_ in range(first, 6):
-            for step in range(round_ * PERIOD, (round_ + 1) * PERIOD):
-                if round_ == last and name == 3:
-                    return members[3].leave()
-                if round_ == last:
-                    raise Died
-                optimizer.param_groups[0]["lr"] = 0.02 / (1 + step % 5)
-                give_grads(params, step, name)
-                members[name].add_weight(weight(name, step))
-                if step % PERIOD == PERIOD - 1:
-                    for joiner in ({1: (4, 6), 4: (5,)}.get(round_, ()) if name == 0 else ()):
-                        asked[joiner].set()
-                        until(lambda j=joiner: members[j].roster.ticket >= 0)
-                optimizer.step()
-                if MAD.get(round_) == name and step % PERIOD == 0:
-                    with torch.no_grad():
-                        for p in params:
-                            p += 1e4
-                now, theirs = (torch.tensor(v, dtype=torch.float64) for v in (numbers(params), right[step][name]))
-                torch.testing.assert_close(now, theirs, rtol=1e-12, atol=1e-12)
-        assert members[name].names == [0, 1, 4, 5, 6]
-        return members[name].leave()
+        for step in range(first * PERIOD, last * PERIOD):
+            self.step(name, params, optimizer, step)
+        if last == 6:
+            assert self.members[name].names == [0, 1, 4, 5, 6]
+        if name == self.dies:
+            raise Died
+        self.members[name].leave()
 
-    run_ranks([lambda n=n: rank(n) for n in SPANS])
+    def step(self, name: int, params: list[nn.Parameter], optimizer: Any, step: int) -> None:
+        round_, ends = step // PERIOD, step % PERIOD == PERIOD - 1
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + step % 5)
+        give_grads(params, step, name)
+        self.members[name].add_weight(weight(name, step))
+        if ends and name == 0:
+            self.ask({1: (4, 6), 4: (5,)}.get(round_, ()))
+        optimizer.step()
+        if MAD.get(round_) == name and not ends:
+            with torch.no_grad():
+                for p in params:
+                    p += 1e4
+        now, theirs = (torch.tensor(v, dtype=torch.float64) for v in (numbers(params), self.right[step][name]))
+        torch.testing.assert_close(now, theirs, rtol=1e-12, atol=1e-12)
+
+    def ask(self, joiners: Iterable[int]) -> None:
+        """Lets ranks come, and waits until they do."""
+        for joiner in joiners:
+            self.asked[joiner].set()
+            until(lambda j=joiner: self.members[j].roster.ticket >= 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_of_every_rank_equals_the_algorithm_with_these_ranks(method):
+    schedule = Schedule(method)
+    run_ranks([lambda n=n: schedule.rank(n) for n in SPANS])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +190,7 @@ def test_a_rank_that_dies_in_an_exchange_costs_its_own_round_alone(collective):
     world = Rendezvous()
 
     def rank(name):
-        _, params, optimizer = averaging(world, name, ranks=4, patience=0.5)
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0)
         at = go(params, optimizer, name)
         assert at == pytest.approx(2.5)
         if name == 2:
@@ -181,7 +198,8 @@ def test_a_rank_that_dies_in_an_exchange_costs_its_own_round_alone(collective):
         return go(params, optimizer, name)
 
     moved = run_ranks([lambda n=n: rank(n) for n in range(4)])
-    assert moved[2] is None and moved[0] == moved[1] == moved[3] == pytest.approx(2.5 + (1 + 2 + 4) / 3)
+    assert moved[2] is None
+    assert moved[0] == moved[1] == moved[3] == pytest.approx(2.5 + (1 + 2 + 4) / 3)
 
 
 @pytest.mark.parametrize("quorum", [None, 1])
@@ -189,21 +207,23 @@ def test_the_last_but_one_rank_that_dies_ends_the_run_unless_one_may_go_on(quoru
     world = Rendezvous()
 
     def rank(name):
-        _, params, optimizer = averaging(world, name, ranks=2, patience=0.3, quorum=quorum)
+        _, params, optimizer = averaging(world, name, ranks=2, patience=1.0, quorum=quorum)
         if name == 1:
             raise Died
         if quorum == 1:
             return go(params, optimizer, name, 3)
-        with pytest.raises(NotEnoughMembers, match=r"1 of 2 members are there \(0\), and 2 are needed.*nothing is lost"):
+        with pytest.raises(
+            NotEnoughMembers, match=r"1 of 2 members are there \(0\), and 2 are needed.*nothing is lost"
+        ):
             go(params, optimizer, name)
-        assert params[0].tolist() == [1.0] * 3 and optimizer.param_groups[0]["rounds"] == 0
+        assert (params[0].tolist(), optimizer.param_groups[0]["rounds"]) == ([1.0] * 3, 0)
         return 1.0
 
     assert run_ranks([lambda n=n: rank(n) for n in range(2)])[0] == (3.0 if quorum else 1.0)
 
 
 def test_who_has_left_does_not_count_and_one_that_waits_does():
-    """Two ranks; one leaves, the other goes on; one joins; the first dies, and the other goes on with one that waits."""
+    """Two ranks; one leaves, the other goes on; one joins; the first dies, the other goes on with one that waits."""
     world, late = Rendezvous(), threading.Event()
 
     def first():
@@ -247,7 +267,7 @@ def test_a_rank_that_dies_while_it_publishes_a_view(at, monkeypatch):
     armed: list[int] = []
 
     def compare_set(self, key, expected, desired):
-        dies = armed and " open " in desired and armed.pop()
+        dies = bool(armed) and " open " in desired and bool(armed.pop())
         if dies and at == "view":
             raise Died
         out = inner(self, key, expected, desired)
@@ -258,14 +278,15 @@ def test_a_rank_that_dies_while_it_publishes_a_view(at, monkeypatch):
     monkeypatch.setattr(StoreClient, "compare_set", compare_set)
 
     def rank(name):
-        _, params, optimizer = averaging(world, name, ranks=4, patience=0.5, timeout=1.0)
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0, timeout=1.0)
         go(params, optimizer, name)
         if name == 0:
             armed.append(1)
         return go(params, optimizer, name)
 
     moved = [value for value in run_ranks([lambda n=n: rank(n) for n in range(4)]) if value is not None]
-    assert len(moved) == 3 and len(set(moved)) == 1
+    assert len(moved) == 3
+    assert len(set(moved)) == 1
 
 
 @pytest.mark.parametrize("rejoin", [True, False])
@@ -273,7 +294,7 @@ def test_a_rank_that_comes_too_late_is_out_and_joins_anew(rejoin, caplog):
     world, left_out, back = Rendezvous(), threading.Event(), []
 
     def others(name):
-        _, params, optimizer = averaging(world, name, ranks=3, patience=0.4, join_timeout=20.0)
+        _, params, optimizer = averaging(world, name, ranks=3, patience=1.0, join_timeout=20.0)
         at = go(params, optimizer, name)
         assert at == pytest.approx(1.5)
         if name == 0:
@@ -286,8 +307,8 @@ def test_a_rank_that_comes_too_late_is_out_and_joins_anew(rejoin, caplog):
 
     def late():
         called = []
-        members, params, optimizer = averaging(
-            world, 2, ranks=3, patience=0.4, rejoin=rejoin, on_join=called.append, join_timeout=20.0
+        _, params, optimizer = averaging(
+            world, 2, ranks=3, patience=1.0, rejoin=rejoin, on_join=called.append, join_timeout=20.0
         )
         left_out.wait(20)
         if not rejoin:
@@ -295,7 +316,8 @@ def test_a_rank_that_comes_too_late_is_out_and_joins_anew(rejoin, caplog):
                 go(params, optimizer, 2)
             return back.append(numbers(params))
         assert go(params, optimizer, 2) == pytest.approx(3.0)
-        assert called == [optimizer] and optimizer.param_groups[0]["rounds"] == 2
+        assert called == [optimizer]
+        assert optimizer.param_groups[0]["rounds"] == 2
         go(params, optimizer, 2)
         return numbers(params)
 
@@ -357,7 +379,7 @@ def test_inf_or_nan_on_one_rank_does_not_count_and_is_healed_and_on_all_is_skipp
             if step == 3:
                 assert bool(torch.isfinite(params[0]).all())
                 assert (len(optimizer.base.state[params[0]]) == 0) == (name == 1)
-        assert optimizer.comm_stats()["skipped_rounds"] == 1 and optimizer.param_groups[0]["rounds"] == 2
+        assert (optimizer.comm_stats()["skipped_rounds"], optimizer.param_groups[0]["rounds"]) == (1, 2)
         anchor = optimizer.buckets[0]["anchor"].tolist()
         members.leave()
         return anchor
@@ -370,7 +392,7 @@ def test_the_mean_of_the_replicas_is_of_those_that_are_there():
     world = Rendezvous()
 
     def rank(name):
-        members = world.members(name, ranks=3, patience=0.5)
+        members = world.members(name, ranks=3, patience=1.0)
         params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
         optimizer = LocalSGD(params, torch.optim.SGD, lr=1.0, period=9, members=members)
         go(params, optimizer, name)
@@ -432,7 +454,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
     members.roster.client._questions.put((lambda _: hangs.wait(30), type("Nobody", (), {"set_result": print})()))
     with pytest.raises(StoreLost, match=r"cannot be reached: no answer within 0.5 s"):
         go(params, optimizer, 0)
-    assert numbers(params) == [2.0] * 3 and optimizer.param_groups[0]["rounds"] == 1
+    assert (numbers(params), optimizer.param_groups[0]["rounds"]) == ([2.0] * 3, 1)
     hangs.set()
     assert go(params, optimizer, 0) == 3.0  # it answers again
     members.roster.client.delete(["now"])
@@ -488,7 +510,8 @@ def test_compressed_rounds_with_ranks_that_come_and_go(make):
         return params_of(model)
 
     found = run_ranks([lambda n=n: rank(n) for n in range(4)])
-    assert found[1] is None and same_bits(found[0], found[2]) and same_bits(found[0], found[3])
+    assert found[1] is None
+    assert all(same_bits(found[0], found[rank]) for rank in (2, 3))
 
 
 def test_bad_arguments():

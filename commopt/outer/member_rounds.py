@@ -95,7 +95,7 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
         state = members.verdict("failed" if failed else exchange.state)
         if state != "failed":
             break
-        logger.warning("members, meeting %d: %s", members.epoch, failed or "another member has not had all; again")
+        tell_of(members, failed)
     else:
         members.leave()
         raise CollectiveError(
@@ -187,6 +187,12 @@ class Exchange:
             _forget_what_is_not_finite(optimizer.base)
 
 
+def tell_of(members: Members, failed: Exception | None) -> None:
+    """Says that an exchange has failed, and that members meet again."""
+    why = str(failed).partition(";")[0] if failed else "another member has not had all"
+    logger.warning("members, meeting %d: %s: they meet again", members.epoch, why)
+
+
 def reach(optimizer: OuterOptimizer, members: Members) -> None:
     """Goes on over the members of the last view.
 
@@ -273,7 +279,7 @@ def take_mean(optimizer: OuterOptimizer, members: Members) -> None:
             failed = error
         if members.verdict("failed" if failed else "kept") != "failed":
             break
-        logger.warning("members, meeting %d: %s", members.epoch, failed or "another member has not had all; again")
+        tell_of(members, failed)
     else:
         raise CollectiveError(f"{where}: {ATTEMPTS} exchanges have failed; {REMEDY}") from failed
     for bucket, flat in zip(optimizer.buckets, flats):
