@@ -26,19 +26,21 @@ class Rendezvous:
     Attributes:
         store: where they meet.
         fuse: of a rank, by name: after how many collectives it dies.
+        cut: pairs of ranks between which the network is cut.
     """
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.worlds: dict[str, ThreadWorld] = {}
         self.fuse: dict[Any, int] = {}
+        self.cut: set[frozenset[Any]] = set()
         self.lock = threading.Lock()
 
     def connect(self, who: Any) -> Callable[..., Any]:
         def of(store: Any, name: str, rank: int, world_size: int, timeout: float) -> Mortal:
             with self.lock:
                 world = self.worlds.setdefault(name, ThreadWorld(world_size, timeout))
-            return Mortal(world, rank, self.fuse, who)
+            return Mortal(world, rank, self, who)
 
         return of
 
@@ -50,20 +52,26 @@ class Rendezvous:
 class Mortal(ThreadBackend):
     """A rank that dies in a collective when its fuse is burnt: the others notice, as when a connection breaks."""
 
-    def __init__(self, world: ThreadWorld, rank: int, fuse: dict[Any, int], who: Any) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, meeting: Rendezvous, who: Any) -> None:
         super().__init__(world, rank)
-        self.fuse, self.who = fuse, who
+        self.fuse, self.cut, self.who = meeting.fuse, meeting.cut, who
+        vars(world).setdefault("here", set()).add(who)
 
     def _start(self, *args: Any, **kwargs: Any) -> Any:
         if self.who in self.fuse:
             self.fuse[self.who] -= 1
             if self.fuse[self.who] < 0:
                 del self.fuse[self.who]
-                with self.world.changed:
-                    self.world.failed = ConnectionError("connection closed by peer")
-                    self.world.changed.notify_all()
+                self.fail()
                 raise Died
+        if any(pair <= vars(self.world)["here"] for pair in self.cut):
+            self.fail()
         return super()._start(*args, **kwargs)
+
+    def fail(self) -> None:
+        with self.world.changed:
+            self.world.failed = ConnectionError("connection closed by peer")
+            self.world.changed.notify_all()
 
 
 def run_ranks(ranks: Sequence[Callable[[], Any]], seconds: float = 120.0) -> list[Any]:

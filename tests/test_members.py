@@ -15,7 +15,7 @@ from torch import nn
 from worlds import Toy, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import DiLoCo, LocalSGD, Members, SignMomentum, SlowMo, SparseLoCo, Streaming
-from commopt.comm import CollectiveError, MessageDamaged, given_up
+from commopt.comm import MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.compress import Sign
 from commopt.optim.agreement import StepRefused
@@ -334,7 +334,7 @@ def test_what_is_refused_does_not_end_the_run_of_the_others(caplog):
     world, model = Rendezvous(), threading.Event()
 
     def rank(name):
-        members, params, optimizer = averaging(world, name, ranks=4, patience=5.0)
+        members, params, optimizer = averaging(world, name, ranks=4, patience=2.0)
         if name == 3:
             optimizer.param_groups[0]["lr"] = 0.5
             with pytest.raises(StepRefused, match="other learning rates or outer hyper-parameters than most"):
@@ -408,41 +408,63 @@ def test_the_mean_of_the_replicas_is_of_those_that_are_there():
     assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [[2.0] * 3, None, [2.0] * 3]
 
 
-def test_a_damaged_message_is_sent_again(monkeypatch):
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_damaged_message_is_sent_again_and_again_but_not_for_ever(times, monkeypatch):
     from commopt.outer import member_rounds
 
     world, inner, damaged = Rendezvous(), member_rounds.confirm, []
 
     def confirm(backend, sound, where):
         inner(backend, sound, where)
-        if backend.rank not in damaged:
-            damaged.append(backend.rank)
+        damaged.append(backend.rank)
+        if damaged.count(backend.rank) <= times:
             raise MessageDamaged("what was received is not what was sent")
 
     monkeypatch.setattr(member_rounds, "confirm", confirm)
 
     def rank(name):
         _, params, optimizer = averaging(world, name, ranks=2)
+        if times == 9:
+            with pytest.raises(CollectiveError, match="5 exchanges have failed, though members are there"):
+                go(params, optimizer, name)
+            return 1.5, 2
         return go(params, optimizer, name), optimizer.members.epoch
 
     assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [(1.5, 2)] * 2
 
 
-def test_members_that_do_not_reach_each_other_say_so(monkeypatch):
-    world = Rendezvous()
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_members_between_whom_the_network_is_cut(quorum):
+    """Of two, one goes on if it may. Of five, two pairs of which one rank is in both: without that one."""
+    world, cut = Rendezvous(), threading.Barrier(5)
 
     def rank(name):
-        _, params, optimizer = averaging(world, name, ranks=2, patience=5.0)
-        world.connect = None
-        optimizer.members._connect, optimizer.members._channel = cut, None
-        with pytest.raises(CollectiveError, match="5 exchanges have failed, though members are there"):
+        members, params, optimizer = averaging(world, name, ranks=5, patience=3.0, quorum=quorum)
+        go(params, optimizer, name)
+        cut.wait()
+        world.cut |= {frozenset((1, 3)), frozenset((0, 1))}
+        if name == 1:
+            with pytest.raises(StepRefused, match="reaches the store, but not 0, 3; the network between them is cut"):
+                go(params, optimizer, name)
+            return None
+        at = go(params, optimizer, name)
+        assert members.names == [0, 2, 3, 4]
+        return at
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(5)]) == [6.25, None, *[6.25] * 3]
+
+    def of_two(name):
+        _, params, optimizer = averaging(two, name, ranks=2, patience=1.0, quorum=quorum)
+        go(params, optimizer, name)
+        two.cut.add(frozenset((0, 1)))
+        if name == 0 and quorum == 1:
+            return go(params, optimizer, name)
+        with pytest.raises((NotEnoughMembers, StepRefused)):
             go(params, optimizer, name)
-        return numbers(params)
+        return params[0].tolist()[0]
 
-    def cut(*_):
-        raise RuntimeError("no route to host")
-
-    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [[1.0] * 3, [2.0] * 3]
+    two = Rendezvous()
+    assert run_ranks([lambda n=n: of_two(n) for n in range(2)]) == [1.5 + 1.0, 1.5 + 2.0]
 
 
 def test_a_store_that_does_not_answer_is_an_error_in_time():

@@ -2,7 +2,8 @@
 
     meet:      who is there, and what each says of its round
     exchange:  the weighted mean of their pseudo-gradients, over connections of these ranks alone; all confirm
-    verdict:   one has had all -> all apply it; one has failed -> nobody does, and they meet again, without who has gone
+    verdict:   one has had all -> all apply it; one has failed -> nobody does, and they meet again, without who has
+               gone; the second time, they try whom each of them reaches, and go on without who keeps them apart
     apply:     the outer step; and the first rank gives those that join the state
 
 Nothing that lasts changes before the verdict. It is "done" only if a rank has had the confirmations of all, each of
@@ -89,13 +90,15 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
 
 def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
     exchange, where = None, ending.where_of(optimizer, None)
+    unreached: list[int] = []
     for _ in range(ATTEMPTS):
-        exchange = Exchange(optimizer, members.meet(_report(optimizer, members)))
+        exchange = Exchange(optimizer, members.meet(_report(optimizer, members, unreached)))
         failed = exchange.run(members, where)
         state = members.verdict("failed" if failed else exchange.state)
         if state != "failed":
             break
         tell_of(members, failed)
+        unreached = members.unreached() if exchange.view.failures == 1 else []
     else:
         members.leave()
         raise CollectiveError(
@@ -206,7 +209,7 @@ def reach(optimizer: OuterOptimizer, members: Members) -> None:
         members.among = list(view.members)
 
 
-def _report(optimizer: OuterOptimizer, members: Members) -> Report:
+def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
     """What this rank says of its round."""
     mine = ending.report(optimizer, None, checks=True)
     norm = sum(square_norm([pseudo_gradient(bucket)]) for bucket in optimizer.buckets) ** 0.5
@@ -220,6 +223,7 @@ def _report(optimizer: OuterOptimizer, members: Members) -> Report:
         square_norm=mine.square_norm,
         moved=mine.moved,
         checks=mine.checks,
+        unreached=list(unreached),
     )
 
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from commopt.comm import Backend, CollectiveError, LocalBackend
+from commopt.comm import Backend, CollectiveError, LocalBackend, gather_rows
 from commopt.comm.given_up import Connect, connected, over_gloo
 from commopt.comm.store import StoreClient
 from commopt.optim import checks
@@ -21,6 +22,8 @@ logger = logging.getLogger("commopt")
 
 ANSWER = 20.0
 """Most seconds within which the store has to answer."""
+TRY = 5.0
+"""Most seconds within which one member reaches another, where all have failed to reach all."""
 CALL = 5.0
 """Most seconds that joiners are waited for, when they are called."""
 
@@ -188,6 +191,25 @@ class Members:
             self._channel = (list(view.members), self._reach("round", self.roster.rank, len(view.members)))
         return self._channel[1]
 
+    def unreached(self) -> list[Ticket]:
+        """The members of the last view that this rank does not reach, each alone. All of them call it together."""
+        view, mine = self.roster.view, self.roster.rank
+        assert view is not None
+        out, size = [], len(view.members) + len(view.members) % 2
+        for turn in range(size - 1):  # in each turn, everybody has another one
+            other = _partner(mine, turn, size)
+            if other >= len(view.members):
+                continue
+            name = f"try {min(mine, other)} {max(mine, other)} of {self.roster.now.replace(' ', '-')}"
+            store = dist.PrefixStore(name, self._store)
+            within = min(TRY, self.patience)
+            try:
+                pair = connected(self._connect, store, name, int(mine > other), 2, within, within, lambda: None)
+                gather_rows(pair, torch.zeros(1), name)
+            except CollectiveError:
+                out.append(view.members[other])
+        return out
+
     def verdict(self, state: str) -> str:
         """What has become of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""
         if state == "failed":
@@ -243,6 +265,15 @@ class Members:
         store = dist.PrefixStore(name, self._store)
         patience, why = self.patience, self.roster.given_up
         return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
+
+
+def _partner(mine: int, turn: int, size: int) -> int:
+    """Whom rank ``mine`` of an even number of ranks meets in a turn, so that in ``size - 1`` turns all meet all."""
+    last = size - 1
+    if mine == last:
+        return turn * (size // 2) % last
+    other = (turn - mine) % last
+    return last if other == mine else other
 
 
 def _check_who(store: object, name: object) -> None:

@@ -218,8 +218,9 @@ class Roster:
         if self.client.wait(key, first):
             return True
         assert self.view is not None
-        if patience > first:
-            logger.warning("members: waiting for %s for %.3g s", self.view.named(self._missing()), first)
+        if patience == first:
+            return False
+        logger.warning("members: waiting for %s for %.3g s", self.view.named(self._missing()), first)
         return self.client.wait(key, patience - first)
 
     def _here(self, ticket: Ticket) -> str:
@@ -250,7 +251,7 @@ class Roster:
         drawn = self.client.add("tickets", 0)
         waiting = self.waiting(last.drawn, drawn)
         try:
-            new = next_view(last, self.state == "done", reports, gone, waiting, drawn, self.needed, self.max_z)
+            new = next_view(last, self.state, reports, gone, waiting, drawn, self.needed, self.max_z)
         except NotEnoughMembers:
             self._withdraw()
             raise

@@ -45,6 +45,7 @@ class Report:
         norm: 2-norm of its pseudo-gradient; not finite if its parameters are not.
         square_norm: of the last gradients that it stepped on.
         moved, checks: as of :class:`commopt.outer.rounds.RoundReport`.
+        unreached: the tickets of members that it has tried to reach, and has not.
     """
 
     kind: str = "begin"
@@ -56,6 +57,7 @@ class Report:
     square_norm: float = 0.0
     moved: bool = False
     checks: bool = False
+    unreached: Sequence[Ticket] = ()
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -80,6 +82,7 @@ class View:
         drawn: how many tickets were drawn before.
         refused: why, by ticket, of those that cannot go on with the others.
         excluded: why, by ticket, of members whose pseudo-gradients do not count.
+        failures: how many meetings before this one have failed, in a row.
     """
 
     epoch: int
@@ -90,6 +93,7 @@ class View:
     drawn: int = 0
     refused: Mapping[Ticket, str] = field(default_factory=dict)
     excluded: Mapping[Ticket, str] = field(default_factory=dict)
+    failures: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -123,7 +127,7 @@ class View:
 
 def next_view(
     last: View,
-    ended: bool,
+    state: str,
     reports: Mapping[Ticket, Report],
     gone: Sequence[Ticket],
     waiting: Mapping[Ticket, Name],
@@ -135,7 +139,7 @@ def next_view(
 
     Args:
         last: the view before.
-        ended: whether what that one was for has ended, so that its joiners are members.
+        state: what has become of that one: if it is "done", its joiners are members.
         reports: of those that have come.
         gone: those that have said that they leave.
         waiting: the names of those that wait to join, and have not been taken in.
@@ -148,13 +152,15 @@ def next_view(
     """
     names = {ticket: last.names[ticket] for ticket in reports}
     refused = odd_ones(reports, names)
+    refused |= cut_off({t: r for t, r in reports.items() if t not in refused}, names)
     members = [ticket for ticket in order_of(names) if ticket not in refused]
-    joiners = {} if ended else {ticket: last.names[ticket] for ticket in last.joiners}
+    joiners = {} if state == "done" else {ticket: last.names[ticket] for ticket in last.joiners}
     of = len(set(last.members) - set(gone))
     if members and len(members) + len(joiners) + len(waiting) < needed(of):
         raise NotEnoughMembers(
             f"{len(members)} of {of} members are there ({last.named(members)}), and {needed(of)} are needed to go on; "
-            f"{REMEDY}"
+            + "".join(f"not {last.names[ticket]}: {why}; " for ticket, why in refused.items())
+            + REMEDY
         )
     joins = bool(members) and reports[members[0]].kind == "round"
     joiners |= waiting if joins else {}
@@ -167,6 +173,7 @@ def next_view(
         drawn=drawn if joins else last.drawn,
         refused=refused,
         excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z),
+        failures=last.failures + 1 if state == "failed" else 0,
     )
 
 
@@ -196,6 +203,21 @@ def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
     if mine[3] != usual[3]:
         return "it has other learning rates or outer hyper-parameters than most others; set them alike on every rank"
     return "it has called add_weight(), or has not, other than most others; all must, or none"
+
+
+def cut_off(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
+    """Those without whom all reach each other, and why: time after time the one that most do not reach; of equal ones,
+    the last."""
+    out: dict[Ticket, str] = {}
+    left = order_of({ticket: names[ticket] for ticket in reports})
+    while True:
+        missed = {t: [o for o in left if o in reports[t].unreached or t in reports[o].unreached] for t in left}
+        worst = max(reversed(left), key=lambda ticket: len(missed[ticket]), default=None)
+        if worst is None or not missed[worst]:
+            return out
+        who = ", ".join(str(names[other]) for other in missed[worst])
+        out[worst] = f"it reaches the store, but not {who}; the network between them is cut"
+        left.remove(worst)
 
 
 def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Ticket, str]:
