@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from worlds import on_one_core
 
-from commopt import Members
+from commopt import LocalSGD, Members
 from commopt.comm import ThreadBackend, ThreadWorld
 
 
@@ -126,10 +126,26 @@ def numbers(params: Sequence[nn.Parameter]) -> list[float]:
     return [v for p in params for v in p.detach().flatten().tolist()]
 
 
+def averaging(
+    world: Rendezvous, name: int, params: list[nn.Parameter] | None = None, **settings: Any
+) -> tuple[Members, list[nn.Parameter], LocalSGD]:
+    """Local SGD whose rank moves by name + 1 in each round of one step."""
+    members = world.members(name, **settings)
+    params = params or [nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+    return members, params, LocalSGD(params, torch.optim.SGD, lr=1.0, period=1, members=members)
+
+
+def go(params: Sequence[nn.Parameter], optimizer: LocalSGD, name: int, rounds: int = 1) -> float:
+    """Takes rounds; where the first element is then."""
+    for _ in range(rounds):
+        for p in params:
+            p.grad = torch.full_like(p, -(name + 1.0))
+        optimizer.step()
+    return float(params[0].tolist()[0])
+
+
 def warm_up() -> None:
     """What torch does once in a process takes seconds, for which no rank here has the patience."""
-    from commopt import LocalSGD
-
     params = some_params()
     optimizer = LocalSGD(params, torch.optim.SGD, lr=0.1, period=1)
     give_grads(params, 0, 0)

@@ -1,123 +1,321 @@
-"""A thousand rounds of members that die, come too late, leave and join, at random, on threads."""
+"""Members that die, come too late, are cut off, or do not fit: what it costs, and whom."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-import random
 import threading
-import time
-from collections import Counter
 
 import pytest
 import torch
-from member_world import Died, Rendezvous
-from worlds import on_one_core
+from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
 
-from commopt import LocalSGD
-from commopt.comm import given_up
-
-ROUNDS = 1000
-FAULTS = {"dies": 0.004, "dies in it": 0.008, "late": 0.012, "leaves": 0.02}
-"""What a rank does before the end of a round, with which probability, added up."""
+from commopt import DiLoCo, LocalSGD
+from commopt.comm import CollectiveError, MessageDamaged, given_up
+from commopt.comm.store import StoreClient, StoreLost
+from commopt.optim.agreement import StepRefused
+from commopt.outer import LeftOut, NotEnoughMembers
 
 
-class Chaos:
-    """Ranks that average what they draw.
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch):
+    monkeypatch.setattr(given_up, "LOOK", 0.05)
 
-    Attributes:
-        after: the parameters after each round, which must be the same for all.
-        brought: of each rank, by its ticket, what it has brought to a round.
-        faults: how many there were.
-    """
 
-    def __init__(self) -> None:
-        self.world, self.rng, self.lock = Rendezvous(), random.Random(5), threading.Lock()
-        self.after: dict[int, list[float]] = {0: [0.0] * 3}
-        self.brought: dict[tuple[int, int], list[float]] = {}
-        self.faults: Counter[str] = Counter()
-        self.names = itertools.count()
-        self.running: list[threading.Thread] = []
-        self.failed: list[BaseException] = []
+@pytest.mark.parametrize("collective", [0, 1])
+def test_a_rank_that_dies_in_an_exchange_costs_its_own_round_alone(collective):
+    """In the mean, or when it confirms that it has that; the others then have had all it has sent."""
+    world = Rendezvous()
 
-    def alive(self) -> int:
-        return sum(thread.is_alive() for thread in self.running)
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0)
+        at = go(params, optimizer, name)
+        assert at == pytest.approx(2.5)
+        if name == 2:
+            world.fuse[2] = collective
+        return go(params, optimizer, name)
 
-    def start(self, ranks: int | None = None) -> None:
-        def main() -> None:
-            try:
-                self.rank(next(self.names), ranks)
-            except Died:
-                pass
-            except BaseException as error:
-                self.failed.append(error)
+    moved = run_ranks([lambda n=n: rank(n) for n in range(4)])
+    assert moved[2] is None
+    assert moved[0] == moved[1] == moved[3] == pytest.approx(2.5 + (1 + 2 + 4) / 3)
 
-        self.running.append(threading.Thread(target=main, daemon=True))
-        self.running[-1].start()
 
-    def ended(self, members, number, found) -> None:
-        """A round has ended for a rank of ``members``, with the parameters ``found``."""
-        with self.lock:
-            came = [self.brought[ticket, number] for ticket in members.roster.view.members]
-            mean = [math.fsum(column) / len(came) for column in zip(*came)]
-            assert found == pytest.approx(mean, rel=0, abs=1e-12)
-            assert self.after.setdefault(number + 1, found) == found
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_the_last_but_one_rank_that_dies_ends_the_run_unless_one_may_go_on(quorum):
+    world = Rendezvous()
 
-    def rank(self, name: int, ranks: int | None) -> None:
-        chaos = self
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2, patience=1.0, quorum=quorum)
+        if name == 1:
+            raise Died
+        if quorum == 1:
+            return go(params, optimizer, name, 3)
+        with pytest.raises(
+            NotEnoughMembers, match=r"1 of 2 members are there \(0\), and 2 are needed.*nothing is lost"
+        ):
+            go(params, optimizer, name)
+        assert (params[0].tolist(), optimizer.param_groups[0]["rounds"]) == ([1.0] * 3, 0)
+        return 1.0
 
-        class Recorded(LocalSGD):
-            def outer_step(self, bucket, group, pseudo_gradient, ctx):
-                super().outer_step(bucket, group, pseudo_gradient, ctx)
-                chaos.ended(self.members, ctx.number, bucket["anchor"][: bucket.numel].tolist())
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)])[0] == (3.0 if quorum else 1.0)
 
-        p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        settings = {"patience": 0.15, "timeout": 2.0, "quorum": 1, "join_timeout": 30.0, "max_z": None}
-        members = self.world.members(name, ranks=ranks, **settings)
-        optimizer = Recorded([p], torch.optim.SGD, lr=1.0, period=1, members=members)
-        while (done := optimizer.param_groups[0]["rounds"]) < ROUNDS:
-            with self.lock:
-                assert p.tolist() == self.after[done]
-                p.grad = torch.tensor([self.rng.uniform(-1, 1) for _ in range(3)], dtype=torch.float64)
-                self.brought[members.roster.ticket, done] = (p.detach() - p.grad).tolist()
-                fault = self.draw()
-            if fault == "dies":
-                raise Died
-            if fault == "leaves":
-                break
-            if fault == "dies in it":
-                self.world.fuse[name] = self.rng.randrange(2)
-            if fault == "late":
-                time.sleep(0.3)
-            optimizer.step()
+
+def test_who_has_left_does_not_count_and_one_that_waits_does():
+    """Two ranks; one leaves, the other goes on; one joins; the first dies, the other goes on with one that waits."""
+    world, late = Rendezvous(), threading.Event()
+
+    def first():
+        _, params, optimizer = averaging(world, 0, ranks=2, patience=1.0)
+        at = go(params, optimizer, 0, 2)
+        assert at == pytest.approx(1.5 + 1.0)
+        late.set()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, 0)
+        assert optimizer.members.names == [0]
+        assert go(params, optimizer, 0) == pytest.approx(3.5 + (1 + 3) / 2)
+        raise Died
+
+    def second():
+        members, params, optimizer = averaging(world, 1, ranks=2)
+        go(params, optimizer, 1)
         members.leave()
 
-    def draw(self) -> str | None:
-        """A fault, now and then; none while there are few ranks."""
-        drawn = self.rng.random()
-        if self.alive() < 3:
+    def third():
+        late.wait(30)
+        _, params, optimizer = averaging(world, 2, patience=1.0)
+        assert params[0].tolist()[0] == pytest.approx(3.5)
+        go(params, optimizer, 2)
+        with pytest.raises(NotEnoughMembers):
+            go(params, optimizer, 2)
+        fourth = threading.Thread(target=averaging, args=(world, 3), kwargs={"join_timeout": 20.0}, daemon=True)
+        fourth.start()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 4)
+        go(params, optimizer, 2)
+        fourth.join(20)
+        assert not fourth.is_alive()
+        assert optimizer.members.names == [2]
+
+    run_ranks([first, second, third])
+
+
+@pytest.mark.parametrize("at", ["view", "now"])
+def test_a_rank_that_dies_while_it_publishes_a_view(at, monkeypatch):
+    """Before it is all's, or before the others are told."""
+    world, inner = Rendezvous(), StoreClient.compare_set
+    armed: list[int] = []
+
+    def compare_set(self, key, expected, desired):
+        dies = bool(armed) and " open " in desired and bool(armed.pop())
+        if dies and at == "view":
+            raise Died
+        out = inner(self, key, expected, desired)
+        if dies:
+            raise Died
+        return out
+
+    monkeypatch.setattr(StoreClient, "compare_set", compare_set)
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0, timeout=1.0)
+        go(params, optimizer, name)
+        if name == 0:
+            armed.append(1)
+        return go(params, optimizer, name)
+
+    moved = [value for value in run_ranks([lambda n=n: rank(n) for n in range(4)]) if value is not None]
+    assert len(moved) == 3
+    assert len(set(moved)) == 1
+
+
+@pytest.mark.parametrize("rejoin", [True, False])
+def test_a_rank_that_comes_too_late_is_out_and_joins_anew(rejoin, caplog):
+    world, left_out, back = Rendezvous(), threading.Event(), []
+
+    def others(name):
+        _, params, optimizer = averaging(world, name, ranks=3, patience=1.0, join_timeout=20.0)
+        at = go(params, optimizer, name)
+        assert at == pytest.approx(1.5)
+        if name == 0:
+            left_out.set()
+        if rejoin:
+            until(lambda: optimizer.members.roster.client.add("tickets", 0) == 4)
+            go(params, optimizer, name)
+            assert go(params, optimizer, name) == pytest.approx(3.0 + 2.0)
+        return numbers(params)
+
+    def late():
+        called = []
+        _, params, optimizer = averaging(
+            world, 2, ranks=3, patience=1.0, rejoin=rejoin, on_join=called.append, join_timeout=20.0
+        )
+        left_out.wait(20)
+        if not rejoin:
+            with pytest.raises(LeftOut, match="gone on without this rank"):
+                go(params, optimizer, 2)
+            return back.append(numbers(params))
+        assert go(params, optimizer, 2) == pytest.approx(3.0)
+        assert called == [optimizer]
+        assert optimizer.param_groups[0]["rounds"] == 2
+        go(params, optimizer, 2)
+        return numbers(params)
+
+    found = run_ranks([lambda: others(0), lambda: others(1), late])
+    if rejoin:
+        assert found[0] == found[1] == found[2]
+        assert "its own round is lost" in caplog.text
+    else:
+        assert back == [[3.0] * 3]
+
+
+def test_what_is_refused_does_not_end_the_run_of_the_others(caplog):
+    """Other learning rates; a model that is another; a rank that would join and has gone."""
+    world, model = Rendezvous(), threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=4, patience=2.0)
+        if name == 3:
+            optimizer.param_groups[0]["lr"] = 0.5
+            with pytest.raises(StepRefused, match="other learning rates or outer hyper-parameters than most"):
+                go(params, optimizer, name)
+            return members.leave()
+        go(params, optimizer, name)
+        if name == 0:
+            members.roster.client.add("tickets", 1)
+            members.roster.client.set("ticket/4", '"gone"')
+            model.set()
+            until(lambda: members.roster.client.add("tickets", 0) == 6)
+        go(params, optimizer, name, 2)
+        assert members.names == [0, 1, 2]
+        return numbers(params)
+
+    def other():
+        model.wait(30)
+        with pytest.raises(ValueError, match="parameter"):
+            averaging(world, 9, [torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))])
+
+    caplog.set_level(logging.WARNING)
+    found = run_ranks([*(lambda n=n: rank(n) for n in range(4)), other])
+    assert found[0] == found[1] == found[2] == [pytest.approx(6.0)] * 3
+    assert "goes on without 3: it has other learning rates" in caplog.text
+
+
+def test_inf_or_nan_on_one_rank_does_not_count_and_is_healed_and_on_all_is_skipped():
+    world = Rendezvous()
+
+    def rank(name):
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        members = world.members(name, ranks=3)
+        optimizer = DiLoCo(params, torch.optim.AdamW, lr=0.1, period=2, members=members)
+        for step in range(6):
+            give_grads(params, step, name)
+            optimizer.step()
+            with torch.no_grad():
+                if (step == 2 and name == 1) or step == 4:
+                    params[0][1] = float("nan")
+                if step == 2 and name == 1:
+                    optimizer.base.state[params[0]]["exp_avg"].fill_(float("inf"))
+            if step == 3:
+                assert bool(torch.isfinite(params[0]).all())
+                assert (len(optimizer.base.state[params[0]]) == 0) == (name == 1)
+        assert (optimizer.comm_stats()["skipped_rounds"], optimizer.param_groups[0]["rounds"]) == (1, 2)
+        anchor = optimizer.buckets[0]["anchor"].tolist()
+        members.leave()
+        return anchor
+
+    found = run_ranks([lambda n=n: rank(n) for n in range(3)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_mean_of_the_replicas_is_of_those_that_are_there():
+    world = Rendezvous()
+
+    def rank(name):
+        members = world.members(name, ranks=3, patience=1.0)
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        optimizer = LocalSGD(params, torch.optim.SGD, lr=1.0, period=9, members=members)
+        go(params, optimizer, name)
+        if name == 1:
+            world.fuse[1] = 0
+        own = numbers(params)
+        with optimizer.averaged():
+            assert numbers(params) == [2.0] * 3
+        assert numbers(params) == own
+        optimizer.synchronize()
+        return numbers(params)
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [[2.0] * 3, None, [2.0] * 3]
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_damaged_message_is_sent_again_and_again_but_not_for_ever(times, monkeypatch):
+    from commopt.outer import member_rounds
+
+    world, inner, damaged = Rendezvous(), member_rounds.confirm, []
+
+    def confirm(backend, sound, where):
+        inner(backend, sound, where)
+        damaged.append(backend.rank)
+        if damaged.count(backend.rank) <= times:
+            raise MessageDamaged("what was received is not what was sent")
+
+    monkeypatch.setattr(member_rounds, "confirm", confirm)
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2)
+        if times == 9:
+            with pytest.raises(CollectiveError, match="5 exchanges have failed, though members are there"):
+                go(params, optimizer, name)
+            return 1.5, 2
+        return go(params, optimizer, name), optimizer.members.epoch
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [(1.5, 2)] * 2
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_members_between_whom_the_network_is_cut(quorum):
+    """Of two, one goes on if it may. Of five, two pairs of which one rank is in both: without that one."""
+    world, cut = Rendezvous(), threading.Barrier(5)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=5, patience=3.0, quorum=quorum)
+        go(params, optimizer, name)
+        cut.wait()
+        world.cut |= {frozenset((1, 3)), frozenset((0, 1))}
+        if name == 1:
+            with pytest.raises(StepRefused, match="reaches the store, but not 0, 3; the network between them is cut"):
+                go(params, optimizer, name)
             return None
-        fault = next((name for name, upto in FAULTS.items() if drawn < upto), None)
-        self.faults.update([fault] if fault else [])
-        return fault
+        at = go(params, optimizer, name)
+        assert members.names == [0, 2, 3, 4]
+        return at
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(5)]) == [6.25, None, *[6.25] * 3]
+
+    def of_two(name):
+        _, params, optimizer = averaging(two, name, ranks=2, patience=1.0, quorum=quorum)
+        go(params, optimizer, name)
+        two.cut.add(frozenset((0, 1)))
+        if name == 0 and quorum == 1:
+            return go(params, optimizer, name)
+        with pytest.raises((NotEnoughMembers, StepRefused)):
+            go(params, optimizer, name)
+        return params[0].tolist()[0]
+
+    two = Rendezvous()
+    assert run_ranks([lambda n=n: of_two(n) for n in range(2)]) == [1.5 + 1.0, 1.5 + 2.0]
 
 
-def test_a_thousand_rounds_of_random_faults(caplog, monkeypatch):
-    """Each round that ends is the mean of what its members have brought, to 1e-12, for all of them; nobody hangs, and
-    all are equal in the end."""
-    caplog.set_level(logging.ERROR, "commopt")
-    monkeypatch.setattr(given_up, "LOOK", 0.05)
-    chaos, end = Chaos(), time.monotonic() + 300
-    with on_one_core():
-        for _ in range(3):
-            chaos.start(3)
-        while chaos.alive() and not chaos.failed:
-            assert time.monotonic() < end, f"hangs after {len(chaos.after)} rounds"
-            time.sleep(0.05)
-            if len(chaos.after) < ROUNDS and chaos.alive() < 4:
-                chaos.start()
-    if chaos.failed:
-        raise chaos.failed[0]
-    assert len(chaos.after) == ROUNDS + 1
-    assert set(chaos.faults) == set(FAULTS)
+def test_a_store_that_does_not_answer_is_an_error_in_time():
+    world = Rendezvous()
+    members, params, optimizer = averaging(world, 0, ranks=1, timeout=0.5)
+    go(params, optimizer, 0)
+    hangs = threading.Event()
+    members.roster.client.ask(lambda _: None)
+    members.roster.client._questions.put((lambda _: hangs.wait(30), type("Nobody", (), {"set_result": print})()))
+    with pytest.raises(StoreLost, match=r"cannot be reached: no answer within 0.5 s"):
+        go(params, optimizer, 0)
+    assert (numbers(params), optimizer.param_groups[0]["rounds"]) == ([2.0] * 3, 1)
+    hangs.set()
+    assert go(params, optimizer, 0) == 3.0  # it answers again
+    members.roster.client.delete(["now"])
+    with pytest.raises(StoreLost, match="has forgotten them"):
+        go(params, optimizer, 0)
