@@ -319,3 +319,40 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
     members.roster.client.delete(["now"])
     with pytest.raises(StoreLost, match="has forgotten them"):
         go(params, optimizer, 0)
+
+
+def test_the_member_that_gives_the_state_dies(caplog):
+    """The one that joins asks again, and has it from the next one."""
+    world, asked = Rendezvous(), threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=1.0, timeout=1.5)
+        go(params, optimizer, name)
+        asked.set()
+        until(lambda: members.roster.client.add("tickets", 0) == 4)
+        if name == 0:
+            world.fuse[0] = 5  # behind the round's own two
+        go(params, optimizer, name)
+        assert name != 0
+        go(params, optimizer, name)
+        go(params, optimizer, name)
+        return numbers(params), members.names
+
+    def joins():
+        asked.wait(30)
+        members, params, optimizer = averaging(world, 3, timeout=1.5)
+        assert optimizer.param_groups[0]["rounds"] == 3
+        go(params, optimizer, 3)
+        return numbers(params), members.names
+
+    found = run_ranks([*(lambda n=n: rank(n) for n in range(3)), joins])
+    assert found == [None, *[([4.0 + 2.5 + 3.0] * 3, [1, 2, 3])] * 3]
+    assert "this rank asks again" in caplog.text
+
+
+def test_a_rank_that_has_left_is_told_so():
+    members, params, optimizer = averaging(Rendezvous(), 0, ranks=1)
+    go(params, optimizer, 0)
+    members.leave()
+    with pytest.raises(StepRefused, match="has left the run"):
+        go(params, optimizer, 0)

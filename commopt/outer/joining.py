@@ -40,14 +40,14 @@ def beginning(optimizer: OuterOptimizer) -> Iterator[None]:
         yield
     except Exception:
         if members is not None:
-            members.leave()
+            members.give_up()
         raise
     if members is None:
         return
     if members.roster.view is None:
         join(optimizer, members, members.fetch_base)
     elif members.verdict("kept") == "failed":
-        members.leave()
+        members.give_up()
         raise CollectiveError("another rank could not begin the run; its own error says why")
 
 
@@ -68,7 +68,7 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
             logger.warning("members: %s; this rank asks again", error)
             members.forsake()
         except ValueError:
-            members.leave()
+            members.give_up()
             raise
         else:
             members.round_ended()
@@ -80,16 +80,14 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
 
 def serve(optimizer: OuterOptimizer, members: Members) -> None:
     """Gives those that join the state."""
-    try:
-        for ticket in members.ready():
-            try:
-                give(optimizer, members.call(ticket))
-            except StoreLost:
-                raise
-            except (CollectiveError, ValueError) as error:
-                logger.warning("members: a rank that would join has not: %s", error)
-    finally:
-        members.has_joined()
+    for ticket in members.ready():
+        try:
+            give(optimizer, members.call(ticket))
+        except StoreLost:
+            raise
+        except (CollectiveError, ValueError) as error:
+            logger.warning("members: a rank that would join has not: %s", error)
+    members.has_joined()
 
 
 def give(optimizer: OuterOptimizer, backend: Backend) -> None:

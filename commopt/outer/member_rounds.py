@@ -76,7 +76,7 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
         commopt.comm.CollectiveError: the store is lost, or members cannot reach each other, time after time.
     """
     if error is not None:
-        members.leave()
+        members.give_up()
         raise error
     try:
         _end_round(optimizer, members)
@@ -100,7 +100,6 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
         tell_of(members, failed)
         unreached = members.unreached() if exchange.view.failures == 1 else []
     else:
-        members.leave()
         raise CollectiveError(
             f"{where}: {ATTEMPTS} exchanges have failed, though members are there: they reach the store, but not each "
             f"other; {REMEDY}"
@@ -144,7 +143,7 @@ class Exchange:
         except (CollectiveError, MessageDamaged) as error:
             return error
         except Exception:
-            members.leave()
+            members.give_up()
             raise
         return None
 

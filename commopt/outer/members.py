@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -141,6 +142,11 @@ class Members:
         """Leaves the run: nobody waits for this rank any more, at the end of the round or later."""
         self.roster.leave()
         self._channel = None
+
+    def give_up(self) -> None:
+        """Leaves because of an error, which whatever goes wrong here does not hide."""
+        with suppress(CollectiveError):
+            self.leave()
 
     # what an optimizer calls ------------------------------------------------------------------------------------------
 

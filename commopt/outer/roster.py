@@ -145,12 +145,13 @@ class Roster:
 
         Raises:
             LeftOut: the others have gone on without this rank.
-            StepRefused: most others stand elsewhere than this rank.
+            StepRefused: most others stand elsewhere than this rank, or do not reach it; or it has left.
             NotEnoughMembers: there are too few.
         """
+        if self.view is None:
+            raise StepRefused("this rank has left the run: it takes part again with another optimizer, and new Members")
         self._settle()
         view = self.view
-        assert view is not None
         if self.state == "done" and view.joiners:
             self.client.wait(f"joined/{self.epoch}", busy * len(view.joiners))
         self.client.set(self._here(self.ticket), json.dumps(asdict(report)))
