@@ -27,6 +27,7 @@ class Rendezvous:
         store: where they meet.
         fuse: of a rank, by name: after how many collectives it dies.
         cut: pairs of ranks between which the network is cut.
+        refuses: ranks whose next collective fails on them alone.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class Rendezvous:
         self.worlds: dict[str, ThreadWorld] = {}
         self.fuse: dict[Any, int] = {}
         self.cut: set[frozenset[Any]] = set()
+        self.refuses: list[Any] = []
         self.lock = threading.Lock()
 
     def connect(self, who: Any) -> Callable[..., Any]:
@@ -54,7 +56,7 @@ class Mortal(ThreadBackend):
 
     def __init__(self, world: ThreadWorld, rank: int, meeting: Rendezvous, who: Any) -> None:
         super().__init__(world, rank)
-        self.fuse, self.cut, self.who = meeting.fuse, meeting.cut, who
+        self.meeting, self.fuse, self.who = meeting, meeting.fuse, who
         vars(world).setdefault("here", set()).add(who)
 
     def _start(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +66,10 @@ class Mortal(ThreadBackend):
                 del self.fuse[self.who]
                 self.fail()
                 raise Died
-        if any(pair <= vars(self.world)["here"] for pair in self.cut):
+        if self.who in self.meeting.refuses:
+            self.meeting.refuses.remove(self.who)
+            raise RuntimeError("out of buffers")
+        if any(pair <= vars(self.world)["here"] for pair in self.meeting.cut):
             self.fail()
         return super()._start(*args, **kwargs)
 

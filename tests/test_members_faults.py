@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from commopt.comm import CollectiveError, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.optim.agreement import StepRefused
 from commopt.outer import LeftOut, NotEnoughMembers
+from commopt.outer.roster import Roster
 
 
 @pytest.fixture(autouse=True)
@@ -356,3 +358,46 @@ def test_a_rank_that_has_left_is_told_so():
     members.leave()
     with pytest.raises(StepRefused, match="has left the run"):
         go(params, optimizer, 0)
+
+
+def test_who_fails_alone_does_not_let_the_others_wait():
+    """The timeout is 30 seconds, and nobody has gone: the others hear that one has given up, and all meet again."""
+    world, begin = Rendezvous(), time.monotonic()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3)
+        if name == 1:
+            world.refuses.append(name)
+        return go(params, optimizer, name), members.epoch
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(2.0, 2)] * 3
+    assert time.monotonic() < begin + 20
+
+
+def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
+    """It has drawn its ticket when a view is published, and has not written its name on it yet."""
+    world, drawn, inner, late = Rendezvous(), threading.Event(), Roster.draw, []
+
+    def draw(self):
+        if self.name == 1 and not late:
+            late.append(self)
+            self.ticket = self.client.add("tickets", 1) - 1
+            drawn.set()
+        else:
+            inner(self)
+
+    monkeypatch.setattr(Roster, "draw", draw)
+
+    def first():
+        members, params, optimizer = averaging(world, 0, ranks=1)
+        drawn.wait(30)
+        go(params, optimizer, 0)
+        until(lambda: members.roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, 0)
+        assert members.roster.expected == [0, 2]
+
+    def second():
+        _, _, optimizer = averaging(world, 1)
+        return optimizer.param_groups[0]["rounds"]
+
+    assert run_ranks([first, second])[1] == 2
