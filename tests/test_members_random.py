@@ -121,3 +121,4 @@ def test_a_thousand_rounds_of_random_faults(caplog, monkeypatch):
         raise chaos.failed[0]
     assert len(chaos.after) == ROUNDS + 1
     assert set(chaos.faults) == set(FAULTS)
+    assert chaos.world.store.num_keys() < 100  # of thousands that there were

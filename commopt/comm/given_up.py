@@ -40,6 +40,11 @@ LOOK = 1.0
 """Seconds between two questions whether the others have given up."""
 
 
+def nobody_has() -> None:
+    """The :data:`Why` of ranks that nobody asks."""
+    return None
+
+
 def over_gloo(store: dist.Store, name: str, rank: int, world_size: int, timeout: float) -> Backend:
     """A :data:`Connect` over a Gloo group of its own."""
     meeting = StoreMeeting(dist.PrefixStore("at", store), rank, range(world_size))

@@ -3,7 +3,7 @@
     meet:      who is there, and what each says of its round
     exchange:  the weighted mean of their pseudo-gradients, over connections of these ranks alone; all confirm
     verdict:   one has had all -> all apply it; one has failed -> nobody does, and they meet again, without who has
-               gone; the second time, they try whom each of them reaches, and go on without who keeps them apart
+               gone; from the second time on, they try whom each of them reaches, and go on without who keeps them apart
     apply:     the outer step; and the first rank gives those that join the state
 
 Nothing that lasts changes before the verdict. It is "done" only if a rank has had the confirmations of all, each of
@@ -98,7 +98,7 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
         if state != "failed":
             break
         tell_of(members, failed)
-        unreached = members.unreached() if exchange.view.failures == 1 else []
+        unreached = members.unreached() if exchange.view.failures else []
     else:
         raise CollectiveError(
             f"{where}: {ATTEMPTS} exchanges have failed, though members are there: they reach the store, but not each "

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.comm import Backend, CollectiveError, LocalBackend, gather_rows
-from commopt.comm.given_up import Connect, connected, over_gloo
+from commopt.comm.given_up import Connect, connected, nobody_has, over_gloo
 from commopt.comm.store import StoreClient
 from commopt.optim import checks
 from commopt.outer import lobby
@@ -210,7 +210,7 @@ class Members:
             store = dist.PrefixStore(name, self._store)
             within = min(TRY, self.patience)
             try:
-                pair = connected(self._connect, store, name, int(mine > other), 2, within, within, lambda: None)
+                pair = connected(self._connect, store, name, int(mine > other), 2, within, within, nobody_has)
                 gather_rows(pair, torch.zeros(1), name)
             except CollectiveError:
                 out.append(view.members[other])
@@ -270,6 +270,8 @@ class Members:
         name = f"{what} {epoch}-{lot}"
         store = dist.PrefixStore(name, self._store)
         patience, why = self.patience, self.roster.given_up
+        if not hasattr(self._store, "clone"):  # of torch 2.6: who connects has the one connection to it meanwhile
+            patience, why = self.patience + self.timeout, nobody_has
         return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
 
 

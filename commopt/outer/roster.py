@@ -24,7 +24,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from commopt.comm import first_notice
 from commopt.comm.store import StoreClient, StoreLost
@@ -58,7 +58,6 @@ class Roster:
         self.view: View | None = None
         self.now = ""
         self._told = False
-        self._last: list[str] = []  # keys of the epoch before this one
 
     # where it stands --------------------------------------------------------------------------------------------------
 
@@ -119,8 +118,6 @@ class Roster:
 
     def enter(self, view: View, now: str) -> None:
         """Takes over ``view``, in which this rank is, and ``now``."""
-        if self.view is not None and self.view.epoch < view.epoch:
-            self._last = _keys(self.view, _body(self.now))
         if self.view is None or self.view.epoch < view.epoch:
             self._told = False
         self.view, self.now = view, now
@@ -197,7 +194,7 @@ class Roster:
                     self.verdict("failed")
             if self.look() == self.now:
                 self.leave_for(self.ticket)
-                self._told = True
+                self._told = False  # what it has said stays, whatever comes now
                 if int(self.client.get(f"count/{self.epoch}") or 0) >= len(self.expected):
                     with suppress(NotEnoughMembers):  # the others, who wait, will say so
                         self.publish()
@@ -256,7 +253,7 @@ class Roster:
         except NotEnoughMembers:
             self._withdraw()
             raise
-        if new.members and self.open(new):
+        if new.members and self.open(replace(new, before=_keys(last, _body(self.now)))):
             self._log(last, new, gone)
 
     def _withdraw(self) -> None:
@@ -271,7 +268,8 @@ class Roster:
         self.client.set(_body(desired), view.to_json())
         made = self.client.compare_set(NOW, self.now, desired) == desired
         if made:
-            self.client.delete([*self._last, *(f"ticket/{t}" for t in view.joiners)])
+            old = self.view.before if self.view is not None else ()
+            self.client.delete([*old, *(f"ticket/{t}" for t in view.joiners)])
         else:
             self.client.delete([_body(desired)])
         self.client.set(f"opened/{view.epoch}", "")

@@ -83,6 +83,7 @@ class View:
         refused: why, by ticket, of those that cannot go on with the others.
         excluded: why, by ticket, of members whose pseudo-gradients do not count.
         failures: how many meetings before this one have failed, in a row.
+        before: keys in the store of the view before, for whoever takes them away.
     """
 
     epoch: int
@@ -94,6 +95,7 @@ class View:
     refused: Mapping[Ticket, str] = field(default_factory=dict)
     excluded: Mapping[Ticket, str] = field(default_factory=dict)
     failures: int = 0
+    before: Sequence[str] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
