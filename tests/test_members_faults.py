@@ -352,12 +352,15 @@ def test_the_member_that_gives_the_state_dies(caplog):
     assert "this rank asks again" in caplog.text
 
 
-def test_a_rank_that_has_left_is_told_so():
-    members, params, optimizer = averaging(Rendezvous(), 0, ranks=1)
+def test_a_rank_that_has_left_is_told_so_and_one_that_comes_when_all_have():
+    world = Rendezvous()
+    members, params, optimizer = averaging(world, 0, ranks=1)
     go(params, optimizer, 0)
     members.leave()
     with pytest.raises(StepRefused, match="has left the run"):
         go(params, optimizer, 0)
+    with pytest.raises(LeftOut, match="has ended: all its members have left"):
+        averaging(world, 1, ranks=1)
 
 
 def test_who_fails_alone_does_not_let_the_others_wait():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from commopt.comm.store import until
-from commopt.outer.roster import Roster
+from commopt.outer.roster import ENDED, Roster
 from commopt.outer.view import LeftOut, NotEnoughMembers, Report, Ticket, View, order_of
 
 POLL = 0.05
@@ -49,7 +49,7 @@ def wait_to_join(roster: Roster, seconds: float, busy: float) -> None:
         busy: seconds that the member may take for each that joins.
 
     Raises:
-        LeftOut: none was.
+        LeftOut: none was, or all members have left.
     """
     left, seen = until(seconds), ""
     if roster.ticket < 0:
@@ -58,6 +58,10 @@ def wait_to_join(roster: Roster, seconds: float, busy: float) -> None:
         now = roster.look()
         view = roster.read(now) if now != seen else None
         seen = now
+        if now and now.split()[1] == ENDED:
+            raise LeftOut(
+                "the run of this store has ended: all its members have left; begin another over another store"
+            )
         if view is not None and roster.ticket in view.joiners and now.split()[1] == "done":
             roster.enter(view, now)
             roster.client.set(f"joins/{view.epoch}/{roster.ticket}", "")

@@ -8,6 +8,7 @@ several who would change it one does, and whoever is late learns that it has bee
     7 kept    the same, of something that ends no round: joiners still wait
     7 failed  some member could not: nobody applies it, and all meet again
     8 open    those that came to the next meeting in time
+    8 ended   all have left
 
 At a meeting each member leaves its report under a key of its own and adds 1 to a count. Who finds that it is the last
 one publishes the view; if some do not come, whoever loses its patience first does. The others wait for one key: a rank
@@ -35,6 +36,7 @@ logger = logging.getLogger("commopt")
 
 NOW = "now"
 GONE = "gone"
+ENDED = "ended"
 
 
 class Roster:
@@ -253,7 +255,10 @@ class Roster:
         except NotEnoughMembers:
             self._withdraw()
             raise
-        if new.members and self.open(replace(new, before=_keys(last, _body(self.now)))):
+        if not new.members:
+            epoch, _, lot = self.now.split()
+            self.client.compare_set(NOW, self.now, f"{epoch} {ENDED} {lot}")
+        elif self.open(replace(new, before=_keys(last, _body(self.now)))):
             self._log(last, new, gone)
 
     def _withdraw(self) -> None:
