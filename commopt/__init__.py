@@ -17,7 +17,7 @@ from commopt.optim import (
     ZeroOneAdam,
     sort_parameters,
 )
-from commopt.outer import DiLoCo, Gossip, LocalSGD, Mixed, NoLoCo, SignMomentum, SlowMo, SparseLoCo, Streaming
+from commopt.outer import DiLoCo, Gossip, LocalSGD, Members, Mixed, NoLoCo, SignMomentum, SlowMo, SparseLoCo, Streaming
 
 __version__ = "0.2.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Lamb",
     "Lans",
     "LocalSGD",
+    "Members",
     "Mixed",
     "NoLoCo",
     "OneBitAdam",

@@ -180,6 +180,16 @@ DRILLS = (
         ),
     ),
     Drill(
+        "ranks-come-and-go",
+        "SIGKILL to members in a round, between two, and where they agree; SIGSTOP; joins; a network that is cut",
+        "the others go on, and nothing is lost but that rank's round; one that comes back joins anew",
+        (
+            "test_members_processes.py",
+            "test_members_faults.py",
+            "test_members_random.py",
+        ),
+    ),
+    Drill(
         "lost-machine",
         "a machine of a sharded run under torchrun goes, with all its ranks",
         "the machines that are left continue, from the last checkpoint",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from example_ranks import EXAMPLES, on_two_ranks
 
-RUN = {"plain_before", "plain_after", "ddp_any_optimizer", "fsdp2", "nanogpt_style", "custom_backend"}
+RUN = {"plain_before", "plain_after", "ddp_any_optimizer", "fsdp2", "nanogpt_style", "custom_backend", "members"}
 """Others are run by the tests of the frameworks that they are for."""
 
 

@@ -93,6 +93,11 @@ class Traffic:
         self._before.merge(self._running)
         self._running = Tally()
 
+    def go_on_from(self, other: Traffic) -> None:
+        """Counts on from where another one, which is used no more, has come to."""
+        self.step, self._running, self.in_step = other.step, other._running, other.in_step
+        self.total = other.total
+
     def take_over(self, other: Traffic) -> None:
         """Counts now what another one has counted."""
         (self._running if self.in_step else self._before).merge(other.total)

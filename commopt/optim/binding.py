@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from commopt import ops
-from commopt.comm import Replicas, Topology, resolve_backend
+from commopt.comm import Backend, Replicas, Topology, message_device, resolve_backend
 from commopt.optim import checks, saving
 from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
@@ -142,18 +142,8 @@ def register_groups(
         ValueError: on every rank, if they differ, or for this or another rank's ``error``.
     """
     params = [p for group in groups for p in group["params"]]
-    topology = optimizer.topology
-    # providers may differ in the last bit of an update; instruction sets of one provider do not
-    devices = sorted({p.device.type for p in params})
-    facts = {
-        **versions(devices),
-        LISTS: "\n".join(describe(i, j, p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])),
-        "names of the parameters": str([group.get("param_names") for group in groups]),
-        "settings or kernel providers": str([*settings, ops.providers(devices)]),
-    }
-    counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups"
-    device = optimizer.control_device(params)
-    agree_on_setup(topology.world, device, facts, error, counts, topology.stages)
+    topology, device = optimizer.topology, optimizer.control_device(params)
+    agree_on_setup(topology.world, device, *_setup(groups, settings, error), topology.stages)
     held: dict[Replicas, list[Tensor]] = {}
     for p in params:
         held.setdefault(topology.held(p)[0], []).append(p)
@@ -168,6 +158,36 @@ def register_groups(
     for group in groups:
         optimizer.make_buckets(group)
     optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
+
+
+def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[Any]) -> None:
+    """Makes sure that the ranks of ``backend`` have parameter groups of the same parameters, and the same settings and
+    kernel providers.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    agree_on_setup(backend, message_device(backend), *_setup(groups, settings, None))
+
+
+def _setup(
+    groups: list[dict[str, Any]], settings: list[Any], error: Exception | None
+) -> tuple[dict[str, str], Exception | None, str]:
+    """What ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes it."""
+    params = [p for group in groups for p in group["params"]]
+    # providers may differ in the last bit of an update; instruction sets of one provider do not
+    devices = sorted({p.device.type for p in params})
+    facts = {
+        **versions(devices),
+        LISTS: "\n".join(describe(i, j, p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])),
+        "names of the parameters": str([group.get("param_names") for group in groups]),
+        "settings or kernel providers": str([*settings, ops.providers(devices)]),
+    }
+    return (
+        facts,
+        error,
+        f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups",
+    )
 
 
 def _report_unaveraged(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:

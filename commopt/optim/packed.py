@@ -384,7 +384,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.refuse_inside_averaged("synchronize()")
         if self.replicas_differ:
             self._of_ranks = None
-            replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), "synchronize()")
+            self.agree_to("synchronize()")
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
 
@@ -416,6 +416,15 @@ class PackedOptimizer(torch.optim.Optimizer):
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
         return replicas.averaged(self, model, buffers)
+
+    def agree_to(self, what: str) -> None:
+        """Makes sure that all ranks can take the mean now; see :func:`commopt.optim.replicas.agree`."""
+        replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), what)
+
+    def take_mean(self) -> None:
+        """Makes the parameters the mean of all replicas, and nothing else."""
+        with replicas.reaching_others(self.topology, self.buckets, "averaged()"):
+            replicas.take_mean(self.topology, self.buckets)
 
     def own_value(self, p: Tensor) -> Tensor:
         """Value of ``p`` on this rank, also within :meth:`averaged`."""

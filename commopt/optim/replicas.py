@@ -104,17 +104,15 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     if optimizer._own_values is not None:
         yield
         return
-    topology, buckets = optimizer.topology, optimizer.buckets
     own: dict[Tensor, Tensor] = {}
     if optimizer.replicas_differ:
-        agree(topology, buckets, optimizer.why_not_synchronize(), "averaged()")
+        optimizer.agree_to("averaged()")
         with torch.no_grad():
-            own = {p: p.detach().clone() for bucket in buckets for p in bucket.params}
+            own = {p: p.detach().clone() for bucket in optimizer.buckets for p in bucket.params}
     optimizer._own_values = own
     try:
         if own:
-            with reaching_others(topology, buckets, "averaged()"):
-                take_mean(topology, buckets)
+            optimizer.take_mean()
         yield
     finally:
         optimizer._own_values = None

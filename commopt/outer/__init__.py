@@ -4,6 +4,7 @@ from commopt.outer.averaging import LocalSGD
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.diloco import DiLoCo
 from commopt.outer.gossip import Gossip
+from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed
 from commopt.outer.noloco import NoLoCo
 from commopt.outer.rounds import Round
@@ -12,14 +13,18 @@ from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRul
 from commopt.outer.slowmo import SlowMo
 from commopt.outer.sparse_loco import SparseLoCo
 from commopt.outer.streaming import Streaming
+from commopt.outer.view import LeftOut, NotEnoughMembers
 
 __all__ = [
     "DiLoCo",
     "ExactSign",
     "Gossip",
+    "LeftOut",
     "LocalSGD",
+    "Members",
     "Mixed",
     "NoLoCo",
+    "NotEnoughMembers",
     "OuterOptimizer",
     "RandomSign",
     "RandomSignOrZero",

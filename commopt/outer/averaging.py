@@ -22,6 +22,7 @@ from commopt.compress import Compressor
 from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
+from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
 
@@ -56,6 +57,7 @@ class LocalSGD(OuterOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        members: :class:`commopt.Members` instead: ranks that may come and go between two rounds.
         base_args: arguments of the class ``base``, such as lr.
 
     Raises:
@@ -78,12 +80,13 @@ class LocalSGD(OuterOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        members: Members | None = None,
         **base_args: Any,
     ) -> None:
         super().__init__(
             params, base, base_args, {}, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
-            process_group=process_group, backend=backend,
+            process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:

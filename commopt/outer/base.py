@@ -38,10 +38,11 @@ from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.packed import OWN, WHOSE, PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.outer import base_state, ending, local_steps, stream_state, streams
+from commopt.outer import base_state, ending, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
 from commopt.outer.loading import BASE, load, state_of_base
 from commopt.outer.means import Entry, Means
+from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming, check_streaming, count_step, in_flight
@@ -80,6 +81,7 @@ class OuterOptimizer(PackedOptimizer):
         state_period: at every how many synchronisations which tensor of the base's state is averaged, by name; None is
             never.
         reduction, process_group, backend: as for every optimizer of commopt.
+        members: ranks that may come and go, in place of a process group.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, for a base optimizer that communicates
@@ -89,6 +91,7 @@ class OuterOptimizer(PackedOptimizer):
     base: torch.optim.Optimizer
     compressor: Compressor | None  # type: ignore[assignment]
     skipped_rounds: int
+    members: Members | None = None  # a copy of the optimizer, or one that was pickled, has none
 
     step_counters = ()
     owns_alone = True  # the state of the base
@@ -116,10 +119,13 @@ class OuterOptimizer(PackedOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        members: Members | None = None,
     ) -> None:
         import_what_torch_imports_late()
         params = binding.in_a_list(params)
-        self.topology = Topology(resolve_backend(process_group, backend, params))
+        member_rounds.check_members(members, params, streaming, state_period, process_group, backend)
+        self.members = members
+        self.topology = Topology(resolve_backend(process_group, members.begin() if members else backend, params))
         self.compressor, self.max_grad_norm, self.bucket_mb = compressor, max_grad_norm, bucket_mb
         self.guard = Guard() if guard is None else guard
         self.reduction = reduction
@@ -153,8 +159,9 @@ class OuterOptimizer(PackedOptimizer):
                 group.update(whose)
             self._check_fragments()
 
-        self.register_new(construct)
-        self._ready = True
+        with joining.beginning(self):
+            self.register_new(construct)
+            self._ready = True
 
     def _check_state_period(self) -> None:
         base_state.check_state_period(self.state_period)
@@ -249,6 +256,7 @@ class OuterOptimizer(PackedOptimizer):
             super().add_param_group(param_group)
             self._check_new(self.param_groups[-1])
             return
+        member_rounds.refuse(self, "add_param_group()")
 
         def add() -> None:
             first = self.param_groups[0]
@@ -289,12 +297,22 @@ class OuterOptimizer(PackedOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         """Makes sure that all ranks bring the same new groups, and gives them buckets."""
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        base = name_of(self.base) if hasattr(self, "base") else None
-        settings += [type(self).__name__, base, self.compressor, self.max_grad_norm, self.bucket_mb, self.guard]
-        settings += [self.reduction, self.state_period, self.streaming]
-        settings += self.own_settings() if error is None else []
-        binding.register_groups(self, groups, settings, error)
+        binding.register_groups(self, groups, settings + self.fixed_settings(error), error)
         self.topology.traffic.end_step()
+
+    def fixed_settings(self, error: Exception | None = None) -> list[Any]:
+        """What ranks must have alike besides their groups; of one that has failed with ``error``, some of it."""
+        base = name_of(self.base) if hasattr(self, "base") else None
+        settings: list[Any] = [
+            type(self).__name__,
+            base,
+            self.compressor,
+            self.max_grad_norm,
+            self.bucket_mb,
+            self.guard,
+        ]
+        settings += [self.reduction, self.state_period, self.streaming]
+        return settings + (self.own_settings() if error is None else [])
 
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         moved = {new.get(p, p): entry for p, entry in self.base.state.items()}
@@ -391,7 +409,7 @@ class OuterOptimizer(PackedOptimizer):
 
     @property
     def replicas_differ(self) -> bool:
-        return self.topology.copies > 1 and self._under_way()
+        return (self.topology.copies > 1 or self.members is not None) and self._under_way()
 
     def _under_way(self) -> bool:
         """Whether some round has begun."""
@@ -417,13 +435,42 @@ class OuterOptimizer(PackedOptimizer):
     @binding.on_itself
     def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
         self.flights.land_all()  # all ranks are here
+        if model is not None:
+            member_rounds.refuse(self, "averaged(model)")
         return super().averaged(model, buffers)
 
     averaged.__doc__ = PackedOptimizer.averaged.__doc__
 
+    def agree_to(self, what: str) -> None:
+        if self.members is None:  # members meet, and agree there
+            super().agree_to(what)
+
+    def take_mean(self) -> None:
+        if self.members is None:
+            super().take_mean()
+        else:
+            member_rounds.take_mean(self, self.members)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        member_rounds.refuse(self, "consolidate_state_dict()")
+        super().consolidate_state_dict(to)
+
+    consolidate_state_dict.__doc__ = PackedOptimizer.consolidate_state_dict.__doc__
+
+    @binding.on_itself
+    @torch.no_grad()
+    def rebind(self) -> None:
+        member_rounds.refuse(self, "rebind()")
+        super().rebind()
+
+    rebind.__doc__ = PackedOptimizer.rebind.__doc__
+
     def end_round(self, error: Exception | None) -> None:
         """Ends the round of all parameters."""
-        ending.end_round(self, error, [0])
+        if self.members is None:
+            ending.end_round(self, error, [0])
+        else:
+            member_rounds.end_round(self, self.members, error)
 
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Hook for when anchors were taken over anew from parameters, on any rank. All ranks call it."""
@@ -638,7 +685,7 @@ class OuterOptimizer(PackedOptimizer):
     @property
     def phase(self) -> str:
         """Of the next step: "plain" on one rank, "local", or "synchronizing" if it ends a round."""
-        if self.topology.copies == 1:
+        if self.topology.copies == 1 and self.members is None:
             return "plain"
         return "synchronizing" if self._ends_with_next_step() else "local"
 
@@ -662,6 +709,7 @@ class OuterOptimizer(PackedOptimizer):
             skipped_steps: local steps that this rank skipped because of inf or NaN.
             skipped_rounds: synchronisations that all ranks skipped because of inf or NaN.
             in_flight: numbers of the fragments in flight, oldest first; where parameters are streamed.
+            epoch, members: how often members have met, and their names; where ranks come and go.
         """
         group = self.param_groups[0]
         residual = self.residual_norm()
@@ -677,4 +725,5 @@ class OuterOptimizer(PackedOptimizer):
             "skipped_steps": self.skipped_steps,
             "skipped_rounds": self.skipped_rounds,
             **({} if self.streaming is None else {"in_flight": in_flight(group)}),
+            **({} if self.members is None else self.members.stats()),
         }

@@ -62,10 +62,16 @@ def wait_for_means(topology: Topology, means: Means, where: str) -> None:
         commopt.comm.CollectiveError: the other ranks could not be reached; begins with ``where``.
         commopt.comm.MessageDamaged: on all ranks, if something that has come on any of them cannot be right.
     """
+    sound = receive_means(topology, means, where)
+    if topology.world_size > 1:
+        confirm(topology.world, sound, where)
+
+
+def receive_means(topology: Topology, means: Means, where: str) -> bool:
+    """As :func:`wait_for_means`, but that the ranks have not confirmed yet. Returns whether what has come can be
+    right."""
     with reaching_others(topology, [bucket for bucket, _ in means.entries], where):
         pipeline = Pipeline()
         means.start(lambda bucket: (bucket.replicas.channel, bucket.replicas.channel), pipeline, where)
         pipeline.finish()
-        sound = means.finish(where)
-    if topology.world_size > 1:
-        confirm(topology.world, sound, where)
+        return means.finish(where)

@@ -33,6 +33,7 @@ from commopt.optim import checks
 from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
+from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.signs import ExactSign, SignRule
 from commopt.outer.streaming import Streaming
@@ -75,6 +76,7 @@ class SignMomentum(OuterOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        members: :class:`commopt.Members` instead: ranks that may come and go between two rounds.
         base_args: arguments of the class ``base``, such as lr.
 
     Raises:
@@ -105,6 +107,7 @@ class SignMomentum(OuterOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        members: Members | None = None,
         **base_args: Any,
     ) -> None:
         self.sign = ExactSign() if sign is None else sign
@@ -112,7 +115,7 @@ class SignMomentum(OuterOptimizer):
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
-            process_group=process_group, backend=backend,
+            process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
     def own_settings(self) -> list[Any]:

@@ -25,6 +25,7 @@ from commopt.optim import checks
 from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
+from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
 
@@ -60,6 +61,7 @@ class SlowMo(OuterOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        members: :class:`commopt.Members` instead: ranks that may come and go between two rounds.
         base_args: arguments of the class ``base``, such as lr.
 
     Raises:
@@ -87,13 +89,14 @@ class SlowMo(OuterOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        members: Members | None = None,
         **base_args: Any,
     ) -> None:
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
-            process_group=process_group, backend=backend,
+            process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.gathered import GatheredMeans, Over
 from commopt.outer.means import Entry, Means
+from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
 from commopt.sharding import local
@@ -86,6 +87,7 @@ class SparseLoCo(OuterOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
+        members: :class:`commopt.Members` instead: ranks that may come and go between two rounds.
         base_args: arguments of the class ``base``, such as lr.
 
     Raises:
@@ -114,6 +116,7 @@ class SparseLoCo(OuterOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
         backend: Backend | None = None,
+        members: Members | None = None,
         **base_args: Any,
     ) -> None:
         self.mean_over, self.clip_to_median = mean_over, clip_to_median
@@ -121,7 +124,7 @@ class SparseLoCo(OuterOptimizer):
         super().__init__(
             params, base, base_args, outer, period=period, compressor=compressor, max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb, guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
-            process_group=process_group, backend=backend,
+            process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
     def own_settings(self) -> list[Any]:
@@ -132,6 +135,11 @@ class SparseLoCo(OuterOptimizer):
             raise ValueError(
                 f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} need each rank's own message, "
                 "which compressor=None does not send; with it they must be 'ranks' and False"
+            )
+        if self.members is not None and (self.mean_over != "ranks" or self.clip_to_median):
+            raise ValueError(
+                f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} do not fit members=, which "
+                "weights each rank's message, and leaves out those too large; with it they must be 'ranks' and False"
             )
         return [self.mean_over, self.clip_to_median]
 

@@ -1,0 +1,133 @@
+"""A connection to a store, every question over which is answered within a stated time, or raises.
+
+The process that runs a store may be one that was killed, or has stopped: a question then waits for minutes, or for
+ever. So questions are asked in a thread, which is not waited for longer than an answer may take.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from commopt.comm.pipeline import CollectiveError
+
+T = TypeVar("T")
+
+_SLICE = 1.0
+_Questions = queue.SimpleQueue[Any]
+
+
+class StoreLost(CollectiveError):
+    """The store does not answer: the process that runs it may have gone, or stopped, or the network to it is cut."""
+
+
+class StoreClient:
+    """A store, asked over a connection of its own (torch 2.6 has none such: then over the one given).
+
+    Args:
+        store: any store of torch.distributed.
+        answer: seconds within which it has to answer.
+    """
+
+    def __init__(self, store: dist.Store, answer: float) -> None:
+        self.store, self.answer = store, answer
+        self._questions: _Questions | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_questions", None) is not None:
+            self._questions.put(None)  # type: ignore[union-attr]
+
+    def ask(self, question: Callable[[Any], T], seconds: float = 0.0) -> T:
+        """The answer to ``question(store)``, which itself may take so many ``seconds``.
+
+        Raises:
+            StoreLost: there is none.
+        """
+        if self._questions is None:
+            self._questions = queue.SimpleQueue()
+            threading.Thread(target=_answer, args=(self.store, self._questions), daemon=True).start()
+        answer: Future[T] = Future()
+        self._questions.put((question, answer))
+        slices = max(1, math.ceil((seconds + self.answer) / _SLICE))
+        for left in reversed(range(slices)):  # a process that was stopped for long has lost one of them, and no more
+            try:
+                return answer.result((seconds + self.answer) / slices)
+            except (RuntimeError, NoAnswer) as error:
+                if left and not answer.done():
+                    continue
+                self._questions.put(None)  # the next question goes over a new connection
+                self._questions = None
+                told = error if answer.done() else f"no answer within {seconds + self.answer:g} s"
+                raise StoreLost(f"the store of the members cannot be reached: {told}") from error
+        raise AssertionError
+
+    def get(self, key: str) -> str | None:
+        """What is under ``key``; None if nothing is."""
+        return self.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def get_all(self, keys: Iterable[str]) -> dict[str, str]:
+        """What is under those of ``keys`` under which something is."""
+        wanted = list(keys)
+        return self.ask(lambda store: {key: store.get(key).decode() for key in wanted if store.check([key])})
+
+    def set(self, key: str, value: str) -> None:
+        self.ask(lambda store: store.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number, from 0, and returns it."""
+        return int(self.ask(lambda store: store.add(key, amount)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets ``key`` to ``desired`` if it is ``expected`` ("": if it is not there), at once. Returns what it is."""
+        return self.ask(lambda store: store.compare_set(key, expected, desired)).decode()
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Waits at most so long until something is under ``key``; whether there is."""
+
+        def come(store: Any) -> bool:
+            with suppress(RuntimeError):  # that the time is over; if the store has gone, check() says so
+                store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+            return bool(store.check([key]))
+
+        return self.ask(come, seconds)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Takes keys away that are there."""
+        wanted = list(keys)
+
+        def take(store: Any) -> None:
+            with suppress(NotImplementedError):
+                for key in wanted:
+                    store.delete_key(key)
+
+        self.ask(take)
+
+
+def _answer(store: Any, questions: _Questions) -> None:
+    """Answers ``questions`` until there comes None."""
+    own = store
+    with suppress(AttributeError, RuntimeError):  # a store that is lost says so when it is asked
+        own = store.clone()
+    while (entry := questions.get()) is not None:
+        question, answer = entry
+        try:
+            answer.set_result(question(own))
+        except BaseException as error:
+            answer.set_exception(error)
+        del entry, question, answer
+
+
+def until(seconds: float) -> Callable[[], float]:
+    """A function that says how many of so many seconds from now are left; never below 0."""
+    end = time.monotonic() + seconds
+    return lambda: max(0.0, end - time.monotonic())

@@ -1,0 +1,170 @@
+"""A rank that joins: it has the anchor, the outer state and the counters of a member, and its parameters are the
+anchor. Functions of an outer optimizer and its members.
+
+The first member gives them, right after its outer step, to one after another: if one of these fails, the others do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend, CollectiveError, gather_rows, wait
+from commopt.comm.store import StoreLost
+from commopt.optim import binding
+from commopt.optim.own import digest_of
+from commopt.outer.members import Members
+from commopt.outer.view import LeftOut
+
+if TYPE_CHECKING:
+    from commopt.outer.base import OuterOptimizer
+
+logger = logging.getLogger("commopt")
+
+ATTEMPTS = 5
+WHERE = "state for a rank that joins"
+_TENSOR = "\0tensor"
+
+
+@contextlib.contextmanager
+def beginning(optimizer: OuterOptimizer) -> Iterator[None]:
+    """Context in which an optimizer is made: with the others that begin the run, or alone, and then it joins them."""
+    members = optimizer.members
+    try:
+        yield
+    except Exception:
+        if members is not None:
+            members.give_up()
+        raise
+    if members is None:
+        return
+    if members.roster.view is None:
+        join(optimizer, members, members.fetch_base)
+    elif members.verdict("kept") == "failed":
+        members.give_up()
+        raise CollectiveError("another rank could not begin the run; its own error says why")
+
+
+def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
+    """Waits until a member gives this rank the state; it is a member then. ``fetch_base``: also that of its base, which
+    is kept otherwise.
+
+    Raises:
+        LeftOut: none has.
+        ValueError: this rank's model or settings are not the members'.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            take(optimizer, members.wait_to_join(), fetch_base)
+        except (StoreLost, LeftOut):
+            raise
+        except CollectiveError as error:
+            logger.warning("members: %s; this rank asks again", error)
+            members.forsake()
+        except ValueError:
+            members.give_up()
+            raise
+        else:
+            members.round_ended()
+            if members.on_join is not None:
+                members.on_join(optimizer)
+            return
+    raise LeftOut(f"{ATTEMPTS} times, a member has begun to give this rank the state, and has failed")
+
+
+def serve(optimizer: OuterOptimizer, members: Members) -> None:
+    """Gives those that join the state."""
+    for ticket in members.ready():
+        try:
+            give(optimizer, members.call(ticket))
+        except StoreLost:
+            raise
+        except (CollectiveError, ValueError) as error:
+            logger.warning("members: a rank that would join has not: %s", error)
+    members.has_joined()
+
+
+def give(optimizer: OuterOptimizer, backend: Backend) -> None:
+    """Sends the state to rank 1."""
+    binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
+    wanted = gather_rows(backend, torch.zeros(1), WHERE)
+    given = optimizer.state_dict()
+    packed = optimizer.packed()
+    state = {i: {k: v for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in given["state"].items()}
+    tree = {
+        "state": state,
+        "param_groups": given["param_groups"],
+        "base": given["residuals"]["base"] if bool(wanted[1]) else {},
+        "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if id(p) not in packed},
+    }
+    send_tree(backend, tree)
+    gather_rows(backend, torch.zeros(1), WHERE)  # it has all
+
+
+def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
+    """Receives the state from rank 0, and goes on with it."""
+    binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
+    gather_rows(backend, torch.full((1,), float(fetch_base)), WHERE)
+    tree = receive_tree(backend)
+    gather_rows(backend, torch.zeros(1), WHERE)
+    own = {**optimizer.own_part(), "state": {}}
+    if fetch_base:
+        own["base"] = tree["base"]
+    own["digest"] = digest_of(own)
+    optimizer.load_state_dict({"state": tree["state"], "param_groups": tree["param_groups"], "residuals": own})
+    with torch.no_grad():
+        for i, value in tree["frozen"].items():
+            optimizer.params[i].copy_(value)
+    optimizer._moved = False
+
+
+def send_tree(backend: Backend, tree: Any) -> None:
+    """Sends nested dicts and lists of tensors, numbers and strings; one tensor after another, from the CPU."""
+    tensors: list[Tensor] = []
+
+    def without(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors.append(node)
+            return {_TENSOR: len(tensors) - 1}
+        if isinstance(node, dict):
+            return {key: without(value) for key, value in node.items()}
+        return type(node)(map(without, node)) if type(node) in (list, tuple) else node
+
+    file = io.BytesIO()
+    skeleton = without(tree)
+    torch.save((skeleton, [(tuple(t.shape), t.dtype) for t in tensors]), file)
+    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    wait(backend.broadcast(torch.tensor([header.numel()])), WHERE)
+    wait(backend.broadcast(header), WHERE)
+    for t in tensors:
+        if t.numel():
+            data = t.detach().cpu().contiguous()
+            wait(backend.broadcast(data.view(-1).view(torch.uint8)), WHERE)
+
+
+def receive_tree(backend: Backend) -> Any:
+    """What rank 0 sends by :func:`send_tree`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    wait(backend.broadcast(size), WHERE)
+    header = torch.zeros(int(size), dtype=torch.uint8)
+    wait(backend.broadcast(header), WHERE)
+    skeleton, kinds = torch.load(io.BytesIO(header.numpy().tobytes()), weights_only=True)
+    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+    for t in tensors:
+        if t.numel():
+            wait(backend.broadcast(t.view(-1).view(torch.uint8)), WHERE)
+
+    def whole(node: Any) -> Any:
+        if isinstance(node, dict):
+            if _TENSOR in node:
+                return tensors[node[_TENSOR]]
+            return {key: whole(value) for key, value in node.items()}
+        return type(node)(map(whole, node)) if type(node) in (list, tuple) else node
+
+    return whole(skeleton)

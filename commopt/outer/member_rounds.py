@@ -1,0 +1,299 @@
+"""Rounds of an outer optimizer whose ranks come and go: functions of it, and of its :class:`Members`.
+
+    meet:      who is there, and what each says of its round
+    exchange:  the weighted mean of their pseudo-gradients, over connections of these ranks alone; all confirm
+    verdict:   one has had all -> all apply it; one has failed -> nobody does, and they meet again, without who has
+               gone; from the second time on, they try whom each of them reaches, and go on without who keeps them apart
+    apply:     the outer step; and the first rank gives those that join the state
+
+Nothing that lasts changes before the verdict. It is "done" only if a rank has had the confirmations of all, each of
+which was given when its rank had all that it needs: so whoever learns of it can apply it, even if what it waits for
+itself has failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
+from commopt.optim.replicas import average_exactly, reaching_others
+from commopt.optim.rules import square_norm
+from commopt.outer import ending, joining, rounds
+from commopt.outer.flight import Flights
+from commopt.outer.means import receive_means
+from commopt.outer.members import Members
+from commopt.outer.rounds import RoundReport, pseudo_gradient
+from commopt.outer.view import REMEDY, LeftOut, Report, View
+from commopt.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from commopt.outer.base import OuterOptimizer
+
+logger = logging.getLogger("commopt")
+
+ATTEMPTS = 5
+"""How often members meet for one round, at most: each time that an exchange fails, somebody should be missing then."""
+
+
+def check_members(
+    members: object, params: Any, streaming: object, state_period: object, process_group: object, backend: object
+) -> None:
+    """Raises ValueError if ``members`` are none, or do not fit the other arguments of an outer optimizer."""
+    if members is None:
+        return
+    if not isinstance(members, Members):
+        raise ValueError(f"members must be None or a commopt.Members, got {members!r}")
+    others = {
+        "streaming": streaming, "state_period": state_period, "process_group": process_group, "backend": backend,
+    }  # fmt: skip
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"{name}={value!r} does not fit members=; with it, it must be None")
+    entries = params if isinstance(params, list) else []
+    tensors = [p for entry in entries for p in (entry.get("params", ()) if isinstance(entry, dict) else [entry])]
+    if any(is_sharded(p[1] if isinstance(p, tuple) else p) for p in tensors):
+        raise ValueError("sharded parameters (DTensors) do not fit members=: each rank must hold the whole model")
+
+
+def refuse(optimizer: OuterOptimizer, what: str) -> None:
+    """Raises ValueError where ranks come and go: they would have to be there together for ``what``."""
+    if optimizer.members is not None:
+        raise ValueError(f"{what} does not fit members=: ranks that come and go cannot all be there for it")
+
+
+def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | None) -> None:
+    """Ends a round, with those that are there.
+
+    Raises:
+        error: after the others were told to go on without this rank; so is what else this rank alone has met.
+        NotEnoughMembers, StepRefused: see :meth:`commopt.outer.roster.Roster.meet`.
+        LeftOut: the others have gone on without this rank, and it shall not join them anew.
+        commopt.comm.CollectiveError: the store is lost, or members cannot reach each other, time after time.
+    """
+    if error is not None:
+        members.give_up()
+        raise error
+    try:
+        _end_round(optimizer, members)
+    except LeftOut as left:
+        if not members.rejoin:
+            raise
+        logger.warning("members: %s; its own round is lost, and it joins anew", left)
+        members.forsake()
+        joining.join(optimizer, members, fetch_base=False)
+
+
+def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
+    exchange, where = None, ending.where_of(optimizer, None)
+    unreached: list[int] = []
+    for _ in range(ATTEMPTS):
+        exchange = Exchange(optimizer, members.meet(_report(optimizer, members, unreached)))
+        failed = exchange.run(members, where)
+        state = members.verdict("failed" if failed else exchange.state)
+        if state != "failed":
+            break
+        tell_of(members, failed)
+        unreached = members.unreached() if exchange.view.failures else []
+    else:
+        raise CollectiveError(
+            f"{where}: {ATTEMPTS} exchanges have failed, though members are there: they reach the store, but not each "
+            f"other; {REMEDY}"
+        ) from failed
+    if state == "kept":
+        assert exchange.decision is not None
+        ending.skip(optimizer, exchange.decision)
+        return
+    exchange.apply()
+    members.round_ended()
+    if exchange.view.joiners and members.roster.rank == 0:
+        joining.serve(optimizer, members)
+
+
+class Exchange:
+    """What members exchange at the end of a round.
+
+    Args:
+        optimizer: whose.
+        view: the members.
+
+    Attributes:
+        state: "done", or "kept" if all skip the round; when it has run.
+        decision: of all ranks.
+    """
+
+    def __init__(self, optimizer: OuterOptimizer, view: View) -> None:
+        self.optimizer, self.view, self.state = optimizer, view, "done"
+        self.decision: rounds.RoundDecision | None = None
+        self._means: Sequence[Tensor] | None = None
+
+    def run(self, members: Members, where: str) -> Exception | None:
+        """Exchanges; changes nothing that lasts. Returns why that has failed.
+
+        Raises:
+            Exception: what has gone wrong on this rank alone, or must end all; the others are told.
+        """
+        try:
+            reach(self.optimizer, members)
+            self._run(where)
+        except (CollectiveError, MessageDamaged) as error:
+            return error
+        except Exception:
+            members.give_up()
+            raise
+        return None
+
+    def _run(self, where: str) -> None:
+        optimizer, view = self.optimizer, self.view
+        topology = optimizer.topology
+        table = [
+            [0, r.finite or t in view.excluded, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks]
+            for t, r in zip(view.members, view.reports)
+        ]
+        self.decision = rounds.decide(topology, table, RoundReport(True, 0.0, 0, 0, 0, False), where)
+        if self.decision.broken:
+            self.state = "kept"
+            return
+        if self.decision.moved:
+            device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
+            optimizer.anchors_moved(device, where)
+        ending.follow(optimizer, self.decision, where)
+        entries, factor = optimizer.entries(), view.factors()[topology.rank]
+        flats = [pseudo_gradient(bucket) for bucket, _ in entries]
+        for flat in flats:
+            if factor == 0:
+                flat.zero_()  # also where it is not finite
+            elif factor != 1:
+                flat.mul_(factor)
+        means = optimizer.means_of(entries, flats)
+        sound = receive_means(topology, means, where)
+        self._means = means.flats
+        if topology.world_size > 1:
+            with reaching_others(topology, optimizer.buckets, where):
+                confirm(topology.world, sound, where)
+
+    def apply(self) -> None:
+        """Takes the outer step."""
+        assert self._means is not None
+        optimizer, view = self.optimizer, self.view
+        entries = optimizer.entries()
+        squares = ending.squares_of(entries, self._means)
+        ending.take_steps(optimizer, entries, self._means, lambda _, entry: ending.to_anchor(entry))
+        optimizer.count_round([0], True, squares)
+        optimizer._moved = False
+        if not view.reports[optimizer.topology.rank].finite:
+            _forget_what_is_not_finite(optimizer.base)
+
+
+def tell_of(members: Members, failed: Exception | None) -> None:
+    """Says that an exchange has failed, and that members meet again."""
+    why = str(failed).partition(";")[0] if failed else "another member has not had all"
+    logger.warning("members, meeting %d: %s: they meet again", members.epoch, why)
+
+
+def reach(optimizer: OuterOptimizer, members: Members) -> None:
+    """Goes on over the members of the last view.
+
+    Raises:
+        commopt.comm.CollectiveError: they have not reached each other.
+    """
+    backend, view = members.backend(), members.roster.view
+    assert view is not None
+    if optimizer.topology.backend is not backend:
+        move(optimizer, backend, members.among == list(view.members))
+        members.among = list(view.members)
+
+
+def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
+    """What this rank says of its round."""
+    mine = ending.report(optimizer, None, checks=True)
+    norm = sum(square_norm([pseudo_gradient(bucket)]) for bucket in optimizer.buckets) ** 0.5
+    return Report(
+        kind="round",
+        step=mine.step,
+        number=mine.number,
+        terms=mine.terms,
+        weight=members.weight,
+        norm=norm if mine.finite else float("nan"),
+        square_norm=mine.square_norm,
+        moved=mine.moved,
+        checks=mine.checks,
+        unreached=list(unreached),
+    )
+
+
+def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
+    """Goes on over other ranks, or over the ``same_ranks`` anew. Makes the buckets anew, whose length is a multiple of
+    the number of ranks; takes the memory of anchors and momenta once more meanwhile."""
+    residuals = _residuals(optimizer, backend.world_size, same_ranks)
+    topology = Topology(backend)
+    topology.traffic.go_on_from(optimizer.topology.traffic)
+    optimizer.topology, optimizer.flights = topology, Flights(topology)
+    optimizer._diagnostics.rank = topology.rank
+    optimizer._rebuild(optimizer.state, None)
+    for bucket in optimizer.buckets:
+        if bucket.feedback is None:
+            continue
+        for p, mine in zip(bucket.params, bucket.residuals()):
+            for name, value in residuals.get(p, {}).items():
+                mine[name].copy_(value.view(mine[name].shape))
+
+
+def _residuals(optimizer: OuterOptimizer, world_size: int, same_ranks: bool) -> dict[Tensor, dict[str, Tensor]]:
+    """The residuals of this rank as it has them among ``world_size`` ranks, by parameter.
+
+    Which shard of a mean a rank compresses is another then: its residual of that goes into that of what the rank
+    sends, times the ranks, by which the mean is divided, so that nothing of it is lost.
+    """
+    out: dict[Tensor, dict[str, Tensor]] = {}
+    for bucket in optimizer.buckets:
+        feedback = bucket.feedback
+        if feedback is None:
+            continue
+        if same_ranks:
+            out.update((p, {k: t.clone() for k, t in r.items()}) for p, r in zip(bucket.params, bucket.residuals()))
+            continue
+        worker = feedback.worker.clone()
+        if feedback.serves:
+            worker.view(bucket.world_size, -1)[bucket.shard_index].add_(feedback.server, alpha=world_size)
+        out.update((p, {"worker_error": mine}) for p, mine in zip(bucket.params, bucket.views(worker)))
+    return out
+
+
+def take_mean(optimizer: OuterOptimizer, members: Members) -> None:
+    """Makes the parameters the mean of those of the members that are there, which all are not to go on from."""
+    where = f"{type(optimizer).__name__}, averaged()"
+    mine = ending.report(optimizer, None, checks=False)
+    failed: Exception | None = None
+    for _ in range(ATTEMPTS):
+        members.meet(Report("mean", mine.step, mine.number, mine.terms))
+        flats: list[Tensor] = []
+        try:
+            reach(optimizer, members)
+            flats = [bucket.pack_params() for bucket in optimizer.buckets]
+            with reaching_others(optimizer.topology, optimizer.buckets, where):
+                average_exactly(optimizer.topology, optimizer.buckets, flats, where)
+            failed = None
+        except (CollectiveError, MessageDamaged) as error:
+            failed = error
+        if members.verdict("failed" if failed else "kept") != "failed":
+            break
+        tell_of(members, failed)
+    else:
+        raise CollectiveError(f"{where}: {ATTEMPTS} exchanges have failed; {REMEDY}") from failed
+    for bucket, flat in zip(optimizer.buckets, flats):
+        bucket.unpack_params(flat)
+    optimizer.topology.traffic.leave_out()
+
+
+@torch.no_grad()
+def _forget_what_is_not_finite(base: torch.optim.Optimizer) -> None:
+    """Lets the base begin anew with parameters of which it has inf or NaN in its state."""
+    for entry in list(base.state.values()):
+        tensors = [t for t in entry.values() if isinstance(t, Tensor) and t.is_floating_point()]
+        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+            entry.clear()

@@ -1,0 +1,299 @@
+"""Ranks that come and go between two rounds, without a restart: who is a member, over a store (:mod:`.roster`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commopt.comm import Backend, CollectiveError, LocalBackend, gather_rows
+from commopt.comm.given_up import Connect, connected, nobody_has, over_gloo
+from commopt.comm.store import StoreClient
+from commopt.optim import checks
+from commopt.outer import lobby
+from commopt.outer.roster import Roster
+from commopt.outer.view import Name, Report, Ticket, View
+
+logger = logging.getLogger("commopt")
+
+ANSWER = 20.0
+"""Most seconds within which the store has to answer."""
+TRY = 5.0
+"""Most seconds within which one member reaches another, where all have failed to reach all."""
+CALL = 5.0
+"""Most seconds that joiners are waited for, when they are called."""
+
+
+class Members:
+    """The ranks of a run that others may join, and that may leave, or be lost, between two rounds.
+
+    ::
+
+        store = torch.distributed.TCPStore(host, port, is_master=False)
+        members = commopt.Members(store, name=3, ranks=4, patience=60)
+        optimizer = commopt.DiLoCo(model.parameters(), lr=4e-4, period=100, members=members)
+
+    It takes the place of a process group in one outer optimizer. The first ``ranks`` ranks begin the run together; one
+    that makes its optimizer later waits there until a round of the others ends, and has their parameters, outer state
+    and counters then. At the end of a round those that are there go on: one that does not come within ``patience``
+    seconds of the first has lost that round, and no more; it joins anew when it comes.
+
+    Args:
+        store: any store that all ranks reach and that outlives them, or at least the run; the keys under a prefix are
+            ours. None is that of the default process group, of which ``name`` and ``ranks`` are then taken, too.
+        name: of this rank, an int or a str; means are summed in the order of names. Should differ between ranks.
+        ranks: how many begin the run, those that come within ``timeout`` seconds; where there is a run, this rank joins
+            that. None: it joins the run that others begin.
+        patience: seconds > 0 that members that are there wait for those that are not, at the end of a round, from when
+            the first of them is there: more than the time by which one is slower than another.
+        timeout: seconds > 0 that a collective may take, and joiners until they have the state.
+        join_timeout: seconds > 0 that a rank waits to be taken in: more than a round takes.
+        quorum: how many must be there to go on, of the members of the last round and of those that wait to join,
+            >= 1. None is more than half of the members of the last round; those that have called :meth:`leave` do not
+            count. With 1, the last one goes on alone.
+        max_z: most robust z-score, > 0, of the norm of a rank's pseudo-gradient among the ranks'; one above it does not
+            count in its round (of less than three, none is left out). None: all count, unless inf or NaN.
+        rejoin: whether a rank that was left out joins anew by itself, in ``step()``. If not, that raises
+            :class:`commopt.outer.LeftOut`.
+        fetch_base: whether one that joins has the state of the base of a member, too, and not an empty one. One that
+            joins anew keeps its own.
+        on_join: called with the optimizer when this rank has joined, also anew: to set the data and a schedule to
+            ``optimizer.param_groups[0]["rounds"]``.
+        connect: how members reach each other (:data:`commopt.comm.given_up.Connect`); None is Gloo.
+
+    Raises:
+        ValueError: for an argument out of range; without a store and a process group.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None = None,
+        name: Name | None = None,
+        *,
+        ranks: int | None = None,
+        patience: float = 60.0,
+        timeout: float = 300.0,
+        join_timeout: float = 3600.0,
+        quorum: int | None = None,
+        max_z: float | None = 6.0,
+        rejoin: bool = True,
+        fetch_base: bool = True,
+        on_join: Callable[[Any], None] | None = None,
+        connect: Connect | None = None,
+    ) -> None:
+        if store is None:
+            if not dist.is_initialized():
+                raise ValueError("Members needs a store of torch.distributed, or init_process_group() before it")
+            store = dist.distributed_c10d._get_default_store()
+            name = dist.get_rank() if name is None else name
+            ranks = dist.get_world_size() if ranks is None else ranks
+        _check_who(store, name)
+        _check_numbers({"ranks": ranks, "quorum": quorum}, max_z)
+        for what, seconds in (("patience", patience), ("timeout", timeout), ("join_timeout", join_timeout)):
+            if not checks.is_number(seconds) or not 0 < seconds < math.inf:
+                raise ValueError(f"{what} must be a number of seconds > 0, got {seconds!r}")
+        checks.check_bool("rejoin", rejoin)
+        checks.check_bool("fetch_base", fetch_base)
+        for what, called in (("on_join", on_join), ("connect", connect)):
+            if called is not None and not callable(called):
+                raise ValueError(f"{what} must be None or a function, got {called!r}")
+        assert name is not None
+        self.name, self.ranks, self.quorum = name, ranks, quorum
+        self.patience, self.timeout, self.join_timeout = float(patience), float(timeout), float(join_timeout)
+        self.rejoin, self.fetch_base, self.on_join = rejoin, fetch_base, on_join
+        self._store, self._connect = dist.PrefixStore("commopt/members", store), connect or over_gloo
+        client = StoreClient(self._store, min(ANSWER, self.timeout))
+        self.roster = Roster(client, name, self._needed, max_z)
+        self.among: list[Ticket] = []  # those over which the optimizer has its buckets
+        self._weight: float | None = None
+        self._taken = False
+        self._channel: tuple[list[Ticket], Backend] | None = None
+
+    # what users call --------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """How many times members have met; -1 before the run has begun."""
+        return self.roster.epoch
+
+    @property
+    def names(self) -> list[Name]:
+        """The names of the members at the last meeting, by rank."""
+        view = self.roster.view
+        return [] if view is None else [view.names[ticket] for ticket in view.members]
+
+    def add_weight(self, amount: float) -> None:
+        """Adds to what this rank's pseudo-gradient counts in the mean of its round, such as the tokens of a batch:
+        the mean is sum_i w_i D_i / sum_i w_i. All ranks call it, or none: then all count alike.
+
+        Raises:
+            ValueError: unless it is a finite number >= 0.
+        """
+        if not checks.is_number(amount) or not 0 <= amount < math.inf:
+            raise ValueError(f"weight must be a finite number >= 0, got {amount!r}")
+        self._weight = (self._weight or 0.0) + float(amount)
+
+    def leave(self) -> None:
+        """Leaves the run: nobody waits for this rank any more, at the end of the round or later."""
+        self.roster.leave()
+        self._channel = None
+
+    def give_up(self) -> None:
+        """Leaves because of an error, which whatever goes wrong here does not hide."""
+        with suppress(CollectiveError):
+            self.leave()
+
+    # what an optimizer calls ------------------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float | None:
+        """What was added since the last round; None if nothing was."""
+        return self._weight
+
+    def round_ended(self) -> None:
+        """The weight begins anew."""
+        self._weight = None
+
+    def begin(self) -> Backend:
+        """The ranks that begin the run, this one among them; this one alone if it has begun, and it is to join.
+
+        Raises:
+            ValueError: if another optimizer has these members.
+            NotEnoughMembers: too few have come.
+            commopt.comm.CollectiveError: they have not reached each other.
+        """
+        if self._taken:
+            raise ValueError(
+                "members= must be of one optimizer alone: make other Members, over a PrefixStore, for each"
+            )
+        self._taken = True
+        if self.ranks is None or not lobby.found(self.roster, self.ranks, self.timeout):
+            return LocalBackend()
+        assert self.roster.view is not None
+        self.among = list(self.roster.view.members)
+        return self.backend()
+
+    def meet(self, report: Report) -> View:
+        """The view of all that come; see :meth:`commopt.outer.roster.Roster.meet`."""
+        return self.roster.meet(report, self.patience, self.timeout)
+
+    def backend(self) -> Backend:
+        """The members of the last view: the same connections as before, if they are the same, and have not failed.
+
+        Raises:
+            commopt.comm.CollectiveError: they have not reached each other.
+        """
+        view = self.roster.view
+        assert view is not None
+        if self.roster.state == "failed":
+            raise CollectiveError("another member has given up")
+        if self._channel is None or self._channel[0] != view.members:
+            self._channel = None
+            self._channel = (list(view.members), self._reach("round", self.roster.rank, len(view.members)))
+        return self._channel[1]
+
+    def unreached(self) -> list[Ticket]:
+        """The members of the last view that this rank does not reach, each alone. All of them call it together."""
+        view, mine = self.roster.view, self.roster.rank
+        assert view is not None
+        out, size = [], len(view.members) + len(view.members) % 2
+        for turn in range(size - 1):  # in each turn, everybody has another one
+            other = _partner(mine, turn, size)
+            if other >= len(view.members):
+                continue
+            name = f"try {min(mine, other)} {max(mine, other)} of {self.roster.now.replace(' ', '-')}"
+            store = dist.PrefixStore(name, self._store)
+            within = min(TRY, self.patience)
+            try:
+                pair = connected(self._connect, store, name, int(mine > other), 2, within, within, nobody_has)
+                gather_rows(pair, torch.zeros(1), name)
+            except CollectiveError:
+                out.append(view.members[other])
+        return out
+
+    def verdict(self, state: str) -> str:
+        """What has become of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""
+        if state == "failed":
+            self._channel = None
+        told = self.roster.verdict(state)
+        if told == "failed":
+            self._channel = None
+        return told
+
+    def wait_to_join(self) -> Backend:
+        """A member, rank 0, that gives this rank, rank 1, the state.
+
+        Raises:
+            LeftOut: there was none in time.
+            commopt.comm.CollectiveError: they have not reached each other.
+        """
+        self._channel = None
+        lobby.wait_to_join(self.roster, self.join_timeout, self.timeout)
+        return self._reach(f"state for {self.roster.ticket}", 1, 2)
+
+    def ready(self) -> list[Ticket]:
+        """The joiners that are there."""
+        return lobby.ready(self.roster, min(CALL, self.patience))
+
+    def call(self, ticket: Ticket) -> Backend:
+        """This rank, rank 0, and a joiner.
+
+        Raises:
+            commopt.comm.CollectiveError: they have not reached each other.
+        """
+        lobby.call(self.roster, ticket)
+        return self._reach(f"state for {ticket}", 0, 2)
+
+    def forsake(self) -> None:
+        """Leaves, to join anew."""
+        lobby.forsake(self.roster)
+        self._channel = None
+
+    def has_joined(self) -> None:
+        """Tells the others that nobody has to be given the state any more."""
+        lobby.has_joined(self.roster)
+
+    def stats(self) -> Mapping[str, Any]:
+        """For ``comm_stats()``: epoch, and names of the members."""
+        return {"epoch": self.epoch, "members": self.names}
+
+    def _needed(self, of: int) -> int:
+        return of // 2 + 1 if self.quorum is None else self.quorum
+
+    def _reach(self, what: str, rank: int, world_size: int) -> Backend:
+        epoch, _, lot = self.roster.now.split()
+        name = f"{what} {epoch}-{lot}"
+        store = dist.PrefixStore(name, self._store)
+        patience, why = self.patience, self.roster.given_up
+        if not hasattr(self._store, "clone"):  # of torch 2.6: who connects has the one connection to it meanwhile
+            patience, why = self.patience + self.timeout, nobody_has
+        return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
+
+
+def _partner(mine: int, turn: int, size: int) -> int:
+    """Whom rank ``mine`` of an even number of ranks meets in a turn, so that in ``size - 1`` turns all meet all."""
+    last = size - 1
+    if mine == last:
+        return turn * (size // 2) % last
+    other = (turn - mine) % last
+    return last if other == mine else other
+
+
+def _check_who(store: object, name: object) -> None:
+    if not isinstance(store, dist.Store):
+        raise ValueError(f"store must be a torch.distributed.Store, such as TCPStore, or None; got {store!r}")
+    if not isinstance(name, (int, str)) or isinstance(name, bool):
+        raise ValueError(f"name must be an int or a str, which names this rank; got {name!r}")
+
+
+def _check_numbers(counts: Mapping[str, int | None], max_z: float | None) -> None:
+    for what, value in counts.items():
+        if value is not None:
+            checks.check_int(what, value, 1)
+    if max_z is not None and (not checks.is_number(max_z) or not max_z > 0):
+        raise ValueError(f"max_z must be None or a number > 0, got {max_z!r}")

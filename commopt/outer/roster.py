@@ -1,0 +1,307 @@
+"""The roster: how ranks agree, through a store, on who is a member. No rank leads, so none can be lost in it.
+
+One key, ``now``, has the epoch, a state and a lot: "7 open 5af0". It is changed by compare-and-set alone, so that of
+several who would change it one does, and whoever is late learns that it has been:
+
+    7 open    view 7 is published: its members exchange what the meeting was for
+    7 done    some member has had all of it from all, so all have: each applies it. Joiners get the state
+    7 kept    the same, of something that ends no round: joiners still wait
+    7 failed  some member could not: nobody applies it, and all meet again
+    8 open    those that came to the next meeting in time
+    8 ended   all have left
+
+At a meeting each member leaves its report under a key of its own and adds 1 to a count. Who finds that it is the last
+one publishes the view; if some do not come, whoever loses its patience first does. The others wait for one key: a rank
+asks a handful of questions a meeting, none of them twice, and who publishes reads a report of each.
+
+A view with too few members is not published: two parts of the ranks that cannot reach each other cannot both go on, as
+only one can change ``now``; the other one is left out, or cannot reach the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+from commopt.comm import first_notice
+from commopt.comm.store import StoreClient, StoreLost
+from commopt.optim.agreement import StepRefused
+from commopt.outer.view import REMEDY, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
+
+logger = logging.getLogger("commopt")
+
+NOW = "now"
+GONE = "gone"
+ENDED = "ended"
+
+
+class Roster:
+    """One rank's part in it.
+
+    Args:
+        client: of a store under whose keys nothing else is.
+        name: of this rank.
+        needed: of so many ranks, how many must be there.
+        max_z: as of :func:`commopt.outer.view.mad_ones`.
+
+    Attributes:
+        ticket: of this rank; None before it has drawn one.
+        view: the last one that this rank was in.
+        now: what ``now`` was when this rank last looked.
+    """
+
+    def __init__(self, client: StoreClient, name: Name, needed: Callable[[int], int], max_z: float | None) -> None:
+        self.client, self.name, self.needed, self.max_z = client, name, needed, max_z
+        self.ticket: Ticket = -1
+        self.view: View | None = None
+        self.now = ""
+        self._told = False
+
+    # where it stands --------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return int(self.now.split()[0]) if self.now else -1
+
+    @property
+    def state(self) -> str:
+        return self.now.split()[1] if self.now else ""
+
+    @property
+    def expected(self) -> list[Ticket]:
+        """Whom the next meeting waits for."""
+        assert self.view is not None
+        return [*self.view.members, *(self.view.joiners if self.state == "done" else ())]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the members."""
+        assert self.view is not None
+        return list(self.view.members).index(self.ticket)
+
+    def look(self) -> str:
+        """What ``now`` is; "" before the first view.
+
+        Raises:
+            StoreLost: the store has forgotten it.
+        """
+        now = self.client.get(NOW) or ""
+        if self.now and not now:
+            raise StoreLost(f"the store of the members has forgotten them: it is another one, begun anew; {REMEDY}")
+        return now
+
+    def read(self, now: str) -> View | None:
+        """The view of ``now``; None if there is none, or it is long gone."""
+        text = self.client.get(_body(now)) if now else None
+        return None if text is None else View.from_json(text)
+
+    def given_up(self) -> str | None:
+        """Why it is no use to wait for the other members any more."""
+        epoch, state, _ = self.look().split()
+        if int(epoch) != self.epoch:
+            return "the others have gone on"
+        return "another member has given up" if state == "failed" else None
+
+    # tickets ----------------------------------------------------------------------------------------------------------
+
+    def draw(self) -> None:
+        """Draws a ticket."""
+        self.ticket = self.client.add("tickets", 1) - 1
+        self.client.set(f"ticket/{self.ticket}", json.dumps(self.name))
+
+    def waiting(self, since: int, drawn: int) -> dict[Ticket, Name]:
+        """The names of those with tickets from ``since`` on, below ``drawn``."""
+        found = self.client.get_all(f"ticket/{t}" for t in range(since, drawn))
+        return {int(key.split("/")[1]): json.loads(name) for key, name in found.items()}
+
+    def enter(self, view: View, now: str) -> None:
+        """Takes over ``view``, in which this rank is, and ``now``."""
+        if self.view is None or self.view.epoch < view.epoch:
+            self._told = False
+        self.view, self.now = view, now
+
+    def take(self, now: str) -> bool:
+        """Takes over the view of ``now``; whether this rank is a member in it."""
+        view = self.read(now)
+        if view is None or self.ticket not in view.members:
+            return False
+        self.enter(view, now)
+        return True
+
+    # meeting ----------------------------------------------------------------------------------------------------------
+
+    def meet(self, report: Report, patience: float, busy: float) -> View:
+        """The view of all members that come to this meeting.
+
+        Args:
+            report: of this rank.
+            patience: seconds that those that are there wait for those that are not.
+            busy: seconds that they wait before that for who gives joiners the state, for each of these.
+
+        Raises:
+            LeftOut: the others have gone on without this rank.
+            StepRefused: most others stand elsewhere than this rank, or do not reach it; or it has left.
+            NotEnoughMembers: there are too few.
+        """
+        if self.view is None:
+            raise StepRefused("this rank has left the run: it takes part again with another optimizer, and new Members")
+        self._settle()
+        view = self.view
+        if self.state == "done" and view.joiners:
+            self.client.wait(f"joined/{self.epoch}", busy * len(view.joiners))
+        self.client.set(self._here(self.ticket), json.dumps(asdict(report)))
+        last = False
+        if not self._told:
+            last, self._told = self.client.add(f"count/{self.epoch}", 1) >= len(self.expected), True
+        if not last and not self._wait(patience):
+            logger.warning("members: %s did not come within %g s", view.named(self._missing()), patience)
+        if (now := self.look()) == self.now:
+            self.publish()
+            now = self.look()
+        epoch = self.epoch + 1
+        if self.take(now):
+            assert self.view is not None
+            return self.view
+        new = self.read(now)
+        if new is not None and new.epoch == epoch and self.ticket in new.refused:
+            raise StepRefused(f"the other members go on without this rank: {new.refused[self.ticket]}")
+        raise LeftOut(f"the other members have gone on without this rank: it was not there in time at meeting {epoch}")
+
+    def verdict(self, state: str) -> str:
+        """Says that what the meeting was for is "done", "kept" or "failed", and returns which it is for all.
+
+        Raises:
+            LeftOut: the others have gone on without this rank.
+        """
+        epoch, was, lot = self.now.split()
+        if was != "open":
+            return was  # before this rank has heard of it
+        now = self.client.compare_set(NOW, self.now, f"{epoch} {state} {lot}")
+        if now == self.now:
+            self.look()  # where the key is gone, some stores return what was expected
+        if now.split()[0] != epoch:
+            raise LeftOut("the other members have gone on without this rank, while it exchanged with them")
+        self.now = now
+        return self.state
+
+    def leave(self) -> None:
+        """Lets the others go on without this rank: their next meeting does not wait for it."""
+        if self.view is not None:
+            with suppress(LeftOut):
+                if self.state == "open":
+                    self.verdict("failed")
+            if self.look() == self.now:
+                self.leave_for(self.ticket)
+                self._told = False  # what it has said stays, whatever comes now
+                if int(self.client.get(f"count/{self.epoch}") or 0) >= len(self.expected):
+                    with suppress(NotEnoughMembers):  # the others, who wait, will say so
+                        self.publish()
+        self.view, self.ticket, self.now = None, -1, ""
+
+    def _settle(self) -> None:
+        """What has become of a meeting that this rank has left with an error."""
+        was, now = self.now, self.look()
+        if now != was and not self.take(now):
+            raise LeftOut("the other members have gone on without this rank")
+        if self.state == "open":
+            self.verdict("failed")
+        if self.now != was and self.state == "done":
+            raise LeftOut("the other members have ended a round which this rank has not applied")
+
+    def _wait(self, patience: float) -> bool:
+        """Waits for the next view; says whom for."""
+        key, first = f"opened/{self.epoch + 1}", min(patience, first_notice())
+        if self.client.wait(key, first):
+            return True
+        assert self.view is not None
+        if patience == first:
+            return False
+        logger.warning("members: waiting for %s for %.3g s", self.view.named(self._missing()), first)
+        return self.client.wait(key, patience - first)
+
+    def _here(self, ticket: Ticket) -> str:
+        return f"here/{self.epoch}/{ticket}"
+
+    def _missing(self) -> list[Ticket]:
+        there = self.client.get_all(self._here(ticket) for ticket in self.expected)
+        return [ticket for ticket in self.expected if self._here(ticket) not in there]
+
+    def leave_for(self, ticket: Ticket) -> None:
+        """Tells the others not to wait for the rank of ``ticket``."""
+        self.client.set(self._here(ticket), GONE)
+        if ticket != self.ticket or not self._told:
+            self.client.add(f"count/{self.epoch}", 1)
+
+    def publish(self) -> None:
+        """Publishes the next view, of those that are there, unless somebody has.
+
+        Raises:
+            NotEnoughMembers: they are too few.
+        """
+        last = self.view
+        assert last is not None
+        there = self.client.get_all(self._here(ticket) for ticket in self.expected)
+        said = {int(key.split("/")[2]): text for key, text in there.items()}
+        gone = [ticket for ticket, text in said.items() if text == GONE]
+        reports = {ticket: Report(**json.loads(text)) for ticket, text in said.items() if text != GONE}
+        drawn = self.client.add("tickets", 0)
+        waiting = self.waiting(last.drawn, drawn)
+        try:
+            new = next_view(last, self.state, reports, gone, waiting, drawn, self.needed, self.max_z)
+        except NotEnoughMembers:
+            self._withdraw()
+            raise
+        if not new.members:
+            epoch, _, lot = self.now.split()
+            self.client.compare_set(NOW, self.now, f"{epoch} {ENDED} {lot}")
+        elif self.open(replace(new, before=_keys(last, _body(self.now)))):
+            self._log(last, new, gone)
+
+    def _withdraw(self) -> None:
+        if self._told and self.ticket >= 0:
+            self.client.delete([self._here(self.ticket)])
+            self.client.add(f"count/{self.epoch}", -1)
+            self._told = False
+
+    def open(self, view: View) -> bool:
+        """Makes ``view`` that of all; False if somebody else has made another."""
+        desired = f"{view.epoch} open {secrets.token_hex(4)}"
+        self.client.set(_body(desired), view.to_json())
+        made = self.client.compare_set(NOW, self.now, desired) == desired
+        if made:
+            old = self.view.before if self.view is not None else ()
+            self.client.delete([*old, *(f"ticket/{t}" for t in view.joiners)])
+        else:
+            self.client.delete([_body(desired)])
+        self.client.set(f"opened/{view.epoch}", "")
+        return made
+
+    def _log(self, last: View, view: View, gone: Sequence[Ticket]) -> None:
+        lost = [t for t in self.expected if t not in view.members and t not in gone and t not in view.refused]
+        told = {"have gone": gone, "are missing": lost, "join": view.joiners}
+        for what, tickets in told.items():
+            if tickets:
+                names: Mapping[Ticket, Name] = {**last.names, **view.names}
+                who = ", ".join(str(names[t]) for t in tickets)
+                logger.warning("members, meeting %d: %d go on; %s: %s", view.epoch, len(view.members), what, who)
+        for ticket, why in {**view.refused, **view.excluded}.items():
+            name = last.names.get(ticket, "?")
+            what = "goes on without" if ticket in view.refused else "does not count"
+            logger.warning("members, meeting %d: %s %s: %s", view.epoch, what, name, why)
+
+
+def _body(now: str) -> str:
+    """Key of the view of ``now``, whatever its state is."""
+    epoch, _, lot = now.split()
+    return f"view/{epoch}/{lot}"
+
+
+def _keys(view: View, body: str) -> list[str]:
+    """All keys of an epoch."""
+    e, tickets = view.epoch, [*view.members, *view.joiners]
+    out = [body, *(f"{what}/{e}" for what in ("count", "opened", "joined"))]
+    return out + [f"{what}/{e}/{t}" for t in tickets for what in ("here", "joins", "called")]

@@ -1,0 +1,246 @@
+"""A view: which ranks are members now, what each has said of its round, and what follows for all alike.
+
+Who publishes a view decides, from what those that are there have said; the others read it. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from commopt.comm import CollectiveError
+
+Name = int | str
+Ticket = int
+"""The number of a rank that has come, from 0, in the order of their coming. One that comes again has another."""
+
+REMEDY = (
+    "nothing is lost: this rank has its parameters and state. The next step() meets the others again, if they come "
+    "back or new ones join; a new run over another store begins from state_dict()"
+)
+
+
+class NotEnoughMembers(CollectiveError):
+    """Too few members are there to go on."""
+
+
+class LeftOut(CollectiveError):
+    """The others have gone on without this rank."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself where members meet.
+
+    Attributes:
+        kind: what they meet for: "round", "mean" or "begin".
+        step, number: local steps since the last synchronisation, and synchronisations so far.
+        terms: a checksum of the hyper-parameters that the outer step uses.
+        weight: of what it has done in its round; None: it has not said.
+        norm: 2-norm of its pseudo-gradient; not finite if its parameters are not.
+        square_norm: of the last gradients that it stepped on.
+        moved, checks: as of :class:`commopt.outer.rounds.RoundReport`.
+        unreached: the tickets of members that it has tried to reach, and has not.
+    """
+
+    kind: str = "begin"
+    step: int = 0
+    number: int = 0
+    terms: int = 0
+    weight: float | None = None
+    norm: float = 0.0
+    square_norm: float = 0.0
+    moved: bool = False
+    checks: bool = False
+    unreached: Sequence[Ticket] = ()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What must be the same of all members."""
+        return self.kind, self.step, self.number, self.terms, self.weight is None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class View:
+    """The members at one meeting.
+
+    Attributes:
+        epoch: its number: each meeting has another.
+        members: their tickets, in the order of their ranks.
+        reports: of each of them.
+        names: of members and joiners, by ticket.
+        joiners: tickets of those that are to get the state of a member, and be members from then on.
+        drawn: how many tickets were drawn before.
+        refused: why, by ticket, of those that cannot go on with the others.
+        excluded: why, by ticket, of members whose pseudo-gradients do not count.
+        failures: how many meetings before this one have failed, in a row.
+        before: keys in the store of the view before, for whoever takes them away.
+    """
+
+    epoch: int
+    members: Sequence[Ticket]
+    reports: Sequence[Report]
+    names: Mapping[Ticket, Name]
+    joiners: Sequence[Ticket] = ()
+    drawn: int = 0
+    refused: Mapping[Ticket, str] = field(default_factory=dict)
+    excluded: Mapping[Ticket, str] = field(default_factory=dict)
+    failures: int = 0
+    before: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> View:
+        given = json.loads(text)
+        given["reports"] = [Report(**report) for report in given["reports"]]
+        for name in ("names", "refused", "excluded"):
+            given[name] = {int(ticket): value for ticket, value in given[name].items()}
+        return cls(**given)
+
+    def named(self, tickets: Sequence[Ticket]) -> str:
+        """The names of those of ``tickets``, in words."""
+        return ", ".join(str(self.names.get(ticket, "?")) for ticket in tickets) or "nobody"
+
+    def factors(self) -> list[float]:
+        """By what each member's pseudo-gradient is multiplied, so that the mean over all is the weighted mean of those
+        that count; exactly 1 where all count alike."""
+        count = [ticket not in self.excluded for ticket in self.members]
+        weights = [1.0 if report.weight is None else report.weight for report in self.reports]
+        if not any(weight for weight, counts in zip(weights, count) if counts):
+            weights = [1.0] * len(weights)
+        total = math.fsum(weight for weight, counts in zip(weights, count) if counts)
+        alike = all(count) and len(set(weights)) == 1
+        return [
+            1.0 if alike else (len(weights) * weight / total if counts else 0.0)
+            for weight, counts in zip(weights, count)
+        ]
+
+
+def next_view(
+    last: View,
+    state: str,
+    reports: Mapping[Ticket, Report],
+    gone: Sequence[Ticket],
+    waiting: Mapping[Ticket, Name],
+    drawn: int,
+    needed: Callable[[int], int],
+    max_z: float | None,
+) -> View:
+    """The view behind ``last``; without members if all have left.
+
+    Args:
+        last: the view before.
+        state: what has become of that one: if it is "done", its joiners are members.
+        reports: of those that have come.
+        gone: those that have said that they leave.
+        waiting: the names of those that wait to join, and have not been taken in.
+        drawn: how many tickets were drawn.
+        needed: of so many ranks, how many must be there: those that wait to join count as there.
+        max_z: as of :func:`mad_ones`.
+
+    Raises:
+        NotEnoughMembers: too few are there.
+    """
+    names = {ticket: last.names[ticket] for ticket in reports}
+    refused = odd_ones(reports, names)
+    refused |= cut_off({t: r for t, r in reports.items() if t not in refused}, names)
+    members = [ticket for ticket in order_of(names) if ticket not in refused]
+    joiners = {} if state == "done" else {ticket: last.names[ticket] for ticket in last.joiners}
+    of = len(set(last.members) - set(gone))
+    if members and len(members) + len(joiners) + len(waiting) < needed(of):
+        raise NotEnoughMembers(
+            f"{len(members)} of {of} members are there ({last.named(members)}), and {needed(of)} are needed to go on; "
+            + "".join(f"not {last.names[ticket]}: {why}; " for ticket, why in refused.items())
+            + REMEDY
+        )
+    joins = bool(members) and reports[members[0]].kind == "round"
+    joiners |= waiting if joins else {}
+    return View(
+        epoch=last.epoch + 1,
+        members=members,
+        reports=[reports[ticket] for ticket in members],
+        names={**{ticket: names[ticket] for ticket in members}, **joiners},
+        joiners=sorted(joiners),
+        drawn=drawn if joins else last.drawn,
+        refused=refused,
+        excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z),
+        failures=last.failures + 1 if state == "failed" else 0,
+    )
+
+
+def order_of(names: Mapping[Ticket, Name]) -> list[Ticket]:
+    """Tickets in the order of the ranks' names, numbers first; of equal ones, as they were drawn."""
+    return sorted(names, key=lambda t: (isinstance(names[t], str), names[t], t))
+
+
+def odd_ones(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
+    """Those that stand elsewhere than most, and why they cannot go on with these; of equally many, than those with the
+    first rank."""
+    places = Counter(reports[ticket].place for ticket in order_of({t: names[t] for t in reports}))
+    if len(places) < 2:
+        return {}
+    usual = places.most_common(1)[0][0]
+    return {ticket: _difference(report.place, usual) for ticket, report in reports.items() if report.place != usual}
+
+
+def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
+    if mine[0] != usual[0]:
+        return f"it has come for a {mine[0]}, and most others for a {usual[0]}; all must call the same at the same step"
+    if mine[1:3] != usual[1:3]:
+        return (
+            f"it has taken {mine[1]} local steps after {mine[2]} synchronisations, most others {usual[1]} after "
+            f"{usual[2]}; all must call step() and synchronize() equally often between two rounds"
+        )
+    if mine[3] != usual[3]:
+        return "it has other learning rates or outer hyper-parameters than most others; set them alike on every rank"
+    return "it has called add_weight(), or has not, other than most others; all must, or none"
+
+
+def cut_off(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
+    """Those without whom all reach each other, and why: time after time the one that most do not reach; of equal ones,
+    the last."""
+    out: dict[Ticket, str] = {}
+    left = order_of({ticket: names[ticket] for ticket in reports})
+    while True:
+        missed = {t: [o for o in left if o in reports[t].unreached or t in reports[o].unreached] for t in left}
+        worst = max(reversed(left), key=lambda ticket: len(missed[ticket]), default=None)
+        if worst is None or not missed[worst]:
+            return out
+        who = ", ".join(str(names[other]) for other in missed[worst])
+        out[worst] = f"it reaches the store, but not {who}; the network between them is cut"
+        left.remove(worst)
+
+
+def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Ticket, str]:
+    """Those whose pseudo-gradients do not count, and why: inf or NaN in the parameters, unless that is so of all; a
+    norm too far above the others'.
+
+    The z-score is the robust one: of n ranks the plain one is never above (n-1) / sqrt(n), however mad one of them is.
+    Where the others are nearly alike, half their median stands for their spread, so that nobody is mad for little.
+    """
+    finite = {ticket: report.norm for ticket, report in reports.items() if report.finite}
+    if not finite:
+        return {}
+    out = {ticket: "inf or NaN in its parameters" for ticket in reports if ticket not in finite}
+    if max_z is None or len(finite) < 3:  # of two, nobody knows which
+        return out
+    median = statistics.median(finite.values())
+    spread = max(1.4826 * statistics.median(abs(norm - median) for norm in finite.values()), median / 2)
+    for ticket, norm in finite.items():
+        if spread > 0 and (norm - median) / spread > max_z:
+            out[ticket] = (
+                f"its pseudo-gradient has the norm {norm:.3g}, z-score {(norm - median) / spread:.3g} among the "
+                f"members', whose median is {median:.3g}"
+            )
+    return out

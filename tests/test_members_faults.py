@@ -1,0 +1,406 @@
+"""Members that die, come too late, are cut off, or do not fit: what it costs, and whom."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
+
+from commopt import DiLoCo, LocalSGD
+from commopt.comm import CollectiveError, MessageDamaged, given_up
+from commopt.comm.store import StoreClient, StoreLost
+from commopt.optim.agreement import StepRefused
+from commopt.outer import LeftOut, NotEnoughMembers
+from commopt.outer.roster import Roster
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch):
+    monkeypatch.setattr(given_up, "LOOK", 0.05)
+
+
+@pytest.mark.parametrize("collective", [0, 1])
+def test_a_rank_that_dies_in_an_exchange_costs_its_own_round_alone(collective):
+    """In the mean, or when it confirms that it has that; the others then have had all it has sent."""
+    world = Rendezvous()
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0)
+        at = go(params, optimizer, name)
+        assert at == pytest.approx(2.5)
+        if name == 2:
+            world.fuse[2] = collective
+        return go(params, optimizer, name)
+
+    moved = run_ranks([lambda n=n: rank(n) for n in range(4)])
+    assert moved[2] is None
+    assert moved[0] == moved[1] == moved[3] == pytest.approx(2.5 + (1 + 2 + 4) / 3)
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_the_last_but_one_rank_that_dies_ends_the_run_unless_one_may_go_on(quorum):
+    world = Rendezvous()
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2, patience=1.0, quorum=quorum)
+        if name == 1:
+            raise Died
+        if quorum == 1:
+            return go(params, optimizer, name, 3)
+        with pytest.raises(
+            NotEnoughMembers, match=r"1 of 2 members are there \(0\), and 2 are needed.*nothing is lost"
+        ):
+            go(params, optimizer, name)
+        assert (params[0].tolist(), optimizer.param_groups[0]["rounds"]) == ([1.0] * 3, 0)
+        return 1.0
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)])[0] == (3.0 if quorum else 1.0)
+
+
+def test_who_has_left_does_not_count_and_one_that_waits_does():
+    """Two ranks; one leaves, the other goes on; one joins; the first dies, the other goes on with one that waits."""
+    world, late = Rendezvous(), threading.Event()
+
+    def first():
+        _, params, optimizer = averaging(world, 0, ranks=2, patience=1.0)
+        at = go(params, optimizer, 0, 2)
+        assert at == pytest.approx(1.5 + 1.0)
+        late.set()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, 0)
+        assert optimizer.members.names == [0]
+        assert go(params, optimizer, 0) == pytest.approx(3.5 + (1 + 3) / 2)
+        raise Died
+
+    def second():
+        members, params, optimizer = averaging(world, 1, ranks=2)
+        go(params, optimizer, 1)
+        members.leave()
+
+    def third():
+        late.wait(30)
+        _, params, optimizer = averaging(world, 2, patience=1.0)
+        assert params[0].tolist()[0] == pytest.approx(3.5)
+        go(params, optimizer, 2)
+        with pytest.raises(NotEnoughMembers):
+            go(params, optimizer, 2)
+        fourth = threading.Thread(target=averaging, args=(world, 3), kwargs={"join_timeout": 20.0}, daemon=True)
+        fourth.start()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 4)
+        go(params, optimizer, 2)
+        fourth.join(20)
+        assert not fourth.is_alive()
+        assert optimizer.members.names == [2]
+
+    run_ranks([first, second, third])
+
+
+@pytest.mark.parametrize("at", ["view", "now"])
+def test_a_rank_that_dies_while_it_publishes_a_view(at, monkeypatch):
+    """Before it is all's, or before the others are told."""
+    world, inner = Rendezvous(), StoreClient.compare_set
+    armed: list[int] = []
+
+    def compare_set(self, key, expected, desired):
+        dies = bool(armed) and " open " in desired and bool(armed.pop())
+        if dies and at == "view":
+            raise Died
+        out = inner(self, key, expected, desired)
+        if dies:
+            raise Died
+        return out
+
+    monkeypatch.setattr(StoreClient, "compare_set", compare_set)
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=4, patience=1.0, timeout=1.0)
+        go(params, optimizer, name)
+        if name == 0:
+            armed.append(1)
+        return go(params, optimizer, name)
+
+    moved = [value for value in run_ranks([lambda n=n: rank(n) for n in range(4)]) if value is not None]
+    assert len(moved) == 3
+    assert len(set(moved)) == 1
+
+
+@pytest.mark.parametrize("rejoin", [True, False])
+def test_a_rank_that_comes_too_late_is_out_and_joins_anew(rejoin, caplog):
+    world, left_out, back = Rendezvous(), threading.Event(), []
+
+    def others(name):
+        _, params, optimizer = averaging(world, name, ranks=3, patience=1.0, join_timeout=20.0)
+        at = go(params, optimizer, name)
+        assert at == pytest.approx(1.5)
+        if name == 0:
+            left_out.set()
+        if rejoin:
+            until(lambda: optimizer.members.roster.client.add("tickets", 0) == 4)
+            go(params, optimizer, name)
+            assert go(params, optimizer, name) == pytest.approx(3.0 + 2.0)
+        return numbers(params)
+
+    def late():
+        called = []
+        _, params, optimizer = averaging(
+            world, 2, ranks=3, patience=1.0, rejoin=rejoin, on_join=called.append, join_timeout=20.0
+        )
+        left_out.wait(20)
+        if not rejoin:
+            with pytest.raises(LeftOut, match="gone on without this rank"):
+                go(params, optimizer, 2)
+            return back.append(numbers(params))
+        assert go(params, optimizer, 2) == pytest.approx(3.0)
+        assert called == [optimizer]
+        assert optimizer.param_groups[0]["rounds"] == 2
+        go(params, optimizer, 2)
+        return numbers(params)
+
+    found = run_ranks([lambda: others(0), lambda: others(1), late])
+    if rejoin:
+        assert found[0] == found[1] == found[2]
+        assert "its own round is lost" in caplog.text
+    else:
+        assert back == [[3.0] * 3]
+
+
+def test_what_is_refused_does_not_end_the_run_of_the_others(caplog):
+    """Other learning rates; a model that is another; a rank that would join and has gone."""
+    world, model = Rendezvous(), threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=4, patience=2.0)
+        if name == 3:
+            optimizer.param_groups[0]["lr"] = 0.5
+            with pytest.raises(StepRefused, match="other learning rates or outer hyper-parameters than most"):
+                go(params, optimizer, name)
+            return members.leave()
+        go(params, optimizer, name)
+        if name == 0:
+            members.roster.client.add("tickets", 1)
+            members.roster.client.set("ticket/4", '"gone"')
+            model.set()
+            until(lambda: members.roster.client.add("tickets", 0) == 6)
+        go(params, optimizer, name, 2)
+        assert members.names == [0, 1, 2]
+        return numbers(params)
+
+    def other():
+        model.wait(30)
+        with pytest.raises(ValueError, match="parameter"):
+            averaging(world, 9, [torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))])
+
+    caplog.set_level(logging.WARNING)
+    found = run_ranks([*(lambda n=n: rank(n) for n in range(4)), other])
+    assert found[0] == found[1] == found[2] == [pytest.approx(6.0)] * 3
+    assert "goes on without 3: it has other learning rates" in caplog.text
+
+
+def test_inf_or_nan_on_one_rank_does_not_count_and_is_healed_and_on_all_is_skipped():
+    world = Rendezvous()
+
+    def rank(name):
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        members = world.members(name, ranks=3)
+        optimizer = DiLoCo(params, torch.optim.AdamW, lr=0.1, period=2, members=members)
+        for step in range(6):
+            give_grads(params, step, name)
+            optimizer.step()
+            with torch.no_grad():
+                if (step == 2 and name == 1) or step == 4:
+                    params[0][1] = float("nan")
+                if step == 2 and name == 1:
+                    optimizer.base.state[params[0]]["exp_avg"].fill_(float("inf"))
+            if step == 3:
+                assert bool(torch.isfinite(params[0]).all())
+                assert (len(optimizer.base.state[params[0]]) == 0) == (name == 1)
+        assert (optimizer.comm_stats()["skipped_rounds"], optimizer.param_groups[0]["rounds"]) == (1, 2)
+        anchor = optimizer.buckets[0]["anchor"].tolist()
+        members.leave()
+        return anchor
+
+    found = run_ranks([lambda n=n: rank(n) for n in range(3)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_mean_of_the_replicas_is_of_those_that_are_there():
+    world = Rendezvous()
+
+    def rank(name):
+        members = world.members(name, ranks=3, patience=1.0)
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        optimizer = LocalSGD(params, torch.optim.SGD, lr=1.0, period=9, members=members)
+        go(params, optimizer, name)
+        if name == 1:
+            world.fuse[1] = 0
+        own = numbers(params)
+        with optimizer.averaged():
+            assert numbers(params) == [2.0] * 3
+        assert numbers(params) == own
+        optimizer.synchronize()
+        return numbers(params)
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [[2.0] * 3, None, [2.0] * 3]
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_damaged_message_is_sent_again_and_again_but_not_for_ever(times, monkeypatch):
+    from commopt.outer import member_rounds
+
+    world, inner, damaged = Rendezvous(), member_rounds.confirm, []
+
+    def confirm(backend, sound, where):
+        inner(backend, sound, where)
+        damaged.append(backend.rank)
+        if damaged.count(backend.rank) <= times:
+            raise MessageDamaged("what was received is not what was sent")
+
+    monkeypatch.setattr(member_rounds, "confirm", confirm)
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2)
+        if times == 9:
+            with pytest.raises(CollectiveError, match="5 exchanges have failed, though members are there"):
+                go(params, optimizer, name)
+            return 1.5, 2
+        return go(params, optimizer, name), optimizer.members.epoch
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [(1.5, 2)] * 2
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_members_between_whom_the_network_is_cut(quorum):
+    """Of two, one goes on if it may. Of five, two pairs of which one rank is in both: without that one."""
+    world, cut = Rendezvous(), threading.Barrier(5)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=5, patience=3.0, quorum=quorum)
+        go(params, optimizer, name)
+        cut.wait()
+        world.cut |= {frozenset((1, 3)), frozenset((0, 1))}
+        if name == 1:
+            with pytest.raises(StepRefused, match="reaches the store, but not 0, 3; the network between them is cut"):
+                go(params, optimizer, name)
+            return None
+        at = go(params, optimizer, name)
+        assert members.names == [0, 2, 3, 4]
+        return at
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(5)]) == [6.25, None, *[6.25] * 3]
+
+    def of_two(name):
+        _, params, optimizer = averaging(two, name, ranks=2, patience=1.0, quorum=quorum)
+        go(params, optimizer, name)
+        two.cut.add(frozenset((0, 1)))
+        if name == 0 and quorum == 1:
+            return go(params, optimizer, name)
+        with pytest.raises((NotEnoughMembers, StepRefused)):
+            go(params, optimizer, name)
+        return params[0].tolist()[0]
+
+    two = Rendezvous()
+    assert run_ranks([lambda n=n: of_two(n) for n in range(2)]) == [1.5 + 1.0, 1.5 + 2.0]
+
+
+def test_a_store_that_does_not_answer_is_an_error_in_time():
+    world = Rendezvous()
+    members, params, optimizer = averaging(world, 0, ranks=1, timeout=0.5)
+    go(params, optimizer, 0)
+    hangs = threading.Event()
+    members.roster.client.ask(lambda _: None)
+    members.roster.client._questions.put((lambda _: hangs.wait(30), type("Nobody", (), {"set_result": print})()))
+    with pytest.raises(StoreLost, match=r"cannot be reached: no answer within 0.5 s"):
+        go(params, optimizer, 0)
+    assert (numbers(params), optimizer.param_groups[0]["rounds"]) == ([2.0] * 3, 1)
+    hangs.set()
+    assert go(params, optimizer, 0) == 3.0  # it answers again
+    members.roster.client.delete(["now"])
+    with pytest.raises(StoreLost, match="has forgotten them"):
+        go(params, optimizer, 0)
+
+
+def test_the_member_that_gives_the_state_dies(caplog):
+    """The one that joins asks again, and has it from the next one."""
+    world, asked = Rendezvous(), threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=1.0, timeout=1.5)
+        go(params, optimizer, name)
+        asked.set()
+        until(lambda: members.roster.client.add("tickets", 0) == 4)
+        if name == 0:
+            world.fuse[0] = 5  # behind the round's own two
+        go(params, optimizer, name)
+        assert name != 0
+        go(params, optimizer, name)
+        go(params, optimizer, name)
+        return numbers(params), members.names
+
+    def joins():
+        asked.wait(30)
+        members, params, optimizer = averaging(world, 3, timeout=1.5)
+        assert optimizer.param_groups[0]["rounds"] == 3
+        go(params, optimizer, 3)
+        return numbers(params), members.names
+
+    found = run_ranks([*(lambda n=n: rank(n) for n in range(3)), joins])
+    assert found == [None, *[([4.0 + 2.5 + 3.0] * 3, [1, 2, 3])] * 3]
+    assert "this rank asks again" in caplog.text
+
+
+def test_a_rank_that_has_left_is_told_so_and_one_that_comes_when_all_have():
+    world = Rendezvous()
+    members, params, optimizer = averaging(world, 0, ranks=1)
+    go(params, optimizer, 0)
+    members.leave()
+    with pytest.raises(StepRefused, match="has left the run"):
+        go(params, optimizer, 0)
+    with pytest.raises(LeftOut, match="has ended: all its members have left"):
+        averaging(world, 1, ranks=1)
+
+
+def test_who_fails_alone_does_not_let_the_others_wait():
+    """The timeout is 30 seconds, and nobody has gone: the others hear that one has given up, and all meet again."""
+    world, begin = Rendezvous(), time.monotonic()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3)
+        if name == 1:
+            world.refuses.append(name)
+        return go(params, optimizer, name), members.epoch
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(2.0, 2)] * 3
+    assert time.monotonic() < begin + 20
+
+
+def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
+    """It has drawn its ticket when a view is published, and has not written its name on it yet."""
+    world, drawn, inner, late = Rendezvous(), threading.Event(), Roster.draw, []
+
+    def draw(self):
+        if self.name == 1 and not late:
+            late.append(self)
+            self.ticket = self.client.add("tickets", 1) - 1
+            drawn.set()
+        else:
+            inner(self)
+
+    monkeypatch.setattr(Roster, "draw", draw)
+
+    def first():
+        members, params, optimizer = averaging(world, 0, ranks=1)
+        drawn.wait(30)
+        go(params, optimizer, 0)
+        until(lambda: members.roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, 0)
+        assert members.roster.expected == [0, 2]
+
+    def second():
+        _, _, optimizer = averaging(world, 1)
+        return optimizer.param_groups[0]["rounds"]
+
+    assert run_ranks([first, second])[1] == 2

@@ -1,0 +1,130 @@
+"""Members in processes over Gloo, that are killed, stopped and cut off, and others that join."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from forks import python
+from ports import free_port
+
+PATIENCE = 2.0
+RANK = str(Path(__file__).with_name("member_rank.py"))
+
+
+class Run:
+    """Processes that train, and what they have left word of."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.processes = port, {}
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+    def start(self, name: int, ranks: int = 0) -> None:
+        words = [python(), RANK, str(name), str(self.port), str(ranks), str(PATIENCE)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.processes[name] = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+
+    def number(self, key: str) -> int:
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def rounds(self, name: int) -> int:
+        return self.number(f"rounds {name}")
+
+    def send(self, name: int, which: signal.Signals) -> None:
+        os.kill(self.number(f"pid {name}"), which)
+
+    def go_on(self, names: list[int], rounds: int = 2, seconds: float = 40.0) -> float:
+        """Waits until each has ended so many more rounds; the seconds until it had ended the first."""
+        before, begin, first = {name: self.rounds(name) for name in names}, time.monotonic(), 0.0
+        while any(self.rounds(name) < before[name] + rounds for name in names):
+            first = first or (time.monotonic() - begin if self.rounds(names[0]) > before[names[0]] else 0.0)
+            assert time.monotonic() < begin + seconds, {name: self.rounds(name) - before[name] for name in names}
+            time.sleep(0.01)
+        return first
+
+    def left(self) -> list[int]:
+        """The names of those that run."""
+        return [name for name, process in self.processes.items() if process.poll() is None]
+
+    def said(self, name: int, seconds: float) -> str:
+        """What a rank says that ends by itself, within so many seconds."""
+        process = self.processes[name]
+        assert process.wait(seconds) == 1
+        assert process.stdout is not None
+        return process.stdout.read()
+
+    def replicas_equal(self) -> None:
+        """All that have ended a round have the same parameters after it, and as many members."""
+        names = list(self.processes)
+        for number in range(1, max(map(self.rounds, names)) + 1):
+            keys = [key for name in names if self.store.check([key := f"after {name} {number}"])]
+            assert len({self.store.get(key) for key in keys}) == 1, number
+
+    def close(self) -> None:
+        for name, process in self.processes.items():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self.send(name, signal.SIGKILL)
+            process.kill()
+            process.communicate()
+
+
+def test_ranks_that_are_killed_or_stopped_and_ranks_that_join(capsys):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run, took = Run(store.port), {}
+    try:
+        for name in range(4):
+            run.start(name, 4)
+        run.go_on([0, 1, 2, 3], seconds=60)
+        for name in (4, 5):
+            run.start(name)
+        run.go_on([4, 5, 0], seconds=60)
+        run.send(3, signal.SIGKILL)
+        took["killed between two rounds"] = run.go_on([0, 1, 2, 4, 5])
+        store.set("in 2", "")
+        took["killed in a round"] = run.go_on([0, 1, 4, 5], 3)
+        run.send(1, signal.SIGSTOP)
+        took["stopped"] = run.go_on([0, 4, 5])
+        run.send(1, signal.SIGCONT)
+        took["back"] = run.go_on([1, 0, 4, 5])
+        store.set("view", "")
+        while len(left := run.left()) == 4:
+            time.sleep(0.01)
+        took["killed while it publishes"] = run.go_on(left)
+        run.send(left[0], signal.SIGKILL)
+        run.go_on(left[1:])
+        run.replicas_equal()
+        run.send(left[1], signal.SIGKILL)  # the last but one
+        said = run.said(left[2], 20)
+        assert "NotEnoughMembers 1 of 2 members are there" in said
+        assert "nothing is lost" in said
+    finally:
+        run.close()
+    with capsys.disabled():
+        print({name: f"{seconds:.2f} s" for name, seconds in took.items()})
+
+
+def test_when_the_host_of_the_store_dies_all_say_so():
+    port = free_port()
+    code = f"import time, torch.distributed as d; s = d.TCPStore('127.0.0.1', {port}, is_master=True, "
+    host = subprocess.Popen([python(), "-c", f"{code} wait_for_workers=False); print(0, flush=True); time.sleep(300)"])
+    run = Run(port)
+    try:
+        for name in range(2):
+            run.start(name, 2)
+        run.go_on([0, 1], seconds=60)
+        host.kill()
+        for name in range(2):
+            assert "StoreLost the store of the members cannot be reached" in run.said(name, 30)
+    finally:
+        host.kill()
+        host.wait()
+        for process in run.processes.values():
+            process.kill()
+            process.communicate()
