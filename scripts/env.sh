@@ -8,6 +8,9 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
+# What tests use a part of, installed without what it asks for: timm wants torchvision, which comes with a torch of its
+# own, and torchtitan the tools of a whole trainer
+ALONE=(timm 'torchtitan; python_version >= "3.11"' tyro typeguard spmd-types)
 
 fail() {
     echo "$(basename "$0"): $*" >&2
@@ -60,6 +63,12 @@ ensure_env() { # EXTRAS
         "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 \
             -c "$ROOT/constraints.txt" -e "$ROOT[$1]" ||
             fail "the requirements could not be installed: the lines above say why (is there a network?)"
+        case ",$1," in
+            *,test,*)
+                "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 --no-deps \
+                    -c "$ROOT/constraints.txt" "${ALONE[@]}" || fail "what tests use a part of could not be installed"
+                ;;
+        esac
         fingerprint "$1" >"$stamp"
     fi
     PATH="$VENV/bin:$PATH"

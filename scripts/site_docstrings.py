@@ -3,6 +3,7 @@
 * ``:class:`commopt.Guard``` and its like become code, and a link where the site has that name.
 * ``::`` before code goes: indented text is code.
 * Tables between lines of ``====`` become tables.
+* What begins with ``>=`` is no quotation.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Docstrings(griffe.Extension):
 def _markdown(text: str) -> str:
     text = re.sub(r"(?m)^ *::\n\n?", "", text)
     text = re.sub(r"(?m)::$", ":", text)
+    text = re.sub(r"(?m)^( *(?:\w+: )?)>=", r"\1\>=", text)
     return "\n".join(_tables(_ROLE.sub(_reference, text).splitlines()))
 
 

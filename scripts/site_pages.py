@@ -3,7 +3,8 @@
 * Links from a page to a file that is not in the site become the name of the file. ``ARCHITECTURE.md`` and its
   neighbours are pages of the site. A link that is called by the name of a page gets that page's title.
 * Blocks within lists, indented by 2 as elsewhere, are indented by 4, as Python-Markdown wants them.
-* A table right after a comment gets an empty line before it.
+* A table right after a comment gets an empty line before it, and its numbers stay beside their units.
+* A picture leads to itself, as large as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ BESIDE = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing
 
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r" *```")
+_PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*)\)")
+_UNIT = re.compile(r"(?<=\d) (?=(%|×|[kMGT]?B|[kMGT]bit/s|m?s|h|x|of \d+)(?![\w-]))")
+"""Between a number and its unit."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -37,8 +41,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     out, fence = list[str](), False
     for line in markdown.splitlines():
         fence ^= bool(_FENCE.match(line))
-        code = fence or _FENCE.match(line)
-        out.append(line if code else _LINK.sub(lambda link: _link(link, folder, uri), line))
+        if not (fence or _FENCE.match(line)):
+            line = _LINK.sub(lambda link: _link(link, folder, uri), line)
+            line = _UNIT.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line
+            line = _PICTURE.sub(lambda picture: f"[{picture[0]}]({picture[1]})", line)
+        out.append(line)
     return _apart("\n".join(_indented(out)))
 
 

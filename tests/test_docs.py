@@ -72,6 +72,21 @@ def test_names_of_commopt_exist(page: Path) -> None:
         assert exists(name), name
 
 
+def test_doors_name_the_versions_that_are_tested() -> None:
+    pins = re.findall(r"(?m)^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text())
+    told = re.findall(r"\| ([a-z]+) (\d+\.\d+\.\d+) \|", (ROOT / "docs" / "doors.md").read_text())
+    assert {name for name, _ in told} >= {
+        "torch",
+        "transformers",
+        "accelerate",
+        "lightning",
+        "timm",
+        "torchtitan",
+        "peft",
+    }
+    assert set(told) <= set(pins)
+
+
 def test_a_name_that_does_not_exist_is_seen() -> None:
     assert exists("commopt.optim.policies.SyncPolicy")
     assert not exists("commopt.optim.schedules")

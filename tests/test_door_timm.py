@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ def test_every_optimizer_has_a_name() -> None:
     classes = {cls for cls in exported if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
     assert set(EVERY.values()) == classes - {commopt.Mixed}  # which is made of optimizers
     assert set(EVERY) <= set(list_optimizers())
+    words = (Path(__file__).parents[1] / "docs" / "door_timm.md").read_text()
+    assert not [name for name in EVERY if f"`{name}`" not in words]
     assert not [name for name in EVERY if "_" in name], "timm takes what is before a _ for something else"
 
 

@@ -1,12 +1,11 @@
 """torchtitan's container of optimizers, meshes and checkpoints, with ours in them, over four processes.
 
-``import torchtitan`` needs Triton, for kernels of experts that none of this uses: here only its parts are imported.
+Its models need Triton, for kernels of experts: here a small one stands in for them, sharded as they are.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 import tempfile
 import types
 from typing import Any
@@ -30,19 +29,9 @@ if importlib.util.find_spec("torchtitan") is None:
 STEPS = 4
 
 
-def parts_of_torchtitan() -> None:
-    """Makes its parts importable where Triton is not there."""
-    if importlib.util.find_spec("triton") is None and "torchtitan" not in sys.modules:
-        found = importlib.util.find_spec("torchtitan")
-        assert found is not None
-        package = types.ModuleType("torchtitan")
-        package.__path__ = list(found.submodule_search_locations or ())
-        sys.modules["torchtitan"] = package
-
-
-def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
+def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: str) -> nn.Module:
     """As torchtitan's parallelize_llama chooses the mesh."""
-    assert job_config == "job"
+    assert parallelism == "as given"
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     return sharded(model, parallel_dims.get_mesh(names))
 
@@ -86,29 +75,28 @@ class Model(Stateful):
 
 
 def scenes(rank: int, world: int) -> dict[str, Any]:
-    parts_of_torchtitan()
-    from torchtitan.config import Optimizer
     from torchtitan.distributed import ParallelDims, parallel_dims
 
     from commopt.integrations.torchtitan import optimizers, within_a_replica
 
     parallel_dims.device_type = "cpu"
-    dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
-    config = Optimizer(lr=1e-2, weight_decay=0.1)
+    dims = ParallelDims(
+        dp_replicate=2, dp_shard=2, cp=1, tp=1, pp=1, ep=1, world_size=world, spmd_backend="partial_dtensor"
+    )
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     out: dict[str, Any] = {}
-    for name, few in (("OneBitAdam", {"freeze_step": 2}), ("DiLoCo", {"period": 3})):
-        given = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "reduction": "sum", **few}
-        build = optimizers(getattr(commopt, name), **few)
+    for opt_class, few in ((commopt.OneBitAdam, {"freeze_step": 2}), (commopt.DiLoCo, {"period": 3})):
+        name, given = opt_class.__name__, {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, **few}
+        config = optimizers(opt_class, **given)
 
-        def begin(seed: int, build: Any = build) -> tuple[nn.Module, Any]:
-            model = within_a_replica(parallelize)(net(seed), dims, "job")
-            return model, build([model], config, dims)
+        def begin(seed: int, config: Any = config) -> tuple[nn.Module, Any]:
+            model = within_a_replica(parallelize)(net(seed), parallel_dims=dims, parallelism="as given")
+            return model, config.build(model_parts=[model])
 
         plain = sharded(net(), dims.get_mesh("fsdp"))
-        by_hand = getattr(commopt, name)(
-            plain.parameters(), process_group=dims.get_mesh(["dp_replicate", "fsdp"]), **given
+        by_hand = opt_class(
+            plain.parameters(), process_group=dims.get_mesh(["dp_replicate", "fsdp"]), reduction="sum", **given
         )
         train(plain, by_hand, rank, range(2 * STEPS))
         model, container = begin(0)
@@ -126,7 +114,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
             "resumed": [params_of(again), own(ours[1])],
             "sent": [one.comm_stats()["total"]["bytes"] for one in (by_hand, ours[0])],
         }
-    out["refused"] = refused(optimizers(commopt.OneBitAdam), config, dims)
+    out["refused"] = refused(model)
     return out
 
 
@@ -138,20 +126,24 @@ def own(optimizer: Any) -> list[torch.Tensor]:
     return [t.clone() for t in (*flats, *residuals)]
 
 
-def refused(build: Any, config: Any, dims: Any) -> list[str]:
-    from dataclasses import replace
+def refused(model: nn.Module) -> list[str]:
+    """What is said of what does not go together, of which no rank communicates anything."""
+    from commopt.integrations.torchtitan import optimizers, within_a_replica
 
+    given = {"pp": 1, "ep": 1, "spmd_backend": "partial_dtensor"}
+    other = [types.SimpleNamespace(**given | one) for one in ({"pp": 2}, {"ep": 2}, {"spmd_backend": "spmd_types"})]
+    config = optimizers(commopt.OneBitAdam)
+    attempts = [lambda dims=dims: within_a_replica(parallelize)(net(), parallel_dims=dims) for dims in other]
+    attempts += [
+        lambda: config.build(model_parts=[net()]),
+        lambda: optimizers(torch.optim.AdamW).build(model_parts=[model]),  # type: ignore[arg-type]
+        lambda: optimizers(commopt.Lamb).build(model_parts=[model]),  # type: ignore[arg-type]
+    ]
     said = []
-    for other_config, other_dims, manager in (
-        (replace(config, early_step_in_backward=True), dims, None),
-        (config, types.SimpleNamespace(pp=2, ep=1), None),
-        (config, types.SimpleNamespace(pp=1, ep=2), None),
-        (config, dims, types.SimpleNamespace(enabled=True)),
-        (config, dims, None),
-    ):
-        with pytest.raises(ValueError, match="take sharded models in one part, not ") as error:
-            build([net()], other_config, other_dims, manager)
-        said.append(str(error.value).partition(" not ")[2].split()[0])
+    for attempt in attempts:
+        with pytest.raises(ValueError, match=r"commopt's optimizers") as error:
+            attempt()
+        said.append(str(error.value))
     return said
 
 
@@ -184,4 +176,16 @@ def test_its_checkpoints_resume_to_the_bit(ranks: list[Any], name: str) -> None:
 
 def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:
     for rank in ranks:
-        assert rank["refused"] == ["early_step_in_backward", "stages", "experts", "torchft", "a"]
+        for said, words in zip(
+            rank["refused"],
+            (
+                "parallelism.pipeline_parallel_degree=1, got 2",
+                "parallelism.expert_parallel_degree=1, got 2",
+                "parallelism.spmd_backend='partial_dtensor', got 'spmd_types'",
+                "set model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn)",
+                "got 'AdamW'",
+                "got 'Lamb'",
+            ),
+            strict=True,
+        ):
+            assert words in said

@@ -13,7 +13,7 @@ from example_ranks import on_two_ranks
 from listening import listening
 from worlds import on_processes, params_of, same_bits, tensors_in
 
-from commopt import DiLoCo, LocalSGD, OneBitAdam
+from commopt import DiLoCo, LocalSGD, Mixed, OneBitAdam, sort_parameters
 
 pytest.importorskip("accelerate")
 
@@ -123,14 +123,22 @@ def without_callback(folder):
     return same_bits(whole.stepped[6], resumed.stepped[6])
 
 
+def in_groups(model, period):
+    """What door_transformers.md has as a factory, with an optimizer for hidden matrices that every torch has."""
+    hidden, rest = sort_parameters(model)
+    base = Mixed(torch.optim.SGD(hidden, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2))
+    return DiLoCo(base, period=period)
+
+
 def diloco(folder):
     """Saved and evaluated after step 4, in the middle of a round of 3."""
 
     def run(**more):
-        model = gpt2()
-        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=3)
         settings = {"max_steps": 8, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
-        return trained(folder, model=model, optimizers=(optimizer, None), **settings, **more)
+        made = {"optimizer_cls_and_kwargs": (lambda: in_groups, {"period": 3})}
+        trainer, recorded = trained(folder, **made, **settings, **more)
+        assert trainer.optimizer.optimizer.base.name == "Mixed(SGD, AdamW)"
+        return trainer, recorded
 
     first, whole = run()
     second, resumed = run(resume=f"{folder}/checkpoint-4")
@@ -153,9 +161,10 @@ def best(folder):
         "eval_strategy": "steps",
         "eval_steps": 2,
         "load_best_model_at_end": True,
-        "optimizer_cls_and_kwargs": (LocalSGD, {"lr": 1e-2, "period": 4}),
     }
-    trainer, recorded = trained(folder, **settings)  # fmt: skip
+    model = gpt2()
+    optimizer = LocalSGD(model.parameters(), lr=1e-2, period=4)
+    trainer, recorded = trained(folder, model=model, optimizers=(optimizer, None), **settings)
     step = trainer.state.best_global_step
     saved = saved_weights(trainer.state.best_model_checkpoint, trainer.model)
     return same_bits(saved, params_of(trainer.model)) and same_bits(saved, recorded.evaluated[step])

@@ -92,6 +92,8 @@ def test_nothing_of_a_page_is_lost(site: dict[str, Page], source: Path) -> None:
     assert sum(page.count.get(f"h{level}", 0) for level in range(1, 7)) == len(re.findall(r"(?m)^#+ ", plain))
     for mark in ("**", "```", "|--", "](", "<!--"):
         assert mark not in page.text
+    assert page.count.get("img", 0) == len(re.findall(r"!\[", plain))
+    assert not re.search(r"\d (%|ms)\n", page.text)  # a number of a table stays beside its unit
 
 
 def test_links_lead_somewhere_in_the_site(site: dict[str, Page]) -> None:
@@ -114,6 +116,7 @@ def test_docstrings_are_text(site: dict[str, Page]) -> None:
     for page in reference.values():
         for mark in (":class:", ":meth:", ":func:", ":mod:", ":data:", "::", "====", "``", "Args:"):
             assert mark not in page.text, mark
+        assert "blockquote" not in page.count  # what begins with ">= 0"
     page = reference["api/gradients"]
     assert page.count["table"] == 1
     assert "../compress/#commopt.compress.TopBlocks" in page.links

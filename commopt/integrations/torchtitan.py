@@ -1,10 +1,9 @@
-"""torchtitan: two functions of a TrainSpec (0.2), for models that FSDP2 shards.
+"""torchtitan (0.3): a container of optimizers, for models that FSDP2 shards.
 
-    TrainSpec(
-        parallelize_fn=within_a_replica(parallelize_llama),
-        build_optimizers_fn=optimizers(commopt.OneBitAdam, freeze_step=2000, max_grad_norm=1.0),
-        ...,
-    )
+    spec = config.model_spec  # of a Trainer.Config
+    spec.parallelize_fn = within_a_replica(spec.parallelize_fn)
+    config.optimizer = optimizers(commopt.OneBitAdam, lr=8e-4, freeze_step=2000, max_grad_norm=1.0)
+    config.parallelism.spmd_backend = "partial_dtensor"
 
 FSDP then shards inside a replica (``data_parallel_shard_degree``), tensor parallelism too, and the optimizer averages
 over the replicas (``data_parallel_replicate_degree``). Set ``training.max_norm`` so high that it never clips: what
@@ -14,59 +13,84 @@ torchtitan takes is the norm of one replica.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
-from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import OptimizersContainer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+import commopt
+from commopt.optim.packed import PackedOptimizer
+
+_meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Of models that were sharded within a replica: all ranks."""
 
 
-def optimizers(opt_class: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[..., OptimizersContainer]:
-    """A ``build_optimizers_fn`` that makes optimizers of commopt.
+class Optimizers(OptimizersContainer):
+    """A container of optimizers of commopt, by their names. Its checkpoints keep residuals, and what else is a rank's
+    own, and load on any mesh. Raises ValueError when it is built, for a model that :func:`within_a_replica` has not
+    sharded, and for an optimizer that is not commopt's or does not communicate."""
 
-    Learning rate, betas, eps and weight decay are those of torchtitan's config; ``settings`` are all others, and go
-    before these. Its checkpoints keep residuals, and what else is a rank's own: they are in the optimizer's state.
-    ``reduction`` is "sum": torchtitan divides the loss by the tokens of all ranks.
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """As torchtitan's. ``implementation`` says nothing here. Arguments of a whole optimizer, such as
+        ``freeze_step``, are in ``optimizer_factory_kwargs_by_name``; ``reduction`` is "sum" if left out, because
+        torchtitan divides the loss by the tokens of all ranks."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        if model_parts[0] not in _meshes:
+            raise ValueError(
+                "commopt's optimizers in torchtitan take a model that is sharded within a replica: set "
+                "model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn)"
+            )
+        self._mesh = _meshes[model_parts[0]]
+        super().__init__(config, model_parts=model_parts)
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
+        made = getattr(commopt, name, None)
+        if not (isinstance(made, type) and issubclass(made, PackedOptimizer)):
+            raise ValueError(
+                f"optimizer_name must be one of commopt's optimizers, of those that communicate; got {name!r}"
+            )
+        return lambda groups, **settings: made(groups, process_group=self._mesh, **{"reduction": "sum"} | settings)
+
+    @staticmethod
+    def _build_impl_kwargs(config: Any) -> dict[str, Any]:
+        return {}
+
+
+def optimizers(opt_class: type[PackedOptimizer], **settings: Any) -> Optimizers.Config:
+    """A ``Trainer.Config.optimizer`` of one group, all parameters.
 
     Args:
-        opt_class: with Adam's hyper-parameters, such as :class:`commopt.OneBitAdam` or :class:`commopt.DiLoCo`.
-        settings: its other arguments.
-
-    Raises ValueError, when it is called, for what does not go together: stages of a pipeline, experts on a mesh of
-    their own, ``early_step_in_backward``, torchft, a model that FSDP does not shard.
+        opt_class: one of commopt that communicates, such as :class:`commopt.OneBitAdam` or :class:`commopt.DiLoCo`.
+        settings: its arguments, learning rate and all.
     """
-
-    def build(model_parts: list[Any], config: Any, parallel_dims: Any, ft_manager: Any = None) -> OptimizersContainer:
-        given = {
-            "lr": config.lr,
-            "betas": (config.beta1, config.beta2),
-            "eps": config.eps,
-            "weight_decay": config.weight_decay,
-            "reduction": "sum",
-            **settings,
-        }
-        _refuse(
-            {
-                "stages of a pipeline": parallel_dims.pp > 1,
-                "experts on a mesh of their own (expert_parallel_degree)": parallel_dims.ep > 1,
-                "early_step_in_backward": config.early_step_in_backward,
-                "torchft": ft_manager is not None and ft_manager.enabled,
-                "a model that FSDP does not shard (data_parallel_shard_degree=1)": not _is_sharded(model_parts),
-            }
-        )
-        names = ("dp_replicate", "fsdp", "tp")
-        mesh = parallel_dims.get_mesh([name for name in names if parallel_dims.get_optional_mesh(name) is not None])
-        return OptimizersContainer(model_parts, opt_class, {"process_group": mesh, **given})
-
-    return build
+    name = opt_class.__name__
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name=name)]
+    return Optimizers.Config(param_groups=groups, optimizer_factory_kwargs_by_name={name: settings})
 
 
 def within_a_replica(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``parallelize_fn`` of a model of torchtitan, which shards over the ranks of a replica only: with replicas in its
-    mesh, FSDP itself would average over them, in full precision, and nothing would be left to compress."""
+    mesh, FSDP itself would average over them, in full precision, and nothing would be left to compress.
 
-    def parallelize(model: Any, parallel_dims: Any, *args: Any, **kwargs: Any) -> Any:
-        return parallelize_fn(model, _OneReplica(parallel_dims), *args, **kwargs)
+    It raises ValueError for stages of a pipeline, for experts on a mesh of their own, and for another ``spmd_backend``.
+    """
+
+    def parallelize(model: nn.Module, *, parallel_dims: Any, **settings: Any) -> nn.Module:
+        for name, value, taken in (
+            ("pipeline_parallel_degree", parallel_dims.pp, 1),
+            ("expert_parallel_degree", parallel_dims.ep, 1),
+            ("spmd_backend", parallel_dims.spmd_backend, "partial_dtensor"),
+        ):
+            if value != taken:
+                raise ValueError(f"commopt's optimizers in torchtitan take parallelism.{name}={taken!r}, got {value!r}")
+        sharded = parallelize_fn(model, parallel_dims=_OneReplica(parallel_dims), **settings)
+        _meshes[sharded] = parallel_dims.get_activated_mesh(["dp_replicate", "fsdp", "tp"])
+        return sharded
 
     return parallelize
 
@@ -81,13 +105,3 @@ class _OneReplica:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._all, name)
-
-
-def _is_sharded(model_parts: list[Any]) -> bool:
-    return any(isinstance(p, DTensor) for part in model_parts for p in part.parameters())
-
-
-def _refuse(cases: dict[str, bool]) -> None:
-    for case, there in cases.items():
-        if there:
-            raise ValueError(f"commopt's optimizers in torchtitan take sharded models in one part, not {case}")

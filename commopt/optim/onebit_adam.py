@@ -55,8 +55,8 @@ class OneBitAdam(WarmupOptimizer):
 
         optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)  # was torch.optim.Adam(...)
 
-    Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
-    is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
+    Give it a bare module: it does all communication itself, in ``step()``. A DistributedDataParallel around it is found
+    by the first step, or connected before by :func:`commopt.attach`. All ranks must call ``step()`` equally often.
 
     State per parameter and rank: exp_avg, exp_avg_sq, one residual of the same size and 1/W of one, in float32 (float64
     for float64 parameters); residuals only with more than one rank. With nodes of L ranks the residuals are 1/L and

@@ -63,8 +63,8 @@ class OneBitLamb(WarmupOptimizer):
 
         optimizer = commopt.OneBitLamb(model.parameters(), lr=1e-3, weight_decay=0.01)  # was commopt.Lamb(...)
 
-    Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
-    is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
+    Give it a bare module: it does all communication itself, in ``step()``. A DistributedDataParallel around it is found
+    by the first step, or connected before by :func:`commopt.attach`. All ranks must call ``step()`` equally often.
 
     State per parameter and rank: exp_avg, exp_avg_sq, fresh_exp_avg_sq, one residual of the same size and 1/W of one,
     in float32 (float64 for float64 parameters), that is 16 + 4/W bytes an element; residuals only with more than one

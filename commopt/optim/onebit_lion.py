@@ -61,8 +61,8 @@ class OneBitLion(CommOptimizer):
     Lion wants a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by as much. With one bit,
     elements that are small in their block move by less than lr on average: try several times Lion's.
 
-    Give it a bare module: it does all communication itself, in ``step()``. A model wrapped in DistributedDataParallel
-    is connected by ``commopt.attach(ddp_model, optimizer)``. All ranks must call ``step()`` equally often.
+    Give it a bare module: it does all communication itself, in ``step()``. A DistributedDataParallel around it is found
+    by the first step, or connected before by :func:`commopt.attach`. All ranks must call ``step()`` equally often.
 
     State per parameter and rank: exp_avg, one residual of the same size and 1/W of one, in float32 (float64 for float64
     parameters); residuals only with more than one rank. With nodes of L ranks the residuals are 1/L and 1/W of its

@@ -152,7 +152,8 @@ class WarmupOptimizer(CommOptimizer):
         self._run["warmup" if warms_up else "compressed"] += 1
         if warms_up:
             group = max(self.param_groups, key=lambda group: group["betas"][1])
-            self._run |= {"enough": round(1 / (1 - group["betas"][1])), "freeze_step": group["freeze_step"]}
+            window = round(1 / (1 - group["betas"][1]))
+            self._run |= {"enough": min(window, 100), "freeze_step": group["freeze_step"]}
 
     def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
         """||v||_1 over the parameters of ``groups``, 0-d float64: the mean over all ranks is that of the model."""
