@@ -36,12 +36,16 @@ from commopt.ops import native as native
 from commopt.ops.checks import REAL
 from commopt.ops.checks import check_like as _check_like
 from commopt.ops.checks import check_real as _check_real
+from commopt.ops.checks import check_runs as _check_runs
+from commopt.ops.checks import check_shared_rows as _check_shared_rows
 from commopt.ops.checks import describe as _describe
 from commopt.ops.integers import (
     int_compress,
+    int_compress_momentum,
     int_compress_with_feedback,
     int_decompress,
     int_decompress_mean,
+    int_decompress_to,
     int_nbytes,
     int_reduce,
 )
@@ -63,9 +67,11 @@ from commopt.ops.top_k import (
 __all__ = [
     "frozen_adam_apply_",
     "int_compress",
+    "int_compress_momentum",
     "int_compress_with_feedback",
     "int_decompress",
     "int_decompress_mean",
+    "int_decompress_to",
     "int_nbytes",
     "int_reduce",
     "momentum",
@@ -218,10 +224,10 @@ def sign_compress_momentum(
     """
     _check_real("m", m, 1)
     _check_norm(norm)
-    stop = _check_shared_rows(wire, m, block, live, start, stop)
+    stop = _check_shared_rows(wire, m.shape[0], m.device, lambda n: sign_nbytes(n, block), live, start, stop)
     _check_like("error", error, m.shape, m.dtype, m.device)
     _check_like("new_error", new_error, m.shape, m.dtype, m.device)
-    _check_runs("grads", grads, offsets, m)
+    _check_runs("grads", grads, offsets, m.shape[0], m.device)
     _ops.sign_compress_momentum.default(
         m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
     )
@@ -318,8 +324,10 @@ def sign_decompress_adam_(
     """
     _check_real("exp_avg", exp_avg, 1)
     _check_like("exp_avg_sq", exp_avg_sq, exp_avg.shape, exp_avg.dtype, exp_avg.device)
-    stop = _check_shared_rows(wire, exp_avg, block, live, start, stop)
-    _check_runs("params", params, offsets, exp_avg)
+    stop = _check_shared_rows(
+        wire, exp_avg.shape[0], exp_avg.device, lambda n: sign_nbytes(n, block), live, start, stop
+    )
+    _check_runs("params", params, offsets, exp_avg.shape[0], exp_avg.device)
     if not len(params) == len(step_sizes) == len(sqrt_bias_corrections2):
         lengths = len(params), len(step_sizes), len(sqrt_bias_corrections2)
         raise ValueError(f"all lists must have the same length, got lengths {lengths}")
@@ -421,7 +429,7 @@ def momentum(
     """
     _check_real("m", m, 1)
     _check_like("out", out, m.shape, m.dtype, m.device)
-    _check_runs("grads", grads, offsets, m)
+    _check_runs("grads", grads, offsets, m.shape[0], m.device)
     _ops.momentum.default(m, grads, offsets, beta, alpha, out)
 
 
@@ -478,41 +486,8 @@ def _check_rows(wire: Tensor, rows: int, n: int, block: int, live: Tensor | None
         _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
 
 
-def _check_shared_rows(
-    wire: Tensor, flat: Tensor, block: int, live: Tensor | None, start: int, stop: int | None
-) -> int:
-    """Returns ``stop``, which is all columns if None."""
-    n = flat.shape[0]
-    if wire.dim() != 2 or wire.shape[0] == 0 or n % wire.shape[0]:
-        raise ValueError(f"wire must have rows that share the {n} elements equally, got {_describe(wire)}")
-    rows, n = wire.shape[0], n // wire.shape[0]
-    stop = n if stop is None else stop
-    if not 0 <= start <= stop <= n or start % 8 or (stop % 8 and stop < n):
-        raise ValueError(f"start and stop must be multiples of 8 with 0 <= start <= stop <= {n}, got {start}, {stop}")
-    _check_like("wire", wire, (rows, sign_nbytes(stop - start, block)), torch.uint8, flat.device)
-    if live is not None:
-        _check_like("live", live, (rows, (n + 7) // 8), torch.uint8, flat.device)
-    return stop
-
-
 def _check_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None) -> None:
     _check_real("x", x, 2)
     rows, n = x.shape
     _check_norm(norm)
     _check_rows(wire, rows, n, block, live, x.device)
-
-
-def _check_runs(name: str, tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> None:
-    if len(tensors) != len(offsets):
-        raise ValueError(f"{name} and offsets must have the same length, got {len(tensors)} and {len(offsets)}")
-    end, device = 0, flat.device
-    for x, offset in zip(tensors, offsets):
-        if not x.is_floating_point() or x.device != device:
-            raise ValueError(f"{name} must be floating and on {device}, got {_describe(x)}")
-        if offset < end:
-            raise ValueError(f"offsets must ascend without overlap, got {offset} after a tensor that ends at {end}")
-        end = offset + x.numel()
-    if end > flat.shape[0]:
-        raise ValueError(
-            f"{name} must lie within the {flat.shape[0]} elements of the buffer, got one that ends at {end}"
-        )

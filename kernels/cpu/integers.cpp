@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "floats.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "runs.hpp"
@@ -146,6 +147,36 @@ int commopt_int_decompress(const uint8_t* wire, float* out, const uint8_t* live,
         float* to = out + r * n + i;
         k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1,
                       live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, to, size, c, streams(to, rows * n));
+    });
+    return 0;
+}
+
+// To tensors that lie in rows of n elements, where they are in the columns [start, stop).
+int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t count, const uint8_t* live, int64_t rows,
+                              int64_t n, int64_t start, int64_t stop, int64_t block, int32_t bits, int32_t rotated,
+                              int32_t threads) {
+    const Coding c = coding_of(block, bits, 0, rotated, 0);
+    const Rows at(stop - start, c);
+    const IntegerKernels& k = table();
+    each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
+        const uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* mask = live ? live + r * ((n + 7) / 8) + start / 8 : nullptr;
+        alignas(64) float values[kRun];
+        each_near(from, length, block, [&](int64_t i, int64_t size) {
+            const int64_t place = r * n + start + i;
+            k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1, mask ? mask + i / 8 : nullptr, values,
+                          size, c, false);
+            each_piece(outs, count, place, place + size, [&](const Run* out, int64_t first, int64_t some) {
+                if (out == nullptr) return;
+                const float* these = values + (first - place);
+                if (out->bfloat16) {
+                    uint16_t* to = static_cast<uint16_t*>(out->data) + (first - out->start);
+                    for (int64_t j = 0; j < some; ++j) to[j] = to_bfloat16(these[j]);
+                } else {
+                    std::memcpy(static_cast<float*>(out->data) + (first - out->start), these, size_t(some) * 4);
+                }
+            });
+        });
     });
     return 0;
 }
