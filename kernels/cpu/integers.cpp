@@ -13,7 +13,6 @@ namespace commopt {
 namespace {
 
 constexpr int64_t kRun = 1 << 14;   // elements of a task: whole blocks
-constexpr int64_t kNear = 1 << 10;  // of those, elements that are made in the cache before they are compressed
 
 const IntegerKernels& table() {
 #if COMMOPT_X86
@@ -54,7 +53,7 @@ void each_run(int64_t rows, int64_t n, int64_t work, int threads, const Use& use
 // Calls use(i, n) for pieces of n elements of a run that begins at element i: whole blocks, in scratch of kRun elements.
 template <class Use>
 void each_near(int64_t i, int64_t n, int64_t block, const Use& use) {
-    const int64_t size = block > kNear ? block : kNear;
+    const int64_t size = block > kTogether ? block : kTogether;
     for (const int64_t end = i + n; i < end; i += size) use(i, end - i < size ? end - i : size);
 }
 
@@ -87,7 +86,8 @@ int commopt_int_compress(const float* x, const float* error, float* new_error, u
         const int64_t place = r * n + i;
         float* rest = error ? new_error + place : nullptr;
         k.encode(x + place, error ? error + place : nullptr, live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, rest,
-                 size, c, at.scales_at(row, i, c), at.codes_at(row, i, c), apart && streams(rest, rows * n));
+                 size, c, at.scales_at(row, i, c), at.codes_at(row, i, c), apart && streams(rest, rows * n),
+                 x + place + kTogether);
         if (i == 0) at.clear_tail(row);
     });
     return 0;
@@ -111,7 +111,8 @@ int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t coun
             momentum.write(place, place + size, x);
             float* rest = new_error + place;
             k.encode(x, error + place, mask ? mask + i / 8 : nullptr, rest, size, c, at.scales_at(row, i, c),
-                     at.codes_at(row, i, c), new_error != error && streams(rest, rows * n));
+                     at.codes_at(row, i, c), new_error != error && streams(rest, rows * n),
+                     momentum.gradient_at(place + kTogether, error + place + kTogether));
         });
         if (from == 0) at.clear_tail(row);
     });
@@ -130,7 +131,7 @@ int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_erro
             k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, nullptr, mean, size, c,
                           false);
             k.encode(mean, error + i, live ? live + i / 8 : nullptr, new_error + i, size, c, at.scales_at(own, i, c),
-                     at.codes_at(own, i, c), new_error != error && streams(new_error + i, n));
+                     at.codes_at(own, i, c), new_error != error && streams(new_error + i, n), error + i + kTogether);
         });
         if (from == 0) at.clear_tail(own);
     });
