@@ -197,35 +197,49 @@ def joined_cases(n: int) -> list[Case]:
     ]
 
 
-def usual_integers(z: Tensor, error: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Integers with a scale a block and feedback, as one writes it without kernels; of 4 and 2 bits, a byte each."""
+def usual_integers(
+    z: Tensor, error: Tensor, bits: int, stochastic: bool = False, hadamard: Tensor | None = None
+) -> None:
+    """Integers with a scale a block and feedback, as one writes it without kernels; of 4 and 2 bits, a byte each.
+    ``hadamard``: blocks are multiplied with it first, and what is sent is afterwards."""
     error.add_(z)
     blocks = error.view(-1, INT_BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    codes = torch.round(blocks / scales).to(torch.int8)
-    blocks.sub_(codes * scales)
-    return codes, scales
+    rotated = blocks if hadamard is None else blocks @ hadamard
+    scales = rotated.abs().amax(1, keepdim=True) / max(2 ** (bits - 1) - 1, 1.5)
+    codes = rotated / scales
+    codes = codes.add_(torch.rand_like(codes)).floor_() if stochastic else codes.round_()
+    sent = codes.to(torch.int8) * scales
+    blocks.sub_(sent if hadamard is None else sent @ hadamard)
+
+
+def walsh_hadamard(size: int) -> Tensor:
+    """The normalised matrix, (size, size)."""
+    out = torch.ones(1, 1)
+    while out.shape[0] < size:
+        out = torch.cat([torch.cat([out, out], 1), torch.cat([out, -out], 1)])
+    return out / size**0.5
 
 
 def int_cases(n: int) -> list[Case]:
-    """Integers on ``n`` elements, whole blocks of them; in the other route nothing is packed, and nothing rotated."""
+    """Integers on ``n`` elements, whole blocks of them; in the other route nothing is packed."""
     n = max(n, INT_BLOCK)
     return [case for bits in (8, 4, 2) for case in cases_of_bits(n, bits)]
 
 
 def cases_of_bits(n: int, bits: int) -> list[Case]:
     """Integers of so many bits."""
-    x, error, usual_x, usual_error, out = (torch.randn(1, n) for _ in range(5))
+    x, error, usual_x, usual_error, out, new_error = (torch.randn(1, n) for _ in range(6))
     wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
     ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
-    own, size = wire[:1].clone(), 4 / INT_BLOCK + bits / 8
+    own, size, matrix = wire[:1].clone(), 4 / INT_BLOCK + bits / 8, walsh_hadamard(INT_BLOCK)
     codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK, dtype=torch.int8), torch.ones(n // INT_BLOCK, 1)
 
     def compress(stochastic: bool, rotated: bool) -> Route:
         return lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, stochastic, rotated)
 
-    def usual() -> object:
-        return usual_integers(usual_x, usual_error, bits)
+    def usual(stochastic: bool, rotated: bool) -> Route:
+        by = matrix if rotated else None
+        return lambda: usual_integers(usual_x, usual_error, bits, stochastic, by)
 
     def usual_mean() -> None:
         out.zero_()
@@ -233,15 +247,66 @@ def cases_of_bits(n: int, bits: int) -> list[Case]:
             out.view(-1, INT_BLOCK).add_(rows * scales)
         out.div_(RANKS)
 
+    def usual_reduce() -> None:
+        usual_mean()
+        usual_integers(out, usual_error, bits)
+
+    every = [(False, False, ""), (True, False, "  stochastic"), (False, True, "  rotated")]
+    if bits == 4:
+        every.append((True, True, "  rotated, stochastic"))
     return [
-        Case(f"{bits} bits, with feedback", compress(False, False), usual, 12 + size),
-        Case("  stochastic", compress(True, False), usual, 12 + size),
-        Case("  rotated", compress(False, True), usual, 12 + size),
+        *(Case(name or f"{bits} bits, with feedback", compress(*how), usual(*how), 12 + size) for *how, name in every),
+        Case(
+            "  to a new residual",
+            lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, new_error=new_error),
+            usual(False, False),
+            12 + size,
+        ),
         Case(
             f"  decompress_mean ({RANKS} ranks)",
             lambda: ops.int_decompress_mean(wire, out[0], bits, INT_BLOCK),
             usual_mean,
             4 + RANKS * size,
+        ),
+        Case(
+            f"  reduce ({RANKS} ranks)",
+            lambda: ops.int_reduce(wire, error[0], new_error[0], own[0], bits, INT_BLOCK),
+            usual_reduce,
+            8 + (RANKS + 1) * size,
+        ),
+    ]
+
+
+def joined_int_cases(n: int) -> list[Case]:
+    """What a mean of gradients does in one pass on ``n`` elements of 4 bits, against the same in two."""
+    n = max(n, INT_BLOCK)
+    error, new_error, out = (torch.randn(n) for _ in range(3))
+    own, size = torch.empty(1, ops.int_nbytes(n, 4, INT_BLOCK), dtype=torch.uint8), 4 / INT_BLOCK + 1 / 2
+    grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
+    offsets = [i * grads[0].numel() for i in range(len(grads))]
+    outs = [torch.empty_like(g) for g in grads]
+    views = out.chunk(TENSORS)
+
+    def momentum_then_compress() -> None:
+        ops.momentum(error, grads, offsets, 0.0, 1.0, out)
+        ops.int_compress_with_feedback(out[None], error[None], own, 4, INT_BLOCK, new_error=new_error[None])
+
+    def decompress_then_copy() -> None:
+        ops.int_decompress(own, out[None], 4, INT_BLOCK)
+        torch._foreach_copy_(outs, views)
+
+    return [
+        Case(
+            "4 bits, gradients in one",
+            lambda: ops.int_compress_momentum(error, grads, offsets, 0.0, 1.0, error, new_error, own, 4, INT_BLOCK),
+            momentum_then_compress,
+            12 + size,
+        ),
+        Case(
+            "  to gradients in one",
+            lambda: ops.int_decompress_to(own, outs, offsets, n, 4, INT_BLOCK),
+            decompress_then_copy,
+            4 + size,
         ),
     ]
 
@@ -416,7 +481,7 @@ def main() -> None:
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for cases in (sign_cases, joined_cases, int_cases, top_k_cases, threshold_cases, other_cases):
+        for cases in (sign_cases, joined_cases, int_cases, joined_int_cases, top_k_cases, threshold_cases, other_cases):
             for case in cases(n):
                 repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
                 rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from wires import mask_bits, new_wire, same, unpacked, values
+from wires import mask_bits, new_wire, same, tensors_in, unpacked, values
 
 from commopt import ops
 from commopt.ops import reference, reference_threshold, reference_top_k
@@ -40,19 +40,6 @@ class Guarded:
     def check(self) -> None:
         for buffer in self.buffers:
             assert bool((buffer[:MARGIN].double() == 0x5A).all() and (buffer[-MARGIN:].double() == 0x5A).all())
-
-
-def tensors_in(total: int, sizes: Sequence[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:
-    """Tensors of many sizes, dtypes and layouts that lie in ``total`` elements, with gaps between them."""
-    xs, offsets, at = [], [], 0
-    while at < total:
-        size = min(int(rng.choice(sizes)), total - at)
-        x = values("normal", (size,), rng).to(dtypes[rng.integers(len(dtypes))])
-        if rng.random() < 0.8:
-            xs.append(x.repeat_interleave(2)[::2] if rng.random() < 0.2 else x)
-            offsets.append(at)
-        at += size
-    return xs, offsets
 
 
 def check_sign(

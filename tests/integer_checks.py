@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from wires import FLAVOURS, mask_bits, same, values
+from wires import FLAVOURS, mask_bits, same, tensors_in, values
 
 from commopt import ops
 from commopt.ops import reference_integers as reference
@@ -80,3 +80,48 @@ def check(
     assert same(place, rest)
     assert same(there[0], x)
     assert same(there[1], error)
+
+
+COLUMNS = {name: ANY[name] for name in ("bits", "block", "stochastic", "rotated", "mask", "seed")} | {
+    "rows": st.integers(1, 3),
+    "start": st.sampled_from([0, 8, 256, 1024]),
+    "stop": st.sampled_from([1032, 2048, 3005]),
+    "sizes": st.sampled_from([[1, 5, 700], [300], [1, 2, 30], [3000]]),
+    "in_place": st.booleans(),
+}
+
+
+def check_columns(
+    run: Any,
+    device: Any,
+    rows: int,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    mask: str,
+    seed: int,
+    start: int,
+    stop: int,
+    sizes: list[int],
+    in_place: bool,
+) -> None:
+    """Of columns: a momentum that is not formed, and tensors that are written where they lie. Nothing else is. (Factors
+    whose products are exact: not every machine rounds a sum of products once.)"""
+    rng, width = np.random.default_rng(seed), 3005
+    m, error = (values("normal", (rows * width,), rng) for _ in range(2))
+    live, coding = mask_bits(mask, rows, width, rng), (bits, block, stochastic, rotated, seed)
+    grads, offsets = tensors_in(rows * width, sizes, [torch.float32, torch.bfloat16, torch.float16], rng)
+    results = []
+    for provider, place in ((run, device), (reference, "cpu")):
+        m_, owed, live_ = (None if t is None else t.to(place) for t in (m, error.clone(), live))
+        wire = new_wire(rows, stop - start, bits, block).to(place)
+        rest = owed if in_place else torch.full_like(m_, 7.0)
+        mine, outs = [g.to(place) for g in grads], [torch.full_like(g, 7.0).to(place) for g in grads]
+        provider.int_compress_momentum(m_, mine, offsets, 0.5, 0.25, owed, rest, wire, *coding, live_, start, stop)
+        provider.int_decompress_to(wire, outs, offsets, rows * width, bits, block, rotated, live_, start, stop)
+        assert same(m_, m)
+        assert in_place or same(owed, error)
+        results.append((wire, rest, *outs))
+    for mine, expected in zip(*results):
+        assert same(mine, expected)

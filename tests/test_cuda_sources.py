@@ -163,6 +163,13 @@ def test_integers_equal_the_reference_bitwise(fake, backwards, **case):
 
 
 @few
+@given(backwards=st.booleans(), **integer_checks.COLUMNS)
+def test_columns_of_integers_equal_the_reference_bitwise(fake, backwards, **case):
+    fake.backwards = backwards
+    integer_checks.check_columns(RUN, "cpu", **case)
+
+
+@few
 @given(sizes=SIZES, **ANY_SIGN)
 def test_momentum_and_compression_in_one(fake, **case):
     checks.check_momentum(RUN, "cpu", **case)
@@ -352,6 +359,7 @@ def test_arguments_are_as_large_as_the_sources_say(library):
             for largest in ("", "_128", "_256")
             for name, struct in {
                 "int_compress": cuda_integers.CompressRows,
+                "int_compress_momentum": cuda_integers.CompressMomentum,
                 "int_reduce": cuda_integers.Reduce,
                 "int_decompress": cuda_integers.Decompression,
                 "int_decompress_mean": cuda_integers.Mean,

@@ -65,6 +65,12 @@ def test_integers(**case):
     integer_checks.check(RUN, GPU, **case)
 
 
+@many
+@given(**integer_checks.COLUMNS)
+def test_columns_of_integers(**case):
+    integer_checks.check_columns(RUN, GPU, **case)
+
+
 @pytest.mark.parametrize("n", [1, 40, 2049, 9001])
 @pytest.mark.parametrize("block", [0, 8, 2048])
 def test_small_operators(n, block):

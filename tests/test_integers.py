@@ -96,8 +96,39 @@ def check_native(**case):
     checks.check(torch.ops.commopt, "cpu", **case)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(**checks.COLUMNS)
+def check_native_columns(**case):
+    checks.check_columns(torch.ops.commopt, "cpu", **case)
+
+
 def test_native_equals_reference_bitwise(isa):
     check_native()
+    check_native_columns()
+
+
+@pytest.mark.parametrize(("bits", "rotated"), [(8, False), (4, True), (2, False)])
+def test_what_bypasses_the_caches_is_the_same(isa, bits, rotated):
+    n = 2**18 + 200  # the end is no whole block, nor a whole register
+    x, error, results = normal(1, n, dtype=F32), normal(1, n, seed=1, dtype=F32), []
+    live = torch.full((1, -(-n // 8)), 255, dtype=torch.uint8)
+    live[0, 1000] = 3
+    for run in (ops.catalogue.REFERENCES, None):
+        wire, own, outs = new_wire(1, n, bits, 128), new_wire(1, n, bits, 128)[0], [torch.empty(1, n) for _ in range(5)]
+        arguments = {
+            "int_compress_with_feedback": (x, error, outs[0], wire, bits, 128, False, rotated, 0, live),
+            "int_decompress": (wire, outs[1], bits, 128, rotated, live),
+            "int_decompress_mean": (wire, outs[2][0], bits, 128, rotated),
+            "int_reduce": (wire, error[0], outs[3][0], own, bits, 128, False, rotated, 0),
+            "int_compress_momentum": (
+                x[0], [], [], 1.0, 0.0, error[0], outs[4][0], wire, bits, 128, False, rotated, 0, live, 0, n,
+            ),
+        }  # fmt: skip
+        for name, given_ in arguments.items():
+            (run[name] if run else getattr(torch.ops.commopt, name))(*given_)
+        results.append((wire, own, *outs))
+    for a, b in zip(*results):
+        assert bits_equal(a, b)
 
 
 def test_more_ranks_than_any_buffer(isa):
@@ -296,6 +327,13 @@ def reduce_(**wrong):
     ops.int_reduce(**(right | {"own": new_wire(1, 8, 4, 8)[0], "bits": 4, "block": 8} | wrong))
 
 
+def columns_(**wrong):
+    right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 1.0, "alpha": 1.0, "error": torch.ones(16)}
+    ops.int_compress_momentum(
+        **(right | {"new_error": torch.ones(16), "wire": new_wire(2, 8, 4, 8), "bits": 4, "block": 8} | wrong)
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -323,6 +361,13 @@ def reduce_(**wrong):
         (lambda: ops.int_decompress(new_wire(2, 8, 4, 8), torch.ones(3, 8), 4, 8), r"wire .*\(3, 16\)"),
         (lambda: ops.int_decompress_mean(new_wire(2, 8, 4, 8), torch.ones(1, 8), 4, 8), "out .*1 dimensions"),
         (lambda: ops.int_decompress_mean(new_wire(2, 8, 4, 8)[:0], torch.ones(8), 4, 8), "at least one rank"),
+        (lambda: columns_(wire=new_wire(3, 8, 4, 8)), "share the 16 elements equally"),
+        (lambda: columns_(start=4), "multiples of 8 .*got 4, 8"),
+        (lambda: columns_(seed=-1), "seed .*got -1"),
+        (lambda: columns_(error=torch.ones(8)), "error"),
+        (lambda: columns_(grads=[torch.ones(9)], offsets=[8]), "grads .*16 elements .*17"),
+        (lambda: ops.int_decompress_to(new_wire(2, 8, 4, 8), [torch.ones(9)], [8], 16, 4, 8), "outs .*ends at 17"),
+        (lambda: ops.int_decompress_to(new_wire(2, 8, 4, 8), [], [], 40, 4, 8), r"wire .*\(2, 32\)"),
         (lambda: reduce_(wires=torch.empty(2, 16)), "wires .*float32"),
         (lambda: reduce_(new_error=torch.ones(9)), "new_error"),
         (lambda: reduce_(own=new_wire(1, 8, 4, 8)), "own"),

@@ -470,6 +470,11 @@ def op_arguments() -> dict[str, tuple]:
     return {
         "int_compress": (x, codes.clone(), *ways, live),
         "int_compress_with_feedback": (x, x.clone(), codes.clone(), *ways, live, x.clone()),
+        "int_compress_momentum": (
+            *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
+            *(codes.clone(), *ways, live, 0, 37),
+        ),
+        "int_decompress_to": (codes, [flat, other.bfloat16()], [0, 37], 74, 4, 16, True, live, 0, 37),
         "int_reduce": (codes, flat, torch.empty(37), codes[0].clone(), *ways, bits),
         "int_decompress": (codes, x, 4, 16, True, live),
         "int_decompress_mean": (codes, flat, 4, 16, True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -62,3 +65,16 @@ def same(a: Tensor, b: Tensor) -> bool:
         return bits_equal(a, b)
     nan = a.isnan()
     return torch.equal(nan, b.isnan()) and bits_equal(a.where(~nan, 0), b.where(~nan, 0))
+
+
+def tensors_in(total: int, sizes: Sequence[int], dtypes: list[torch.dtype], rng: Any) -> tuple[list[Tensor], list[int]]:
+    """Tensors of many sizes, dtypes and layouts that lie in ``total`` elements, with gaps between them."""
+    xs, offsets, at = [], [], 0
+    while at < total:
+        size = min(int(rng.choice(sizes)), total - at)
+        x = values("normal", (size,), rng).to(dtypes[rng.integers(len(dtypes))])
+        if rng.random() < 0.8:
+            xs.append(x.repeat_interleave(2)[::2] if rng.random() < 0.2 else x)
+            offsets.append(at)
+        at += size
+    return xs, offsets

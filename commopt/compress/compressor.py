@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.ops.reference import adam_in_columns_
+from commopt.ops.reference import adam_in_columns_, write_columns
 
 PAYLOAD_ALIGN = 16
 """Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -158,6 +158,31 @@ class Compressor(ABC):
             return
         self.decompress(payload, out)
         zero_inactive_(out, active)
+
+    def decompress_to(
+        self,
+        payload: Tensor,
+        outs: Sequence[Tensor],
+        offsets: Sequence[int],
+        room: Tensor,
+        active: Tensor | None,
+        chunk: Chunk | None = None,
+    ) -> None:
+        """As :meth:`decompress_active`, to tensors that lie in the rows, rounded to their dtypes.
+
+        Args:
+            payload: (r, nbytes(n)) uint8; rows of the chunk only.
+            outs: of any shape, floating dtype and layout; written where they lie in the chunk.
+            offsets: where each of them starts in the rows end to end, in elements, ascending.
+            room: (r n,) float32 or float64, of whose dtype the values are; what is in it may be overwritten.
+            active: (r, ceil(n / 8)) as below.
+            chunk: as for :meth:`compress_momentum`.
+        """
+        rows = room.view(payload.shape[0], -1)
+        n = rows.shape[1]
+        start, stop = chunk or (0, n)
+        self.decompress_active(payload, rows, active, chunk)
+        write_columns(rows[:, start:stop], outs, offsets, n, start)
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None

@@ -21,6 +21,7 @@ Formats and arithmetic: :mod:`commopt.ops.integers`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Chunk, Compressor
+from commopt.compress.compressor import Chunk, Compressor, Momentum
 from commopt.ops.integers import LARGEST_BLOCK
 
 
@@ -95,13 +96,45 @@ class Integers(Compressor):
     ) -> None:
         if chunk is None:
             ops.int_decompress(payload, out, self.bits, self.block, self.rotate, active)
+        elif out.dtype == torch.float32:
+            self.decompress_to(payload, [out], [0], out.view(-1), active, chunk)
         else:
             super().decompress_active(payload, out, active, chunk)
+
+    def decompress_to(
+        self,
+        payload: Tensor,
+        outs: Sequence[Tensor],
+        offsets: Sequence[int],
+        room: Tensor,
+        active: Tensor | None,
+        chunk: Chunk | None = None,
+    ) -> None:
+        if room.dtype == torch.float32:
+            rows = self.bits, self.block, self.rotate, active
+            ops.int_decompress_to(payload, outs, offsets, room.numel(), *rows, *(chunk or ()))
+        else:
+            super().decompress_to(payload, outs, offsets, room, active, chunk)
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
     ) -> None:
         ops.int_compress_with_feedback(x, error, payload, *self._coding, active, new_error)
+
+    def compress_momentum(
+        self,
+        momentum: Momentum | None,
+        error: Tensor,
+        payload: Tensor,
+        active: Tensor | None,
+        new_error: Tensor,
+        chunk: Chunk | None = None,
+    ) -> None:
+        of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
+        ops.int_compress_momentum(
+            of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), payload, *self._coding,
+            active, *(chunk or ()),
+        )  # fmt: skip
 
     def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
         ops.int_decompress_mean(payload, out, self.bits, self.block, self.rotate)

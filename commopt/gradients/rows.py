@@ -59,12 +59,9 @@ class Rows(Flat):
             sound = sound & self._is_sound(chunk, bucket)
 
         def write(outs: Sequence[Tensor]) -> None:
-            mean = self.scratch(bucket)
-            mask = active.view(bucket.world_size, -1)
+            room, mask = self.scratch(bucket), active.view(bucket.world_size, -1)
             for chunk in in_flight:
-                rows = mean.view(chunk.payload.shape[0], -1)
-                self.compressor.decompress_active(chunk.payload, rows, mask, chunk.chunk)
-            torch._foreach_copy_(list(outs), bucket.views(mean))
+                self.compressor.decompress_to(chunk.payload, outs, bucket.offsets, room, mask, chunk.chunk)
 
         return Received(bucket, sound, write, keep, feedback.let_go)
 

@@ -16,9 +16,11 @@ from commopt.ops import native as native
 from commopt.ops.flat import frozen_adam_apply_, momentum, pack_nonzero, square_sum, zero_dead_
 from commopt.ops.integers import (
     int_compress,
+    int_compress_momentum,
     int_compress_with_feedback,
     int_decompress,
     int_decompress_mean,
+    int_decompress_to,
     int_nbytes,
     int_reduce,
 )
@@ -50,9 +52,11 @@ from commopt.ops.top_k import (
 __all__ = [
     "frozen_adam_apply_",
     "int_compress",
+    "int_compress_momentum",
     "int_compress_with_feedback",
     "int_decompress",
     "int_decompress_mean",
+    "int_decompress_to",
     "int_nbytes",
     "int_reduce",
     "momentum",

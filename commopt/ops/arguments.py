@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any
 
 import torch
@@ -41,3 +42,36 @@ def serves(x: Tensor, *wires: Tensor) -> bool:
 def layout(kind: type[ctypes.Structure], row: Any) -> ctypes.Structure:
     """``row`` as a struct that has fields of the names of its attributes."""
     return kind(*(getattr(row, name) for name, _ in kind._fields_))  # type: ignore[misc]
+
+
+def address(values: array[Any]) -> int:
+    """Where the numbers are."""
+    return values.buffer_info()[0]
+
+
+def runs_of(tensors: list[Tensor], offsets: list[int]) -> array[int] | None:
+    """Each tensor as ``struct Run`` in runs.hpp has it; None if the kernels cannot read one of them."""
+    numbers: list[int] = []
+    for x, offset in zip(tensors, offsets):
+        dtype = x.dtype
+        if (dtype is not torch.float32 and dtype is not torch.bfloat16) or not x.is_contiguous():
+            return None
+        numbers += (offset, x.numel(), dtype is torch.bfloat16, x.data_ptr())
+    return array("q", numbers)
+
+
+def gradient_runs(m: Tensor, grads: list[Tensor], offsets: list[int]) -> tuple[array[int], list[Tensor]] | None:
+    """The runs of ``grads``, and the tensors that they point into; None where the arithmetic is not in float32.
+
+    If the kernels cannot read them, for their layout or as float16, they are copied to float32, which is exact.
+    """
+    if m.dtype != torch.float32:
+        return None
+    runs = runs_of(grads, offsets)
+    if runs is None:
+        if any(g.dtype == torch.float64 for g in grads):
+            return None
+        grads = [g.to(torch.float32).contiguous() for g in grads]
+        runs = runs_of(grads, offsets)
+        assert runs is not None
+    return runs, grads

@@ -49,11 +49,20 @@ SCHEMAS = {
         "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int bits, int block, bool stochastic, "
         "bool rotated, int seed, Tensor? live=None) -> ()"
     ),
+    "int_compress_momentum": (
+        "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
+        "Tensor(b!) wire, int bits, int block, bool stochastic, bool rotated, int seed, Tensor? live, int start, "
+        "int stop) -> ()"
+    ),
     "int_reduce": (
         "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int bits, int block, bool stochastic, "
         "bool rotated, int seed, Tensor? live=None) -> ()"
     ),
     "int_decompress": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated, Tensor? live=None) -> ()",
+    "int_decompress_to": (
+        "(Tensor wire, Tensor(a!)[] outs, int[] offsets, int numel, int bits, int block, bool rotated, Tensor? live, "
+        "int start, int stop) -> ()"
+    ),
     "int_decompress_mean": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
     "topk_compress": "(Tensor x, Tensor(a!) wire, int k, int chunk, int bits, Tensor? live=None) -> ()",
     "topk_compress_with_feedback": (

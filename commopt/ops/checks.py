@@ -62,18 +62,48 @@ def check_gathered(out: Tensor, wire: Tensor, nbytes: Callable[[int], int]) -> N
         raise ValueError(f"wire must be contiguous, got {describe(wire)}")
 
 
-def check_runs(name: str, tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> None:
-    """Raises ValueError unless ``tensors`` are floating, and lie in ``flat`` from ``offsets`` on, one after another."""
+def check_shared_rows(
+    wire: Tensor,
+    numel: int,
+    device: torch.device,
+    nbytes: Callable[[int], int],
+    live: Tensor | None,
+    start: int,
+    stop: int | None,
+) -> int:
+    """Raises ValueError unless ``wire`` has rows that are columns [start, stop) of ``numel`` elements on ``device``
+    seen as as many rows.
+
+    Args:
+        wire, nbytes, live: as for :func:`check_sent`.
+        start, stop: multiples of 8, but that stop may be n.
+
+    Returns:
+        ``stop``, which is all columns if None.
+    """
+    if wire.dim() != 2 or wire.shape[0] == 0 or numel % wire.shape[0]:
+        raise ValueError(f"wire must have rows that share the {numel} elements equally, got {describe(wire)}")
+    rows, n = wire.shape[0], numel // wire.shape[0]
+    stop = n if stop is None else stop
+    if not 0 <= start <= stop <= n or start % 8 or (stop % 8 and stop < n):
+        raise ValueError(f"start and stop must be multiples of 8 with 0 <= start <= stop <= {n}, got {start}, {stop}")
+    check_like("wire", wire, (rows, nbytes(stop - start)), torch.uint8, device)
+    if live is not None:
+        check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
+    return stop
+
+
+def check_runs(name: str, tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, device: torch.device) -> None:
+    """Raises ValueError unless ``tensors`` are floating, on ``device``, and lie at ``offsets``, ascending and without
+    overlap, within ``numel`` elements."""
     if len(tensors) != len(offsets):
         raise ValueError(f"{name} and offsets must have the same length, got {len(tensors)} and {len(offsets)}")
-    end, device = 0, flat.device
+    end = 0
     for x, offset in zip(tensors, offsets):
         if not x.is_floating_point() or x.device != device:
             raise ValueError(f"{name} must be floating and on {device}, got {describe(x)}")
         if offset < end:
             raise ValueError(f"offsets must ascend without overlap, got {offset} after a tensor that ends at {end}")
         end = offset + x.numel()
-    if end > flat.shape[0]:
-        raise ValueError(
-            f"{name} must lie within the {flat.shape[0]} elements of the buffer, got one that ends at {end}"
-        )
+    if end > numel:
+        raise ValueError(f"{name} must lie within the {numel} elements of the buffer, got one that ends at {end}")

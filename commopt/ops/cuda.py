@@ -25,20 +25,8 @@ SUM_TILE = 16384
 """Elements of a partial sum of squares."""
 
 
-def _columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tensor:
-    """Some columns of a flat tensor, or of a mask, that is ``rows`` rows end to end; ``unit`` elements to an item."""
-    return x.view(rows, -1)[:, start // unit : -(-stop // unit)]
-
-
 def _readable(x: Tensor) -> bool:
     return x.dtype in t.KINDS and x.is_contiguous()
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """The tensors as the kernels can read them: copies of those with strides. None where one is float64."""
-    if any(x.dtype not in t.KINDS for x in tensors):
-        return None
-    return [x.contiguous() for x in tensors]
 
 
 def _write_back(tensors: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
@@ -123,19 +111,19 @@ def _sign_compress_momentum(
     rows, n = wire.shape[0], stop - start
     if n == 0:
         return
-    mine = _contiguous(grads) if serves(m, wire) else None
+    mine = t.contiguous(grads) if serves(m, wire) else None
     if mine is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
         )
-    m, error, new_error = (_columns(x, rows, start, stop) for x in (m, error, new_error))
-    live = None if live is None else _columns(live, rows, start, stop, 8)
+    m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
+    live = None if live is None else t.columns(live, rows, start, stop, 8)
     offsets, stride = [o - start for o in offsets], m.stride(0)
     tiling = t.Tiling.of(rows, n, block, wire.shape[1])
     pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
     if pieces is None:  # too many tensors in a block to do it in one pass
         x = m.new_empty((rows, n))
-        _momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
+        t.momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
         return _compress_rows(x, error, new_error, wire, block, norm, live)
 
     def with_runs(runs: Structure) -> Callable[[Structure], Structure]:
@@ -194,15 +182,15 @@ def _sign_decompress_adam_(
     rows, n = wire.shape[0], stop - start
     if n == 0:
         return
-    mine = _contiguous(params) if serves(exp_avg, wire) else None
+    mine = t.contiguous(params) if serves(exp_avg, wire) else None
     if mine is None:
         reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
         return reference.adam_in_columns_(
             _frozen_adam_apply_, rows, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
             decay, start, stop,
         )  # fmt: skip
-    m, v = (_columns(x, rows, start, stop) for x in (exp_avg, exp_avg_sq))
-    live = None if live is None else _columns(live, rows, start, stop, 8)
+    m, v = (t.columns(x, rows, start, stop) for x in (exp_avg, exp_avg_sq))
+    live = None if live is None else t.columns(live, rows, start, stop, 8)
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
     tiling, offsets = t.Tiling.of(rows, n, block, wire.shape[1]), [o - start for o in offsets]
     tiling, pieces = t.any_pieces(tiling, m.stride(0), mine, offsets, factors)
@@ -246,28 +234,11 @@ def _zero_dead_(x: Tensor, bits: Tensor) -> None:
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
-    mine = _contiguous(grads) if m.dtype == torch.float32 else None
+    mine = t.contiguous(grads) if m.dtype == torch.float32 else None
     if mine is None:
         return reference.momentum(m, grads, offsets, beta, alpha, out)
     if m.shape[0]:
-        _momentum_rows(t.flat(m.shape[0]), m, 0, mine, offsets, beta, alpha, out.view(1, -1))
-
-
-def _momentum_rows(
-    tiling: t.Tiling,
-    m: Tensor,
-    stride: int,
-    grads: list[Tensor],
-    offsets: list[int],
-    beta: float,
-    alpha: float,
-    out: Tensor,
-) -> None:
-    tiling, pieces = t.any_pieces(tiling, stride, grads, offsets, [(0, 0)] * len(grads))
-    for first, last, runs in pieces:
-        of = t.Momentum(m.data_ptr(), stride, beta, alpha, runs)
-        argument = t.MomentumTo(tiling.layout(first, last), out.data_ptr(), out.stride(0), of)
-        tiling.launch("momentum", argument, m.device, first, last)
+        t.momentum_rows(t.flat(m.shape[0]), m, 0, mine, offsets, beta, alpha, out.view(1, -1))
 
 
 def _each_batch(rows: list[Structure], tile: int) -> Iterator[tuple[list[Structure], int]]:
@@ -320,7 +291,7 @@ def _frozen_adam_apply_(
     rows, moved, copies = [], [], []
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
     for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs)):
-        mine = _contiguous((p, m, v))
+        mine = t.contiguous((p, m, v))
         if mine is None:
             reference.frozen_adam_apply_([p], [m], [v], [step_sizes[i]], [sqrt_bias_corrections2[i]], eps, decay)
         elif p.numel():

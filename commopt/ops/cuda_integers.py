@@ -7,10 +7,13 @@ from collections.abc import Callable
 from ctypes import Structure
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from commopt.ops import reference_integers as reference
-from commopt.ops.arguments import pointer, serves
+from commopt.ops import tiles as t
+from commopt.ops.arguments import pointer, serves, strides
+from commopt.ops.reference import write_columns
 from commopt.ops.tiles import Layout, Tiling
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_longlong
@@ -22,11 +25,18 @@ class Coding(Structure):
 
 
 class Compression(Structure):
-    _fields_ = [("at", Layout), ("how", Coding), ("error", _P), ("new_error", _P), ("wire", _P), ("live", _P)]
+    _fields_ = [
+        ("at", Layout), ("how", Coding), ("error", _P), ("new_error", _P), ("wire", _P), ("live", _P), ("stride", _I64),
+        ("live_stride", _I64),
+    ]  # fmt: skip
 
 
 class CompressRows(Structure):
-    _fields_ = [("to", Compression), ("x", _P)]
+    _fields_ = [("to", Compression), ("x", _P), ("stride", _I64)]
+
+
+class CompressMomentum(Structure):
+    _fields_ = [("to", Compression), ("of", t.Momentum)]
 
 
 class Reduce(Structure):
@@ -45,8 +55,11 @@ def _launch(name: str, x: Tensor, block: int, nbytes: int, argument: Callable[[S
     """Runs a kernel on all blocks of the rows of x, each a tile; its argument is made of ``struct Layout``."""
     if x.numel():
         tiling = Tiling(x.numel() // x.shape[-1], x.shape[-1], block, block, nbytes)
-        name += "_128" if block <= 128 else "_256" if block <= 256 else ""
-        tiling.launch(name, argument(tiling.layout(0, tiling.tiles)), x.device, 0, tiling.tiles)
+        tiling.launch(_of_block(name, block), argument(tiling.layout(0, tiling.tiles)), x.device, 0, tiling.tiles)
+
+
+def _of_block(name: str, block: int) -> str:
+    return name + ("_128" if block <= 128 else "_256" if block <= 256 else "")
 
 
 def int_compress(
@@ -93,11 +106,55 @@ def _compress_rows(
     live: Tensor | None,
 ) -> None:
     pointers = [pointer(t) for t in (error, new_error, wire, live)]
+    apart = strides(error, live)
 
     def argument(at: Structure) -> Structure:
-        return CompressRows(Compression(at, how, *pointers), x.data_ptr())
+        return CompressRows(Compression(at, how, *pointers, *apart), x.data_ptr(), strides(x)[0])
 
     _launch("int_compress", x, block, wire.shape[1], argument)
+
+
+def int_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    seed: int,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    rows, n = wire.shape[0], stop - start
+    if n == 0:
+        return
+    mine = t.contiguous(grads) if serves(m, wire) else None
+    if mine is None:
+        return reference.int_compress_momentum(
+            m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live,
+            start, stop,
+        )  # fmt: skip
+    m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
+    live = None if live is None else t.columns(live, rows, start, stop, 8)
+    offsets, stride, how = [o - start for o in offsets], m.stride(0), Coding(bits, stochastic, rotated, seed)
+    tiling = Tiling(rows, n, block, block, wire.shape[1])
+    pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
+    if pieces is None:  # too many tensors in a block to do it in one pass
+        x = m.new_empty((rows, n))
+        t.momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
+        return _compress_rows(x, error, new_error, wire, block, how, live)
+    pointers = [pointer(x) for x in (error, new_error, wire, live)]
+    for first, last, runs in pieces:
+        to = Compression(tiling.layout(first, last), how, *pointers, stride, *strides(live))
+        argument = CompressMomentum(to, t.Momentum(m.data_ptr(), stride, beta, alpha, runs))
+        tiling.launch(_of_block("int_compress_momentum", block), argument, wire.device, first, last)
 
 
 def int_reduce(
@@ -117,7 +174,7 @@ def int_reduce(
     how, pointers = Coding(bits, stochastic, rotated, seed), [pointer(t) for t in (error, new_error, own, live)]
 
     def argument(at: Structure) -> Structure:
-        return Reduce(Compression(at, how, *pointers), wires.data_ptr(), wires.shape[0])
+        return Reduce(Compression(at, how, *pointers, 0, 0), wires.data_ptr(), wires.shape[0])
 
     _launch("int_reduce", error, block, wires.shape[1], argument)
 
@@ -127,6 +184,24 @@ def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bo
         return reference.int_decompress(wire, out, bits, block, rotated, live)
     how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (wire, out, live)]
     _launch("int_decompress", out, block, wire.shape[1], lambda at: Decompression(at, how, *pointers))
+
+
+def int_decompress_to(
+    wire: Tensor,
+    outs: list[Tensor],
+    offsets: list[int],
+    numel: int,
+    bits: int,
+    block: int,
+    rotated: bool,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    values = torch.empty(wire.shape[0], stop - start, device=wire.device)
+    mask = None if live is None else t.columns(live, wire.shape[0], start, stop, 8).contiguous()
+    int_decompress(wire, values, bits, block, rotated, mask)
+    write_columns(values, outs, offsets, numel // wire.shape[0], start)
 
 
 def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
@@ -143,7 +218,9 @@ def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotate
 KERNELS: dict[str, Callable[..., Any]] = {
     "int_compress": int_compress,
     "int_compress_with_feedback": int_compress_with_feedback,
+    "int_compress_momentum": int_compress_momentum,
     "int_reduce": int_reduce,
     "int_decompress": int_decompress,
     "int_decompress_mean": int_decompress_mean,
+    "int_decompress_to": int_decompress_to,
 }

@@ -82,7 +82,7 @@ def momentum(
     """
     check_real("m", m, 1)
     check_like("out", out, m.shape, m.dtype, m.device)
-    check_runs("grads", grads, offsets, m)
+    check_runs("grads", grads, offsets, m.shape[0], m.device)
     _ops.momentum.default(m, grads, offsets, beta, alpha, out)
 
 

@@ -33,10 +33,12 @@ residual is 0. They decode to what the code of 0 stands for, or to 0 with the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from commopt.ops.checks import check_like, check_real
+from commopt.ops.checks import check_like, check_real, check_runs, check_shared_rows
 
 _ops = torch.ops.commopt
 
@@ -129,6 +131,55 @@ def int_compress_with_feedback(
     _ops.int_compress_with_feedback.default(x, error, after, wire, bits, block, stochastic, rotated, seed, live)
 
 
+def int_compress_momentum(
+    m: Tensor,
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool = False,
+    rotated: bool = False,
+    seed: int = 0,
+    live: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> None:
+    """:func:`commopt.ops.momentum`, then :func:`int_compress_with_feedback` of it, in one pass and to the same bits:
+
+        x = beta m + alpha g;  z = x + error;  wire = C[z];  new_error <- z - C[z]
+
+    Args:
+        m: (r n,) float32 or float64, contiguous, seen as r rows of n; unchanged.
+        grads, offsets, beta, alpha: as for :func:`commopt.ops.momentum`.
+        error: like m: the residual; unchanged unless it is ``new_error``.
+        new_error: like m; written. It may be ``error`` itself; no two arguments may overlap otherwise, but that m may
+            be ``error``.
+        wire: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1; written.
+        bits, block, stochastic, rotated, seed, live: as for :func:`int_compress`; live is of whole rows.
+        start, stop: the columns of each row to work on, [start, stop); the others are not touched. Multiples of 8,
+            but that stop may be n, as it is if None. Cut at multiples of ``block``, a row is compressed to the same
+            values as whole.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, offset, column or number is not as above.
+    """
+    check_real("m", m, 1)
+    _check_seed(seed)
+    stop = check_shared_rows(wire, m.shape[0], m.device, lambda n: int_nbytes(n, bits, block), live, start, stop)
+    check_like("error", error, m.shape, m.dtype, m.device)
+    check_like("new_error", new_error, m.shape, m.dtype, m.device)
+    check_runs("grads", grads, offsets, m.shape[0], m.device)
+    _ops.int_compress_momentum.default(
+        m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live, start,
+        stop,
+    )  # fmt: skip
+
+
 def int_reduce(
     wires: Tensor,
     error: Tensor,
@@ -183,6 +234,37 @@ def int_decompress(
     check_real("out", out, 2)
     _check_rows(wire, out, bits, block, live)
     _ops.int_decompress.default(wire, out, bits, block, rotated, live)
+
+
+def int_decompress_to(
+    wire: Tensor,
+    outs: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    bits: int,
+    block: int,
+    rotated: bool = False,
+    live: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> None:
+    """:func:`int_decompress`, in float32, to tensors that lie in a flat buffer which is not there; rounded to theirs.
+
+    Args:
+        wire: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1.
+        outs: of any shape, floating dtype and layout; written where they are in the columns [start, stop).
+        offsets: for each of them the element of the buffer where it starts; ascending, without overlap.
+        numel: r n, elements of the buffer, seen as r rows of n.
+        bits, block, rotated: as they were for compression.
+        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all; 0 at the others.
+        start, stop: as for :func:`int_compress_momentum`.
+
+    Raises:
+        ValueError: a shape, dtype, device, layout, offset, column or number is not as above.
+    """
+    stop = check_shared_rows(wire, numel, wire.device, lambda n: int_nbytes(n, bits, block), live, start, stop)
+    check_runs("outs", outs, offsets, numel, wire.device)
+    _ops.int_decompress_to.default(wire, outs, offsets, numel, bits, block, rotated, live, start, stop)
 
 
 def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False) -> None:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue, native_integers, native_threshold, native_top_k, reference
-from commopt.ops.arguments import pointer
+from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -120,7 +120,7 @@ def _sign_compress_momentum(
     start: int,
     stop: int,
 ) -> None:
-    gradients = _gradients(m, grads, offsets)
+    gradients = gradient_runs(m, grads, offsets)
     if gradients is None:
         return reference.sign_compress_momentum(
             m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
@@ -128,7 +128,7 @@ def _sign_compress_momentum(
     (runs, _), rows = gradients, wire.shape[0]
     pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
     shape = rows, m.shape[0] // rows, start, stop, block, norm
-    _call("sign_compress_momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, *pointers, *shape)
+    _call("sign_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape)
 
 
 def _sign_reduce(
@@ -161,7 +161,7 @@ def _sign_decompress_adam_(
     start: int,
     stop: int,
 ) -> None:
-    rows, runs = wire.shape[0], _runs(params, offsets)
+    rows, runs = wire.shape[0], runs_of(params, offsets)
     if exp_avg.dtype != torch.float32 or runs is None:
         reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
         return reference.adam_in_columns_(
@@ -169,9 +169,9 @@ def _sign_decompress_adam_(
             decay, start, stop,
         )  # fmt: skip
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
-    pointers = wire.data_ptr(), pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), _address(runs)
+    pointers = wire.data_ptr(), pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), address(runs)
     shape = rows, exp_avg.shape[0] // rows, start, stop, block
-    _call("sign_decompress_adam", *pointers, len(params), _address(factors), decay, *shape)
+    _call("sign_decompress_adam", *pointers, len(params), address(factors), decay, *shape)
     torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_
 
 
@@ -202,10 +202,6 @@ def _entries(rows: Sequence[tuple[Tensor, ...]]) -> array[int]:
     return array("q", numbers)
 
 
-def _address(values: array[Any]) -> int:
-    return values.buffer_info()[0]
-
-
 def _float32_or_bfloat16(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous()
 
@@ -220,46 +216,18 @@ def _square_sum(xs: list[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     if mine:
         entries = _entries(mine)
-        _call("square_sum", _address(entries), len(mine), total.data_ptr())
+        _call("square_sum", address(entries), len(mine), total.data_ptr())
     if len(mine) < len(xs):
         total += reference.square_sum([x for x in xs if not _float32_or_bfloat16(x)])
     return total
 
 
-def _runs(tensors: list[Tensor], offsets: list[int]) -> array[int] | None:
-    """Each tensor as ``struct Run`` in runs.hpp has it; None if the kernels cannot read one of them."""
-    numbers: list[int] = []
-    for x, offset in zip(tensors, offsets):
-        dtype = x.dtype
-        if (dtype is not torch.float32 and dtype is not torch.bfloat16) or not x.is_contiguous():
-            return None
-        numbers += (offset, x.numel(), dtype is torch.bfloat16, x.data_ptr())
-    return array("q", numbers)
-
-
-def _gradients(m: Tensor, grads: list[Tensor], offsets: list[int]) -> tuple[array[int], list[Tensor]] | None:
-    """The runs of ``grads``, and the tensors that they point into; None where the arithmetic is not in float32.
-
-    If the kernels cannot read them, for their layout or as float16, they are copied to float32, which is exact.
-    """
-    if m.dtype != torch.float32:
-        return None
-    runs = _runs(grads, offsets)
-    if runs is None:
-        if any(g.dtype == torch.float64 for g in grads):
-            return None
-        grads = [g.to(torch.float32).contiguous() for g in grads]
-        runs = _runs(grads, offsets)
-        assert runs is not None
-    return runs, grads
-
-
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
-    gradients = _gradients(m, grads, offsets)
+    gradients = gradient_runs(m, grads, offsets)
     if gradients is None:
         return reference.momentum(m, grads, offsets, beta, alpha, out)
     runs, _ = gradients
-    _call("momentum", m.data_ptr(), _address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
+    _call("momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
 
 def _factors(step_sizes: Sequence[float], sqrt_bias_corrections2: Sequence[float], eps: float) -> array[float]:
@@ -285,7 +253,7 @@ def _frozen_adam_apply_(
             reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
     if mine:
         entries, factors = _entries(mine), _factors([s for s, _ in terms], [c for _, c in terms], eps)
-        _call("frozen_adam", _address(entries), len(mine), _address(factors), decay)
+        _call("frozen_adam", address(entries), len(mine), address(factors), decay)
         # Autograd keeps parameters for backward and finds out by this counter that one has changed since.
         torch.autograd.graph.increment_version([p for _, _, p in mine])
 

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_integers as reference
-from commopt.ops.arguments import pointer
+from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
 
-_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _CODING = [_I64, _I32, _I32, _I32, _I64]  # block, bits, stochastic, rotated, seed
 SIGNATURES: dict[str, list[Any]] = {
     "int_compress": [_P, _P, _P, _P, _P, _I64, _I64, *_CODING, _I32],
+    "int_compress_momentum": [_P, _P, _I64, _F32, _F32, _P, _P, _P, _P, _I64, _I64, _I64, _I64, *_CODING, _I32],
     "int_reduce": [_P, _P, _P, _P, _P, _I64, _I64, *_CODING, _I32],
     "int_decompress": [_P, _P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
+    "int_decompress_to": [_P, _P, _I64, _P, _I64, _I64, _I64, _I64, _I64, _I32, _I32, _I32],
     "int_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32, _I32, _I32],
 }
 
@@ -62,6 +64,36 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
         call("int_compress", *pointers, *x.shape, block, bits, stochastic, rotated, seed)
 
+    def int_compress_momentum(
+        m: Tensor,
+        grads: list[Tensor],
+        offsets: list[int],
+        beta: float,
+        alpha: float,
+        error: Tensor,
+        new_error: Tensor,
+        wire: Tensor,
+        bits: int,
+        block: int,
+        stochastic: bool,
+        rotated: bool,
+        seed: int,
+        live: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> None:
+        gradients = gradient_runs(m, grads, offsets)
+        if gradients is None:
+            return reference.int_compress_momentum(
+                m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live,
+                start, stop,
+            )  # fmt: skip
+        (runs, _), rows = gradients, wire.shape[0]
+        pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        shape = rows, m.shape[0] // rows, start, stop
+        coding = block, bits, stochastic, rotated, seed
+        call("int_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape, *coding)
+
     def int_reduce(
         wires: Tensor,
         error: Tensor,
@@ -80,7 +112,7 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         shape = wires.shape[0], error.shape[0]
         call("int_reduce", *pointers, *shape, block, bits, stochastic, rotated, seed)
 
-    functions = int_compress, int_compress_with_feedback, int_reduce
+    functions = int_compress, int_compress_with_feedback, int_compress_momentum, int_reduce
     return {function.__name__: function for function in functions}
 
 
@@ -98,4 +130,25 @@ def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         shape = wire.shape[0], out.shape[0]
         call("int_decompress_mean", wire.data_ptr(), out.data_ptr(), *shape, block, bits, rotated)
 
-    return {"int_decompress": int_decompress, "int_decompress_mean": int_decompress_mean}
+    def int_decompress_to(
+        wire: Tensor,
+        outs: list[Tensor],
+        offsets: list[int],
+        numel: int,
+        bits: int,
+        block: int,
+        rotated: bool,
+        live: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> None:
+        runs = runs_of(outs, offsets)
+        if runs is None:
+            return reference.int_decompress_to(wire, outs, offsets, numel, bits, block, rotated, live, start, stop)
+        rows = wire.shape[0]
+        shape = rows, numel // rows, start, stop, block, bits, rotated
+        call("int_decompress_to", wire.data_ptr(), address(runs), len(outs), pointer(live), *shape)
+        torch.autograd.graph.increment_version(outs)  # as in native.py
+
+    functions = int_decompress, int_decompress_mean, int_decompress_to
+    return {function.__name__: function for function in functions}

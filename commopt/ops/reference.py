@@ -5,7 +5,7 @@ Written to be read. Speed is the native providers' business, but temporaries sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -185,9 +185,29 @@ def adam_in_columns_(
             p.copy_(flat.view(p.shape))
 
 
-def views(flat: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
+def views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """The places of ``tensors`` in ``flat``, shaped like them."""
     return [flat[offset : offset + t.numel()].view(t.shape) for t, offset in zip(tensors, offsets)]
+
+
+def write_columns(values: Tensor, outs: Sequence[Tensor], offsets: Sequence[int], n: int, start: int) -> None:
+    """Writes ``values`` (r, k), the columns from ``start`` on of rows of ``n`` elements, to those ``outs`` that lie
+    there: of any floating dtype and layout, each from its offset on in the rows end to end."""
+    rows, k = values.shape
+    if k == n and values.is_contiguous():
+        torch._foreach_copy_(list(outs), views(values.view(-1), outs, offsets))
+        return
+    for out, offset in zip(outs, offsets):
+        flat = out.reshape(-1)  # a copy where out is strided
+        for row in range(offset // n if n else rows, rows):
+            first = row * n + start
+            low, high = max(offset, first), min(offset + out.numel(), first + k)
+            if offset + out.numel() <= row * n:
+                break
+            if low < high:
+                flat[low - offset : high - offset] = values[row, low - first : high - first]
+        if not out.is_contiguous():
+            out.copy_(flat.view(out.shape))
 
 
 def sign_decompress_adam_(

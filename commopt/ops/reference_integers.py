@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import unpack_bits
+from commopt.ops.reference import momentum, unpack_bits, write_columns
 
 LARGEST = {8: 127.0, 4: 7.0, 2: 1.5}
 """Of each number of bits, the largest value in units of the scale."""
@@ -176,6 +176,32 @@ def int_compress_with_feedback(
     new_error.copy_(rest if mask is None else rest.where(mask, 0))
 
 
+def int_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    bits: int,
+    block: int,
+    stochastic: bool,
+    rotated: bool,
+    seed: int,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    x = torch.empty_like(m)
+    momentum(m, grads, offsets, beta, alpha, x)
+    cut = slice(start, stop)
+    rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    int_compress_with_feedback(rows, owed, after, wire, bits, block, stochastic, rotated, seed, mask)
+
+
 def int_reduce(
     wires: Tensor,
     error: Tensor,
@@ -214,6 +240,24 @@ def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bo
         out.copy_(rotate(y, block) if rotated else y)
         if live is not None:
             out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
+
+
+def int_decompress_to(
+    wire: Tensor,
+    outs: list[Tensor],
+    offsets: list[int],
+    numel: int,
+    bits: int,
+    block: int,
+    rotated: bool,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    values = torch.empty(wire.shape[0], stop - start, device=wire.device)
+    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    int_decompress(wire, values, bits, block, rotated, mask)
+    write_columns(values, outs, offsets, numel // wire.shape[0], start)
 
 
 def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.ops.checks import check_like, check_real, check_runs, describe
+from commopt.ops.checks import check_like, check_real, check_runs, check_shared_rows
 
 _ops = torch.ops.commopt
 
@@ -138,10 +138,10 @@ def sign_compress_momentum(
     """
     check_real("m", m, 1)
     _check_norm(norm)
-    stop = _check_shared_rows(wire, m, block, live, start, stop)
+    stop = check_shared_rows(wire, m.shape[0], m.device, lambda n: sign_nbytes(n, block), live, start, stop)
     check_like("error", error, m.shape, m.dtype, m.device)
     check_like("new_error", new_error, m.shape, m.dtype, m.device)
-    check_runs("grads", grads, offsets, m)
+    check_runs("grads", grads, offsets, m.shape[0], m.device)
     _ops.sign_compress_momentum.default(
         m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
     )
@@ -238,8 +238,8 @@ def sign_decompress_adam_(
     """
     check_real("exp_avg", exp_avg, 1)
     check_like("exp_avg_sq", exp_avg_sq, exp_avg.shape, exp_avg.dtype, exp_avg.device)
-    stop = _check_shared_rows(wire, exp_avg, block, live, start, stop)
-    check_runs("params", params, offsets, exp_avg)
+    stop = check_shared_rows(wire, exp_avg.shape[0], exp_avg.device, lambda n: sign_nbytes(n, block), live, start, stop)
+    check_runs("params", params, offsets, exp_avg.shape[0], exp_avg.device)
     if not len(params) == len(step_sizes) == len(sqrt_bias_corrections2):
         lengths = len(params), len(step_sizes), len(sqrt_bias_corrections2)
         raise ValueError(f"all lists must have the same length, got lengths {lengths}")
@@ -280,23 +280,6 @@ def _check_rows(wire: Tensor, rows: int, n: int, block: int, live: Tensor | None
     check_like("wire", wire, (rows, sign_nbytes(n, block)), torch.uint8, device)
     if live is not None:
         check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
-
-
-def _check_shared_rows(
-    wire: Tensor, flat: Tensor, block: int, live: Tensor | None, start: int, stop: int | None
-) -> int:
-    """Returns ``stop``, which is all columns if None."""
-    n = flat.shape[0]
-    if wire.dim() != 2 or wire.shape[0] == 0 or n % wire.shape[0]:
-        raise ValueError(f"wire must have rows that share the {n} elements equally, got {describe(wire)}")
-    rows, n = wire.shape[0], n // wire.shape[0]
-    stop = n if stop is None else stop
-    if not 0 <= start <= stop <= n or start % 8 or (stop % 8 and stop < n):
-        raise ValueError(f"start and stop must be multiples of 8 with 0 <= start <= stop <= {n}, got {start}, {stop}")
-    check_like("wire", wire, (rows, sign_nbytes(stop - start, block)), torch.uint8, flat.device)
-    if live is not None:
-        check_like("live", live, (rows, (n + 7) // 8), torch.uint8, flat.device)
-    return stop
 
 
 def _check_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None) -> None:

@@ -178,3 +178,33 @@ def any_pieces(
         out = pieces(tiling, stride, tensors, offsets, factors)
         assert out is not None
     return tiling, out
+
+
+def momentum_rows(
+    tiling: Tiling,
+    m: Tensor,
+    stride: int,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    out: Tensor,
+) -> None:
+    """out (r, n) <- beta m + alpha g, rows that begin ``stride`` elements apart in ``m`` and in what offsets count."""
+    tiling, pieces = any_pieces(tiling, stride, grads, offsets, [(0, 0)] * len(grads))
+    for first, last, runs in pieces:
+        of = Momentum(m.data_ptr(), stride, beta, alpha, runs)
+        argument = MomentumTo(tiling.layout(first, last), out.data_ptr(), out.stride(0), of)
+        tiling.launch("momentum", argument, m.device, first, last)
+
+
+def columns(x: Tensor, rows: int, start: int, stop: int, unit: int = 1) -> Tensor:
+    """Some columns of a flat tensor, or of a mask, that is ``rows`` rows end to end; ``unit`` elements to an item."""
+    return x.view(rows, -1)[:, start // unit : -(-stop // unit)]
+
+
+def contiguous(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The tensors as the kernels can read them: copies of those with strides. None where one is float64."""
+    if any(x.dtype not in KINDS for x in tensors):
+        return None
+    return [x.contiguous() for x in tensors]

@@ -3,13 +3,16 @@
 
 #include <cstring>
 
+#include "floats.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
+#include "runs.hpp"
+#include "wire.hpp"
 
 namespace commopt {
 namespace {
 
-constexpr int64_t kRun = 1 << 14;  // elements of a task: whole blocks
+constexpr int64_t kRun = 1 << 14;   // elements of a task: whole blocks
 
 const IntegerKernels& table() {
 #if COMMOPT_X86
@@ -47,8 +50,20 @@ void each_run(int64_t rows, int64_t n, int64_t work, int threads, const Use& use
     });
 }
 
+// Calls use(i, n) for pieces of n elements of a run that begins at element i: whole blocks, in scratch of kRun elements.
+template <class Use>
+void each_near(int64_t i, int64_t n, int64_t block, const Use& use) {
+    const int64_t size = block > kTogether ? block : kTogether;
+    for (const int64_t end = i + n; i < end; i += size) use(i, end - i < size ? end - i : size);
+}
+
 Coding coding_of(int64_t block, int32_t bits, int32_t stochastic, int32_t rotated, int64_t seed) {
     return {block, bits, stochastic != 0, rotated != 0, uint32_t(seed)};
+}
+
+// Whether an output of so many elements bypasses the caches, where a run of it begins.
+bool streams(const float* out, int64_t elements) {
+    return elements >= kStream && (reinterpret_cast<uintptr_t>(out) & 63) == 0;
 }
 
 }  // namespace
@@ -65,12 +80,41 @@ int commopt_int_compress(const float* x, const float* error, float* new_error, u
     const Coding c = coding_of(block, bits, stochastic, rotated, seed);
     const Rows at(n, c);
     const IntegerKernels& k = table();
+    const bool apart = new_error != error && new_error != x;
     each_run(rows, n, rows * n, threads, [&](int64_t r, int64_t i, int64_t size) {
         uint8_t* row = wire + r * at.nbytes;
         const int64_t place = r * n + i;
-        k.encode(x + place, error ? error + place : nullptr, live ? live + r * ((n + 7) / 8) + i / 8 : nullptr,
-                 error ? new_error + place : nullptr, size, c, at.scales_at(row, i, c), at.codes_at(row, i, c));
+        float* rest = error ? new_error + place : nullptr;
+        k.encode(x + place, error ? error + place : nullptr, live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, rest,
+                 size, c, at.scales_at(row, i, c), at.codes_at(row, i, c), apart && streams(rest, rows * n),
+                 x + place + kTogether);
         if (i == 0) at.clear_tail(row);
+    });
+    return 0;
+}
+
+// Of the rows of n elements, only the columns [start, stop).
+int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
+                                  const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+                                  int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t bits,
+                                  int32_t stochastic, int32_t rotated, int64_t seed, int32_t threads) {
+    const Coding c = coding_of(block, bits, stochastic, rotated, seed);
+    const Rows at(stop - start, c);
+    const Momentum momentum = {m, grads, count, beta, alpha};
+    const IntegerKernels& k = table();
+    each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
+        uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* mask = live ? live + r * ((n + 7) / 8) + start / 8 : nullptr;
+        alignas(64) float x[kRun];
+        each_near(from, length, block, [&](int64_t i, int64_t size) {
+            const int64_t place = r * n + start + i;
+            momentum.write(place, place + size, x);
+            float* rest = new_error + place;
+            k.encode(x, error + place, mask ? mask + i / 8 : nullptr, rest, size, c, at.scales_at(row, i, c),
+                     at.codes_at(row, i, c), new_error != error && streams(rest, rows * n),
+                     momentum.gradient_at(place + kTogether, error + place + kTogether));
+        });
+        if (from == 0) at.clear_tail(row);
     });
     return 0;
 }
@@ -81,12 +125,15 @@ int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_erro
     const Coding c = coding_of(block, bits, stochastic, rotated, seed);
     const Rows at(n, c);
     const IntegerKernels& k = table();
-    each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t i, int64_t size) {
+    each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t from, int64_t length) {
         alignas(64) float mean[kRun];
-        k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, mean, size, c);
-        k.encode(mean, error + i, live ? live + i / 8 : nullptr, new_error + i, size, c, at.scales_at(own, i, c),
-                 at.codes_at(own, i, c));
-        if (i == 0) at.clear_tail(own);
+        each_near(from, length, block, [&](int64_t i, int64_t size) {
+            k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, nullptr, mean, size, c,
+                          false);
+            k.encode(mean, error + i, live ? live + i / 8 : nullptr, new_error + i, size, c, at.scales_at(own, i, c),
+                     at.codes_at(own, i, c), new_error != error && streams(new_error + i, n), error + i + kTogether);
+        });
+        if (from == 0) at.clear_tail(own);
     });
     return 0;
 }
@@ -98,8 +145,39 @@ int commopt_int_decompress(const uint8_t* wire, float* out, const uint8_t* live,
     const IntegerKernels& k = table();
     each_run(rows, n, rows * n, threads, [&](int64_t r, int64_t i, int64_t size) {
         const uint8_t* row = wire + r * at.nbytes;
-        k.decode(at.scales_at(row, i, c), at.codes_at(row, i, c), live ? live + r * ((n + 7) / 8) + i / 8 : nullptr,
-                 out + r * n + i, size, c);
+        float* to = out + r * n + i;
+        k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1,
+                      live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, to, size, c, streams(to, rows * n));
+    });
+    return 0;
+}
+
+// To tensors that lie in rows of n elements, where they are in the columns [start, stop).
+int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t count, const uint8_t* live, int64_t rows,
+                              int64_t n, int64_t start, int64_t stop, int64_t block, int32_t bits, int32_t rotated,
+                              int32_t threads) {
+    const Coding c = coding_of(block, bits, 0, rotated, 0);
+    const Rows at(stop - start, c);
+    const IntegerKernels& k = table();
+    each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
+        const uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* mask = live ? live + r * ((n + 7) / 8) + start / 8 : nullptr;
+        alignas(64) float values[kRun];
+        each_near(from, length, block, [&](int64_t i, int64_t size) {
+            const int64_t place = r * n + start + i;
+            k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1, mask ? mask + i / 8 : nullptr, values,
+                          size, c, false);
+            each_piece(outs, count, place, place + size, [&](const Run* out, int64_t first, int64_t some) {
+                if (out == nullptr) return;
+                const float* these = values + (first - place);
+                if (out->bfloat16) {
+                    uint16_t* to = static_cast<uint16_t*>(out->data) + (first - out->start);
+                    for (int64_t j = 0; j < some; ++j) to[j] = to_bfloat16(these[j]);
+                } else {
+                    std::memcpy(static_cast<float*>(out->data) + (first - out->start), these, size_t(some) * 4);
+                }
+            });
+        });
     });
     return 0;
 }
@@ -110,7 +188,8 @@ int commopt_int_decompress_mean(const uint8_t* wires, float* out, int64_t ranks,
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t i, int64_t size) {
-        k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, out + i, size, c);
+        k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, nullptr, out + i, size, c,
+                      streams(out + i, n));
     });
     return 0;
 }

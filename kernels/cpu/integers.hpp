@@ -1,7 +1,7 @@
 // Integers of 8, 4 and 2 bits: what an instruction set provides. commopt/ops/integers.py states the format.
 //
-// integers_avx512.cpp, integers_avx2.cpp and integers_plain.cpp each compile integers.inc; vectors are the compiler's
-// business there, so that all tables give the same bits.
+// integers_avx512.cpp, integers_avx2.cpp and integers_plain.cpp each define vectors, and compile integers.inc with them;
+// all tables give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,9 @@
 namespace commopt {
 
 constexpr int64_t kLargestIntegerBlock = 8192;
+
+// Elements whose blocks are made into codes together, in cache: what one block waits for, the others need not.
+constexpr int64_t kTogether = 1 << 11;
 
 // How blocks are made into codes.
 struct Coding {
@@ -19,16 +22,15 @@ struct Coding {
 };
 
 // Each function works on n elements from the beginning of a block on: whole blocks, but that the last may be shorter.
+// live may be null. streamed: what is written bypasses the caches; then it begins at a multiple of 64 bytes.
 struct IntegerKernels {
-    // z = x + e (e null: x); C[z] -> scales and codes; rest = z - C[z] (null with e). live may be null, here and below.
-    // rest may be x or e itself.
+    // z = x + e (e null: x); C[z] -> scales and codes; rest = z - C[z] (null with e). rest may be x or e itself.
+    // later: n floats that will be needed kTogether elements later, and may come into the cache.
     void (*encode)(const float* x, const float* e, const uint8_t* live, float* rest, int64_t n, const Coding& coding,
-                   uint8_t* scales, uint8_t* codes);
-    void (*decode)(const uint8_t* scales, const uint8_t* codes, const uint8_t* live, float* out, int64_t n,
-                   const Coding& coding);
-    // The mean of ranks rows, which lie stride bytes apart.
-    void (*decode_mean)(const uint8_t* scales, const uint8_t* codes, int64_t stride, int64_t ranks, float* out,
-                        int64_t n, const Coding& coding);
+                   uint8_t* scales, uint8_t* codes, bool streamed, const float* later);
+    // The mean of ranks rows, which lie stride bytes apart; 0 at the dead elements.
+    void (*decode_mean)(const uint8_t* scales, const uint8_t* codes, int64_t stride, int64_t ranks, const uint8_t* live,
+                        float* out, int64_t n, const Coding& coding, bool streamed);
 };
 
 extern const IntegerKernels integers_avx512;

@@ -14,12 +14,10 @@ struct Run {
     int64_t end() const { return start + n; }
 };
 
-// Calls use(run, i, n) for each piece [i, i + n) of [start, end) that one of the runs covers, and use(nullptr, i, n)
-// for those that none does.
-template <class Use>
-void each_piece(const Run* runs, int64_t count, int64_t start, int64_t end, const Use& use) {
+// The first run that ends after start; runs + count if none does.
+inline const Run* run_after(const Run* runs, int64_t count, int64_t start) {
     int64_t low = 0, high = count;
-    while (low < high) {  // the first run that ends after start
+    while (low < high) {
         const int64_t middle = (low + high) / 2;
         if (runs[middle].end() > start) {
             high = middle;
@@ -27,7 +25,14 @@ void each_piece(const Run* runs, int64_t count, int64_t start, int64_t end, cons
             low = middle + 1;
         }
     }
-    const Run *run = runs + low, *const last = runs + count;
+    return runs + low;
+}
+
+// Calls use(run, i, n) for each piece [i, i + n) of [start, end) that one of the runs covers, and use(nullptr, i, n)
+// for those that none does.
+template <class Use>
+void each_piece(const Run* runs, int64_t count, int64_t start, int64_t end, const Use& use) {
+    const Run *run = run_after(runs, count, start), *const last = runs + count;
     for (int64_t i = start; i < end;) {
         const bool covered = run != last && run->start <= i;
         const int64_t next = covered ? run->end() : run != last ? run->start : end;
@@ -44,6 +49,13 @@ struct Momentum {
     int64_t count;
     float beta, alpha;
     const Kernels& k = kernels();
+
+    // Where the gradient of an element lies, if it is of float32; else what is given.
+    const float* gradient_at(int64_t i, const float* otherwise) const {
+        const Run* g = run_after(grads, count, i);
+        const bool there = g != grads + count && g->start <= i && !g->bfloat16;
+        return there ? static_cast<const float*>(g->data) + (i - g->start) : otherwise;
+    }
 
     // out = beta m + alpha g for the elements [start, end); g is 0 where no gradient lies.
     void write(int64_t start, int64_t end, float* out) const {

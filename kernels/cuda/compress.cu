@@ -86,18 +86,19 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) sign_compress(const __
 }
 
 // alpha g is added to the items that gradients cover, in one rounding.
+template <int ITEMS>
 struct AddGradients {
-    float (&x)[kItems];
+    float (&x)[ITEMS];
     float alpha;
 
     template <int KIND>
     __device__ void some(const Run& run, i64 i, u32 mine) {
         const typename Number<KIND>::type* g = static_cast<const typename Number<KIND>::type*>(run.data);
-        float values[kItems];
+        float values[ITEMS];
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) values[j] = mine >> j & 1 ? Number<KIND>::get(g[i + 32 * j]) : 0.0f;
+        for (int j = 0; j < ITEMS; ++j) values[j] = mine >> j & 1 ? Number<KIND>::get(g[i + 32 * j]) : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) {
+        for (int j = 0; j < ITEMS; ++j) {
             if (mine >> j & 1) x[j] = multiply_add(alpha, values[j], x[j]);
         }
     }
@@ -109,12 +110,13 @@ struct Momentum {
     float beta, alpha;
     Runs grads;
 
-    __device__ void load_items(const Tile& tile, float (&x)[kItems]) const {
+    template <int ITEMS>
+    __device__ void load_items(const Tile& tile, float (&x)[ITEMS]) const {
         const i64 place = tile.row * stride + tile.start;
         load(m + place, tile.count, x);
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) x[j] = mul(x[j], beta);
-        AddGradients use = {x, alpha};
+        for (int j = 0; j < ITEMS; ++j) x[j] = mul(x[j], beta);
+        AddGradients<ITEMS> use = {x, alpha};
         each_run(grads, place, tile.count, use);
     }
 };

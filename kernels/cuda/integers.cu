@@ -205,13 +205,14 @@ struct IntCompression {
     const float* error;  // null without feedback
     float* new_error;
     u8* wire;
-    const u8* live;  // null: all
+    const u8* live;            // null: all
+    i64 stride, live_stride;  // of the rows of error and new_error, and of live
 };
 
 // Compresses z, the items of this thread.
 template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[ITEMS]) {
-    const i64 place = tile.row * to.at.n + tile.start;
+    const i64 place = tile.row * to.stride + tile.start;
     const int block = int(to.at.block), count = tile.count;
     const bool stochastic = to.how.stochastic != 0;
     if (to.error != nullptr) {
@@ -220,8 +221,7 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) z[j] = add(z[j], e[j]);
     }
-    const i64 mask_bytes = (to.at.n + 7) / 8;
-    const u32 alive = present<ITEMS>(to.live ? to.live + tile.row * mask_bytes + tile.start / 8 : nullptr, count);
+    const u32 alive = present<ITEMS>(to.live ? to.live + tile.row * to.live_stride + tile.start / 8 : nullptr, count);
     float y[ITEMS];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
@@ -259,14 +259,30 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
 struct IntCompressRows {
     IntCompression to;
     const float* x;
+    i64 stride;
 };
 
 template <int BITS, bool WARP, int ITEMS>
 __device__ inline void int_compress_of(const IntCompressRows& of) {
     const Tile tile(of.to.at);
     float z[ITEMS];
-    load(of.x + tile.row * of.to.at.n + tile.start, tile.count, z);
+    load(of.x + tile.row * of.stride + tile.start, tile.count, z);
     int_encode<BITS, WARP>(of.to, tile, z);
+}
+
+struct IntCompressMomentum {
+    IntCompression to;
+    Momentum of;
+};
+
+static_assert(sizeof(IntCompressMomentum) <= 4096, "arguments may have 4096 bytes");
+
+template <int BITS, bool WARP, int ITEMS>
+__device__ inline void int_compress_momentum_of(const IntCompressMomentum& of) {
+    const Tile tile(of.to.at);
+    float x[ITEMS];
+    of.of.load_items(tile, x);
+    int_encode<BITS, WARP>(of.to, tile, x);
 }
 
 // decoding -------------------------------------------------------------------------------------------------------------
@@ -392,6 +408,7 @@ __device__ inline void int_decompress_mean_of(const IntMean& of) {
 // kernels --------------------------------------------------------------------------------------------------------------
 
 __device__ inline const Coding& coding(const IntCompressRows& of) { return of.to.how; }
+__device__ inline const Coding& coding(const IntCompressMomentum& of) { return of.to.how; }
 __device__ inline const Coding& coding(const IntReduce& of) { return of.to.how; }
 __device__ inline const Coding& coding(const IntDecompression& of) { return of.how; }
 __device__ inline const Coding& coding(const IntMean& of) { return of.how; }
@@ -417,6 +434,7 @@ __device__ inline const Coding& coding(const IntMean& of) { return of.how; }
     }
 
 COMMOPT_INTEGER_KERNELS(int_compress, IntCompressRows)
+COMMOPT_INTEGER_KERNELS(int_compress_momentum, IntCompressMomentum)
 COMMOPT_INTEGER_KERNELS(int_reduce, IntReduce)
 COMMOPT_INTEGER_KERNELS(int_decompress, IntDecompression)
 COMMOPT_INTEGER_KERNELS(int_decompress_mean, IntMean)

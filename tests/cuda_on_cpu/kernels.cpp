@@ -77,7 +77,7 @@ const Kernel kernels[] = {
     KERNEL(sign_residuals),  KERNEL(sign_decompress),        KERNEL(sign_decompress_mean), KERNEL(sign_decompress_adam),
     KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
     KERNEL(total),           KERNEL(frozen_adam),
-    INTEGER_KERNELS(int_compress), INTEGER_KERNELS(int_reduce),
+    INTEGER_KERNELS(int_compress), INTEGER_KERNELS(int_compress_momentum), INTEGER_KERNELS(int_reduce),
     INTEGER_KERNELS(int_decompress), INTEGER_KERNELS(int_decompress_mean),
     KERNEL(topk_select),       KERNEL(topk_select_block), KERNEL(topk_select_large), KERNEL(topk_scales),
     KERNEL(topk_encode),       KERNEL(topk_decompress),   KERNEL(topk_find_unsound),
