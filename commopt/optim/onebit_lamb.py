@@ -107,7 +107,10 @@ class OneBitLamb(WarmupOptimizer):
             settings.
     """
 
-    scalars = {"scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0}  # noqa: RUF012
+    scalars = {  # noqa: RUF012
+        "scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0, **WarmupOptimizer.scalars
+    }  # fmt: skip
+    corrects_bias = False
 
     def __init__(
         self,

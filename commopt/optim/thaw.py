@@ -1,0 +1,140 @@
+"""Back to the warm-up, once, where the variance was frozen too early.
+
+A frozen v is right as long as gradients stay what they were. Where learning begins only then, those of some tensors
+grow a thousandfold, the steps lr m / sqrt(v) of these grow with them, and the run falls back to where it was, or worse.
+What a tensor's steps have become shows in its gradients, long before the loss does. Every 5 steps each rank takes
+
+    a = mean over the tensors of log(||g_i||^2 / ||v||_1),  + min(0, 2 log(lr / lr at the switch))
+
+of its own gradients (clipped as they were), and tells it in the agreement that each step begins with: no message of its
+own. The mean over the ranks is smoothed, A = (A + a) / 2, and A0 is the mean of the first three. When
+
+    A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
+
+all ranks go back to the warm-up, after the step in which they have heard of it, and the log says so:
+
+    v = max(v, m^2), with as much weight as 1 / (1-b1) updates;   m stays;   residuals are 0
+
+* max(v, m^2): |m| / sqrt(v) is at most 1 at once, so that no step is longer than lr while v learns. m^2 is the one bound
+  that is there at no cost, and the same on all ranks.
+* The count of updates, by which v is corrected for having begun at 0, is set back, so that what was wrong is forgotten
+  in as many steps as m forgets. 1-bit LAMB does not correct, and keeps its count.
+* Residuals are of a momentum that had run away: sent later they would bring it back.
+* A0 takes care of what is no growth: gradients of one rank are noisier than the mean, whose squares v has.
+* What has grown no faster than lr fell since is no danger; an lr that rises (a restart) is meant to lengthen steps.
+* Once: what has gone back warms up by the same rule as at first, and is not watched again. A tensor that a rank lacks a
+  gradient of is left out.
+
+``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. A number that the user has given stands: there,
+a warning is all. It says how long a warm-up is, and so what a run sends, and who gives one may have reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commopt.optim import settling
+from commopt.optim.rules import square_sums
+from commopt.optim.state_bucket import StateBucket
+
+EVERY = 5
+"""Steps from one look to the next."""
+FIRST = 3
+"""Looks whose mean is A0."""
+TOO_MUCH = 1.0
+"""The most that A - A0 may be."""
+
+DEFAULTS = {"watch_looks": 0, "watch_base": 0.0, "watch_level": 0.0, "watch_lr": 0.0, "may_thaw": False, "thawed": 0}
+"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), whether it may go back, and the step
+after which it has, 0 if it has not."""
+
+
+def is_look(step: int) -> bool:
+    """True if ranks look at the gradients of ``step``."""
+    return step % EVERY == 0
+
+
+def begin(group: dict[str, Any], may_thaw: bool) -> None:
+    """Begins to watch ``group``, whose variance stands from now on."""
+    group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), may_thaw=may_thaw)
+
+
+def is_watched(group: dict[str, Any]) -> bool:
+    """True if ``group``, whose variance stands, is watched."""
+    return group["watch_lr"] > 0 and not group["thawed"]
+
+
+def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
+    """a of this rank; 0 if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients. Local."""
+    total, count = 0.0, 0
+    for bucket, group in watched:
+        indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]
+        grads = [bucket.gradient(i) for i in indices]
+        variances = _variances(bucket, group["betas"][1])
+        lr = 2 * _log(float(group["lr"]) / group["watch_lr"])
+        factor = (scale * bucket.factor) ** 2
+        for i, square in zip(indices, square_sums([g for g in grads if g is not None])):
+            floor = bucket.shapes[i].numel() * group["eps"] ** 2  # below it steps have no length
+            if variances[i] > 0:
+                total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)
+                count += 1
+    return total / count if count else 0.0
+
+
+def heard(groups: Sequence[dict[str, Any]], mean: float) -> bool:
+    """Takes the ``mean`` of a over the ranks into what ``groups`` remember, which are watched together. Returns whether
+    it has become too much."""
+    looks = {group["watch_looks"] for group in groups}
+    if len(looks) > 1:  # one has come to them: what a is the mean of is another
+        for group in groups:
+            group["watch_looks"] = 0
+    first = groups[0]
+    n = first["watch_looks"] + 1
+    base, level = (first["watch_base"], first["watch_level"]) if n > 1 else (0.0, 0.0)
+    if n <= FIRST:
+        base += (mean - base) / n
+        level = base
+    else:
+        level = (level + mean) / 2
+    for group in groups:
+        group.update(watch_looks=n, watch_base=base, watch_level=level)
+    return n > FIRST and level - base > TOO_MUCH
+
+
+def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -> None:
+    """Lets the variance of ``bucket`` move again. Local: all ranks do the same to what they have in common."""
+    (beta1, beta2), counts = betas, bucket.numbers["variance_step"]
+    steps = max(1, round(1 / (1 - beta1)))
+    for i, (v, m) in enumerate(zip(bucket.tensors("exp_avg_sq"), bucket.tensors("exp_avg"))):
+        n = int(counts[i])
+        after = min(n, steps) if corrects_bias else n
+        corrected, weight = (1 - beta2**n, 1 - beta2**after) if corrects_bias and n else (1.0, 1.0)
+        v.mul_(weight / corrected)
+        torch.maximum(v, m.square().mul_(weight), out=v)
+        counts[i] = after
+    if bucket.feedback is not None:
+        bucket.feedback.worker.zero_()
+        bucket.feedback.server.zero_()
+    bucket.active = None
+    settling.forget(bucket)
+
+
+def _variances(bucket: StateBucket, beta2: float) -> list[float]:
+    """Sums of v over its bias correction, of the pieces that this rank has. As long as v stands, and with it the mask
+    of what is active, they are taken once."""
+    if bucket.frozen_norms is None or bucket.frozen_norms[0] is not bucket.active:
+        counts = bucket.numbers["variance_step"].tolist()
+        sums = settling.norms_of(bucket.tensors("exp_avg_sq"))
+        found = [v / (1 - beta2**n) if n else 0.0 for v, n in zip(sums, counts)]
+        if bucket.active is None:
+            return found
+        bucket.frozen_norms = (bucket.active, found)
+    return bucket.frozen_norms[1]
+
+
+def _log(x: float) -> float:
+    return math.log(max(x, 1e-30))
