@@ -7,7 +7,7 @@ What a tensor's steps have become shows in its gradients, long before the loss d
     a = mean over the tensors of log(||g_i||^2 / ||v||_1),  + min(0, 2 log(lr / lr at the switch))
 
 of its own gradients (clipped as they were), and tells it in the agreement that each step begins with: no message of its
-own. The mean over the ranks is smoothed, A = (A + a) / 2, and A0 is the mean of the first three. When
+own. The mean over the ranks is smoothed, A = (A + a) / 2, and A0 is the least of the first three. When
 
     A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
 
@@ -25,8 +25,12 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
 * Once: what has gone back warms up by the same rule as at first, and is not watched again. A tensor that a rank lacks a
   gradient of is left out.
 
-``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. A number that the user has given stands: there,
-a warning is all. It says how long a warm-up is, and so what a run sends, and who gives one may have reasons.
+``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
+
+    "auto"      if "auto" has chosen the step; a number that the user has given stands, and a warning is all: it says what
+                a run sends, and who gives one may have reasons
+    "always"    whoever has chosen it
+    "never"     a warning is all
 """
 
 from __future__ import annotations
@@ -44,13 +48,13 @@ from commopt.optim.state_bucket import StateBucket
 EVERY = 5
 """Steps from one look to the next."""
 FIRST = 3
-"""Looks whose mean is A0."""
+"""Looks of which A0 is the least."""
 TOO_MUCH = 1.0
 """The most that A - A0 may be."""
 
-DEFAULTS = {"watch_looks": 0, "watch_base": 0.0, "watch_level": 0.0, "watch_lr": 0.0, "may_thaw": False, "thawed": 0}
-"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), whether it may go back, and the step
-after which it has, 0 if it has not."""
+DEFAULTS = {"watch_looks": 0, "watch_base": 0.0, "watch_level": 0.0, "watch_lr": 0.0, "chosen": False, "thawed": 0}
+"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), whether "auto" has chosen
+the step, and the step after which it has gone back, 0 if it has not."""
 
 
 def is_look(step: int) -> bool:
@@ -58,9 +62,14 @@ def is_look(step: int) -> bool:
     return step % EVERY == 0
 
 
-def begin(group: dict[str, Any], may_thaw: bool) -> None:
-    """Begins to watch ``group``, whose variance stands from now on."""
-    group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), may_thaw=may_thaw)
+def begin(group: dict[str, Any], chosen: bool) -> None:
+    """Begins to watch ``group``, whose variance stands from now on; ``chosen``: because "auto" has it so."""
+    group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), chosen=chosen)
+
+
+def goes_back(group: dict[str, Any]) -> bool:
+    """True if ``group`` would go back to the warm-up."""
+    return group["thaw"] == "always" or (group["thaw"] == "auto" and bool(group["chosen"]))
 
 
 def is_watched(group: dict[str, Any]) -> bool:
@@ -94,15 +103,12 @@ def heard(groups: Sequence[dict[str, Any]], mean: float) -> bool:
             group["watch_looks"] = 0
     first = groups[0]
     n = first["watch_looks"] + 1
-    base, level = (first["watch_base"], first["watch_level"]) if n > 1 else (0.0, 0.0)
-    if n <= FIRST:
-        base += (mean - base) / n
-        level = base
-    else:
-        level = (level + mean) / 2
+    level = mean if n == 1 else (first["watch_level"] + mean) / 2
+    base = level if n == 1 else first["watch_base"]
+    base = min(base, level) if n <= FIRST else base
     for group in groups:
         group.update(watch_looks=n, watch_base=base, watch_level=level)
-    return n > FIRST and level - base > TOO_MUCH
+    return level - base > TOO_MUCH
 
 
 def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -> None:

@@ -36,9 +36,9 @@ LONG = 1000
 """Steps of warm-up after which it is said that the variance has not settled."""
 
 
-def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
+def warmup_defaults(freeze_step: Any, thaw_when: Any) -> dict[str, Any]:
     """Defaults of the parameter groups of a :class:`WarmupOptimizer`."""
-    return {"freeze_step": freeze_step, **settling.DEFAULTS, **thaw.DEFAULTS}
+    return {"freeze_step": freeze_step, "thaw": thaw_when, **settling.DEFAULTS, **thaw.DEFAULTS}
 
 
 class WarmupOptimizer(CommOptimizer):
@@ -147,7 +147,7 @@ class WarmupOptimizer(CommOptimizer):
             if settling.ends_warmup(groups, change):
                 for group in groups:
                     group["freeze_step"] = step
-                    thaw.begin(group, may_thaw=not group["thawed"])
+                    thaw.begin(group, chosen=True)
             elif step >= LONG:
                 self._diagnostics.long_warmup(step, change.size, rises)
 
@@ -180,13 +180,13 @@ class WarmupOptimizer(CommOptimizer):
         """Goes back to the warm-up where gradients have outgrown a variance that stands."""
         for group in self.param_groups:
             if self.phase_of(group) == "compressed" and not group["watch_lr"] and not group["thawed"]:
-                thaw.begin(group, may_thaw=False)
+                thaw.begin(group, chosen=False)
         watched, self._watched = self._watched, []
         if not watched or not thaw.heard(watched, self._growth):
             return
-        back = [group for group in watched if group["may_thaw"]]
+        back = [group for group in watched if thaw.goes_back(group)]
         for group in watched:
-            thaw.begin(group, group["may_thaw"])
+            thaw.begin(group, group["chosen"])
         self._diagnostics.frozen_too_early([group["freeze_step"] for group in watched], bool(back))
         chosen = {id(group) for group in back}
         for bucket, group in self.grouped_buckets():
