@@ -189,13 +189,14 @@ class Diagnostics:
                 self.optimizer, step, why,
             )  # fmt: skip
 
-    def frozen_too_early(self, freeze_steps: Sequence[Any], goes_back: bool) -> None:
-        """Gradients have outgrown a variance that stands since ``freeze_steps``; ``goes_back``: to the warm-up."""
+    def frozen_too_early(self, freeze_steps: Sequence[Any], goes_back: bool, for_good: bool) -> None:
+        """Gradients have outgrown a variance that stands since ``freeze_steps``; ``goes_back``: to the warm-up, and
+        maybe ``for_good``."""
         if self.rank or not (goes_back or self._once("frozen too early")):
             return
         steps = ", ".join(map(str, dict.fromkeys(freeze_steps)))
         follows = (
-            "all ranks go back to the warm-up, once"
+            "all ranks go back to the warm-up" + (", for the rest of the run" if for_good else "")
             if goes_back
             else 'the run may fall back to where it was. Take a larger freeze_step; "auto" would go back to the warm-up'
         )

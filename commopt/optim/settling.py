@@ -24,20 +24,23 @@ quarter of it will not have changed by much when the run is a few times as long;
 growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there is
 :mod:`commopt.optim.thaw`.
 
+**What stands is raised to a millionth of its tensor's mean**, but for zeros: a momentum of signs moves all elements of a
+block alike, and one that has had a single tiny gradient by then would move by thousands of lr in each step.
+
 1-bit Adam (arXiv 2102.02888) compares ||v||_1 of the whole model over a window of 1 / (1-b2) steps instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from commopt.comm import wait
-from commopt.optim.rules import square_sums
+from commopt.optim.rules import halves, square_sums
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ SHARE = 4
 """A look is this part of all steps after the last one."""
 CALM = 0.4
 """The most that log(E / E') may be, in the mean over all tensors."""
+LEAST = 1e-6
+"""Of the mean of its tensor: the least that an element's variance is frozen as, unless it is 0."""
 UNKNOWN = -1.0
 """The trend before there was one: as of a decline."""
 
@@ -98,6 +103,55 @@ def ends_warmup(groups: Sequence[dict[str, Any]], change: Change) -> bool:
         calm = calm and group["look_trend"] >= -CALM and lr <= group["look_lr"]
         group["look_trend"], group["look_lr"] = change.trend, lr
     return calm
+
+
+def stop_where_settled(
+    optimizer: CommOptimizer,
+    groups: Sequence[dict[str, Any]],
+    key: str,
+    unsettled: Callable[[int, Change, bool], None] = lambda step, change, lr_rises: None,
+) -> list[dict[str, Any]]:
+    """Looks at those of ``groups`` whose ``key`` is "auto", if this is a step to look at: where the variance has settled,
+    the step takes its place. Groups of one age decide together. All ranks call it after each step.
+
+    Args:
+        optimizer: of the groups.
+        groups: those whose variance moves.
+        key: of the step after which it stands.
+        unsettled: is told of each cohort that goes on: its step, its change, and whether lr has risen.
+
+    Returns:
+        the groups whose variance stands from now on.
+    """
+    cohorts: dict[int, list[dict[str, Any]]] = {}
+    for group in groups:
+        if group[key] == "auto" and is_look(group["step"]):
+            cohorts.setdefault(group["step"], []).append(group)
+    stopped = []
+    if cohorts and optimizer.buckets:
+        for (step, cohort), change in zip(cohorts.items(), changes(optimizer, list(cohorts.values()))):
+            lr_rises = any(float(group["lr"]) > group["look_lr"] for group in cohort)
+            if ends_warmup(cohort, change):
+                stopped += cohort
+            else:
+                unsettled(step, change, lr_rises)
+    chosen = {id(group) for group in stopped}
+    for bucket, group in optimizer.grouped_buckets() if stopped else ():
+        if id(group) in chosen:
+            raise_smallest(bucket)
+    for group in stopped:
+        group[key] = group["step"]
+    return stopped
+
+
+def raise_smallest(bucket: StateBucket) -> None:
+    """Raises the elements of v that are not 0 to :data:`LEAST` of their tensor's mean, at least. All ranks that hold
+    the same of the bucket call it."""
+    variances = bucket.tensors("exp_avg_sq")
+    sums = bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)])
+    for v, (total, n) in zip(variances, halves(sums)):
+        if total > 0:
+            v.copy_(torch.where(v > 0, v.clamp(min=LEAST * total / n), v))
 
 
 def forget(bucket: StateBucket) -> None:

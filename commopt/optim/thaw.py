@@ -2,12 +2,14 @@
 
 A frozen v is right as long as gradients stay what they were. Where learning begins only then, those of some tensors
 grow a thousandfold, the steps lr m / sqrt(v) of these grow with them, and the run falls back to where it was, or worse.
-What a tensor's steps have become shows in its gradients, long before the loss does. Every 5 steps each rank takes
+What a tensor's steps have become shows in its gradients, long before the loss does. In the first 10 steps after the
+switch, and then in every 5th, each rank takes
 
     a = mean over the tensors of log(||g_i||^2 / ||v||_1),  + min(0, 2 log(lr / lr at the switch))
 
 of its own gradients (clipped as they were), and tells it in the agreement that each step begins with: no message of its
-own. The mean over the ranks is smoothed, A = (A + a) / 2, and A0 is the least of the first three. When
+own. The mean over the ranks is smoothed, A = (A + min(a, A + 1)) / 2, so that one batch alone never decides, and A0 is
+the least of the first three. When
 
     A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
 
@@ -22,8 +24,9 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
 * Residuals are of a momentum that had run away: sent later they would bring it back.
 * A0 takes care of what is no growth: gradients of one rank are noisier than the mean, whose squares v has.
 * What has grown no faster than lr fell since is no danger; an lr that rises (a restart) is meant to lengthen steps.
-* Once: what has gone back warms up by the same rule as at first, and is not watched again. A tensor that a rank lacks a
-  gradient of is left out.
+* Once: what has gone back warms up by the same rule as at first. Should that be too early as well, it goes back for the
+  rest of the run.
+* A tensor that a rank lacks a gradient of is left out.
 
 ``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
 
@@ -47,19 +50,34 @@ from commopt.optim.state_bucket import StateBucket
 
 EVERY = 5
 """Steps from one look to the next."""
+EARLY = 10
+"""Steps after the switch in which all are looks."""
 FIRST = 3
 """Looks of which A0 is the least."""
 TOO_MUCH = 1.0
 """The most that A - A0 may be."""
+JUMP = 1.0
+"""The most by which a counts as larger than A."""
+TIMES = 2
+"""How often a group goes back; the last time it stays."""
 
-DEFAULTS = {"watch_looks": 0, "watch_base": 0.0, "watch_level": 0.0, "watch_lr": 0.0, "chosen": False, "thawed": 0}
+DEFAULTS = {
+    "watch_looks": 0,
+    "watch_base": 0.0,
+    "watch_level": 0.0,
+    "watch_lr": 0.0,
+    "chosen": False,
+    "thawed": 0,
+    "thaws": 0,
+}
 """Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), whether "auto" has chosen
-the step, and the step after which it has gone back, 0 if it has not."""
+the step, the step after which it has last gone back (0: it has not), and how often it has."""
 
 
-def is_look(step: int) -> bool:
-    """True if ranks look at the gradients of ``step``."""
-    return step % EVERY == 0
+def is_look(group: dict[str, Any]) -> bool:
+    """True if ranks look at the gradients of the next step of ``group``, whose variance stands."""
+    step = group["step"] + 1
+    return step % EVERY == 0 or bool(step <= group["freeze_step"] + EARLY)
 
 
 def begin(group: dict[str, Any], chosen: bool) -> None:
@@ -74,7 +92,12 @@ def goes_back(group: dict[str, Any]) -> bool:
 
 def is_watched(group: dict[str, Any]) -> bool:
     """True if ``group``, whose variance stands, is watched."""
-    return group["watch_lr"] > 0 and not group["thawed"]
+    return bool(group["watch_lr"] > 0)
+
+
+def may_freeze(group: dict[str, Any]) -> bool:
+    """True unless ``group`` has gone back for the rest of the run."""
+    return bool(group["thaws"] < TIMES)
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
@@ -103,7 +126,8 @@ def heard(groups: Sequence[dict[str, Any]], mean: float) -> bool:
             group["watch_looks"] = 0
     first = groups[0]
     n = first["watch_looks"] + 1
-    level = mean if n == 1 else (first["watch_level"] + mean) / 2
+    last = first["watch_level"]
+    level = mean if n == 1 else (last + min(mean, last + JUMP)) / 2
     base = level if n == 1 else first["watch_base"]
     base = min(base, level) if n <= FIRST else base
     for group in groups:

@@ -135,21 +135,13 @@ class WarmupOptimizer(CommOptimizer):
         """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
         self._watch_frozen()
-        cohorts: dict[int, list[dict[str, Any]]] = {}
-        for group in self.param_groups:
-            undecided = self.phase_of(group) == "warmup" and group["freeze_step"] == "auto"
-            if undecided and settling.is_look(group["step"]):
-                cohorts.setdefault(group["step"], []).append(group)
-        if not cohorts or not self.buckets:
-            return
-        for (step, groups), change in zip(cohorts.items(), settling.changes(self, list(cohorts.values()))):
-            rises = any(float(group["lr"]) > group["look_lr"] for group in groups)
-            if settling.ends_warmup(groups, change):
-                for group in groups:
-                    group["freeze_step"] = step
-                    thaw.begin(group, chosen=True)
-            elif step >= LONG:
-                self._diagnostics.long_warmup(step, change.size, rises)
+        moving = [g for g in self.param_groups if self.phase_of(g) == "warmup" and thaw.may_freeze(g)]
+        for group in settling.stop_where_settled(self, moving, "freeze_step", self._still_warms_up):
+            thaw.begin(group, chosen=True)
+
+    def _still_warms_up(self, step: int, change: settling.Change, lr_rises: bool) -> None:
+        if step >= LONG and (lr_rises or math.isfinite(change.size)):
+            self._diagnostics.long_warmup(step, change.size, lr_rises)
 
     def _count(self) -> None:
         """Notes what is said at the end of a run."""
@@ -164,11 +156,11 @@ class WarmupOptimizer(CommOptimizer):
     def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
         report = super()._report(params, unscale, refused)
         self._watched = []
-        if report.error is None and thaw.is_look(self.step_in_flight().number):
-            compressed = [group for group in self.param_groups if self.phase_of(group) == "compressed"]
-            self._watched = [group for group in compressed if thaw.is_watched(group)]
-        if not self._watched:
+        compressed = [group for group in self.param_groups if self.phase_of(group) == "compressed"]
+        watched = [group for group in compressed if thaw.is_watched(group)]
+        if report.error is not None or not any(map(thaw.is_look, watched)):
             return report
+        self._watched = watched
         chosen = {id(group) for group in self._watched}
         of_these = [(bucket, group) for bucket, group in self.grouped_buckets() if id(group) in chosen]
         return dataclasses.replace(report, growth=thaw.growth(of_these, unscale))
@@ -179,7 +171,7 @@ class WarmupOptimizer(CommOptimizer):
     def _watch_frozen(self) -> None:
         """Goes back to the warm-up where gradients have outgrown a variance that stands."""
         for group in self.param_groups:
-            if self.phase_of(group) == "compressed" and not group["watch_lr"] and not group["thawed"]:
+            if self.phase_of(group) == "compressed" and not group["watch_lr"]:
                 thaw.begin(group, chosen=False)
         watched, self._watched = self._watched, []
         if not watched or not thaw.heard(watched, self._growth):
@@ -187,10 +179,12 @@ class WarmupOptimizer(CommOptimizer):
         back = [group for group in watched if thaw.goes_back(group)]
         for group in watched:
             thaw.begin(group, group["chosen"])
-        self._diagnostics.frozen_too_early([group["freeze_step"] for group in watched], bool(back))
+        for_good = any(group["thaws"] + 1 == thaw.TIMES for group in back)
+        self._diagnostics.frozen_too_early([group["freeze_step"] for group in watched], bool(back), for_good)
         chosen = {id(group) for group in back}
         for bucket, group in self.grouped_buckets():
             if id(group) in chosen:
                 thaw.thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
-            group.update(freeze_step="auto", thawed=group["step"], **settling.DEFAULTS)
+            now = {"freeze_step": "auto", "watch_lr": 0.0, "thawed": group["step"], "thaws": group["thaws"] + 1}
+            group.update(now, **settling.DEFAULTS)
