@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worlds import on_threads
 
-from commopt import OneBitAdam, OneBitLamb
+from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commopt.optim import settling
 
 LOOKS = [20, 40, 60, 80, 100, 125, 156, 195, 243, 303, 378]
@@ -136,7 +136,7 @@ def test_groups_of_one_age_decide_together_and_a_late_one_by_itself():
 
 
 def test_ranks_that_see_other_variances_decide_the_same():
-    """The queries' variance on rank 1 alone is made to grow twentyfold between two looks: neither rank freezes alone."""
+    """The variance on rank 1 alone is made to grow twentyfold between two looks: neither rank freezes alone."""
 
     def differing(backend):
         p = nn.Parameter(torch.zeros(8))
@@ -149,6 +149,42 @@ def test_ranks_that_see_other_variances_decide_the_same():
         return optimizer.param_groups[0]["freeze_step"]
 
     assert on_threads(2, differing) == ["auto", "auto"]
+
+
+@pytest.mark.parametrize("kappa", [16, 1000])
+def test_zero_one_adam_stops_by_the_same_rule_and_its_local_steps_begin(kappa):
+    """Be every step a refresh (kappa = 1000) or fewer: then E is that of the refreshes."""
+
+    def run(backend):
+        p = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        policies = {"variance": {"kappa": kappa, "stop": "auto"}, "sync": {"first": 4, "longest": 4}}
+        optimizer = ZeroOneAdam([p], betas=(0.9, 0.98), backend=backend, **policies)
+        kinds = []
+        for t in range(1, 130):
+            p.grad = torch.full_like(p, math.exp(-min(t, 30) / 10) * (1 + backend.rank))
+            kinds.append(optimizer.kind_of(optimizer.param_groups[0]))
+            optimizer.step()
+        return optimizer.param_groups[0]["variance_stop"], kinds
+
+    (stop, kinds), other = on_threads(2, run)
+    assert (stop, kinds) == other
+    assert stop == 100, "80 is calm, but up to 60 it was a decline"
+    assert "local" not in kinds[:stop]
+    assert kinds[stop : stop + 8] == ["local", "local", "local", "compressed"] * 2
+
+
+def test_what_is_frozen_is_raised_to_a_millionth_of_its_tensors_mean_but_zeros():
+    def run(backend):
+        p = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer = OneBitAdam([p], backend=backend)
+        for _ in range(60):
+            p.grad = torch.tensor([1.0, 1e-6, 0.0, 0.5], dtype=torch.float64)
+            optimizer.step()
+        assert optimizer.phase == "compressed"
+        return optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**60)
+
+    for v in on_threads(2, run):
+        assert v.tolist() == pytest.approx([1.0, 1e-6 * 1.25 / 4, 0.0, 0.25], rel=1e-6)
 
 
 def test_a_model_without_gradients_does_not_freeze():

@@ -85,8 +85,8 @@ class OneBitLamb(WarmupOptimizer):
         maximize: go up instead of down.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
-        thaw: when the variance, frozen too early, moves again, once: "auto" if freeze_step was "auto", "always", or "never"
-            (:mod:`commopt.optim.thaw`). A warning says it in any case.
+        thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
+            freeze_step was "auto", "always", or "never". A warning says that it was, in any case.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
             for full precision, as in the paper.

@@ -27,8 +27,8 @@ class VariancePolicy:
 
     Args:
         kappa: how many refreshes follow each other at one distance, >= 1.
-        stop: the variance stands still after this step, >= 1. The paper takes the end of the warm-up of lr. "auto": when it
-            has settled (:mod:`commopt.optim.settling`); the optimizer then puts the step in its place.
+        stop: the variance stands still after this step, >= 1. The paper takes the end of the warm-up of lr. "auto":
+            when it has settled (:mod:`commopt.optim.settling`); the optimizer then puts the step in its place.
 
     Raises:
         ValueError: for a number out of range.

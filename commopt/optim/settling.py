@@ -5,27 +5,28 @@ The ranks look at the steps t = 20, 40, 60, 80, 100, 125, 156, ...: each look is
 
     E = (||v_t||_1 - b2^k ||v_s||_1) / (1 - b2^k),    k updates of v since the last look, at s:
 
-the mean of ||g||^2 over the window, the newest counting most where the window is longer than 1 / (1-b2). So a look costs
-one pass over v, no memory but three numbers a tensor, and does not depend on how long b2 remembers. With E' of the
-window before, c = log(E / E') of each tensor, and means over all tensors, each counting as one:
+the mean of ||g||^2 over the window, the newest counting most where the window is longer than 1 / (1-b2). So a look
+costs one pass over v, no memory but three numbers a tensor, and does not depend on how long b2 remembers. With E' of
+the window before, c = log(E / E') of each tensor, and means over all tensors, each counting as one:
 
     the warm-up ends where    mean |c| <= 0.4,    mean c >= -0.4 at the look before,    and lr has not risen since
 
 **Tensor by tensor, in logarithms.** A model that leaves a plateau does so exponentially, from gradients that are
 nothing beside those of the embedding: on a small BERT ||v||_1 changed by 1 % in 50 steps while the variance of the
 queries and keys grew a thousandfold. It is these that a frozen variance throws off: their steps become thirty times too
-long. mean |c| was 1.3 to 1.7 there, before that, in the decline to the plateau, 0.5 to 1.3, and from then on 0.1 to 0.5.
+long. mean |c| was 1.3 to 1.7 there; before, in the decline to the plateau, 0.2 to 1.3; and from then on 0.1 to 1.0.
 
 **Windows in proportion to t.** Gradients change with the logarithm of time. What has not changed by half in the last
 quarter of it will not have changed by much when the run is a few times as long; and a short run, or one with b2 =
 0.999, is not kept waiting for 1 / (1-b2) steps.
 
 **What follows a decline must last.** The calm after a decline may be a plateau, with learning still to come; that after
-growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there is
-:mod:`commopt.optim.thaw`.
+growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
+is :mod:`commopt.optim.thaw`.
 
-**What stands is raised to a millionth of its tensor's mean**, but for zeros: a momentum of signs moves all elements of a
-block alike, and one that has had a single tiny gradient by then would move by thousands of lr in each step.
+**What stands is raised to a millionth of its tensor's mean**, but for zeros: a momentum of signs moves all elements of
+a block alike, and one that has had a single tiny gradient by then would move by thousands of lr in each step. A run
+of which that was true was lost within three steps.
 
 1-bit Adam (arXiv 2102.02888) compares ||v||_1 of the whole model over a window of 1 / (1-b2) steps instead.
 """
@@ -111,8 +112,8 @@ def stop_where_settled(
     key: str,
     unsettled: Callable[[int, Change, bool], None] = lambda step, change, lr_rises: None,
 ) -> list[dict[str, Any]]:
-    """Looks at those of ``groups`` whose ``key`` is "auto", if this is a step to look at: where the variance has settled,
-    the step takes its place. Groups of one age decide together. All ranks call it after each step.
+    """Looks at those of ``groups`` whose ``key`` is "auto", if this is a step to look at: where the variance has
+    settled, the step takes its place. Groups of one age decide together. All ranks call it after each step.
 
     Args:
         optimizer: of the groups.

@@ -17,8 +17,8 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
 
     v = max(v, m^2), with as much weight as 1 / (1-b1) updates;   m stays;   residuals are 0
 
-* max(v, m^2): |m| / sqrt(v) is at most 1 at once, so that no step is longer than lr while v learns. m^2 is the one bound
-  that is there at no cost, and the same on all ranks.
+* max(v, m^2): |m| / sqrt(v) is at most 1 at once, so that no step is longer than lr while v learns. m^2 is the one
+  bound that is there at no cost, and the same on all ranks.
 * The count of updates, by which v is corrected for having begun at 0, is set back, so that what was wrong is forgotten
   in as many steps as m forgets. 1-bit LAMB does not correct, and keeps its count.
 * Residuals are of a momentum that had run away: sent later they would bring it back.
@@ -30,8 +30,8 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
 
 ``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
 
-    "auto"      if "auto" has chosen the step; a number that the user has given stands, and a warning is all: it says what
-                a run sends, and who gives one may have reasons
+    "auto"      if "auto" has chosen the step; a number that the user has given stands, and a warning is all: it says
+                what a run sends, and who gives one may have reasons
     "always"    whoever has chosen it
     "never"     a warning is all
 """
@@ -101,7 +101,7 @@ def may_freeze(group: dict[str, Any]) -> bool:
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
-    """a of this rank; 0 if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients. Local."""
+    """a of this rank; 0 if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients."""
     total, count = 0.0, 0
     for bucket, group in watched:
         indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]

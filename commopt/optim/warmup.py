@@ -140,7 +140,7 @@ class WarmupOptimizer(CommOptimizer):
             thaw.begin(group, chosen=True)
 
     def _still_warms_up(self, step: int, change: settling.Change, lr_rises: bool) -> None:
-        if step >= LONG and (lr_rises or math.isfinite(change.size)):
+        if step >= LONG and math.isfinite(change.size):
             self._diagnostics.long_warmup(step, change.size, lr_rises)
 
     def _count(self) -> None:

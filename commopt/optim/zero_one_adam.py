@@ -96,8 +96,8 @@ class ZeroOneAdam(CommOptimizer):
         weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
         maximize: go up instead of down.
         variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
-            must fit the run: local steps begin there; "auto" finds it as ``freeze_step="auto"`` of 1-bit Adam does. In a
-            parameter group it is the numbers ``variance_kappa`` and ``variance_stop``.
+            must fit the run: local steps begin there; "auto" finds it as 1-bit Adam does. In a parameter group it
+            is the numbers ``variance_kappa`` and ``variance_stop``.
         sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments; ``sync_first``, ``sync_double_every`` and
             ``sync_longest`` in a group.
         compressor: what is sent at T_u; ``Sign()`` if None.
@@ -240,7 +240,7 @@ class ZeroOneAdam(CommOptimizer):
         return ("exp_avg", "mean_momentum") if group["local_steps"] else ()
 
     def after_step(self) -> None:
-        """Counts the local steps since the last round, and stops the variance where it has settled (``stop="auto"``)."""
+        """Counts the local steps since the last round, and stops a variance that has settled (``stop="auto"``)."""
         refreshing = [group for group in self.param_groups if self.phase_of(group) == "refreshing"]
         settling.stop_where_settled(self, refreshing, "variance_stop")
         for group in self.param_groups:
