@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_one_never_stopped(world_size, dtype, half):
     assert all(same_bits(results[0], r) for r in results)
 
 
-def test_auto_resumes_in_the_middle_of_its_window():
+def test_auto_resumes_between_two_looks():
     def run(backend):
         def step(p, optimizer, t):
             p.grad = torch.ones_like(p) * (1 + backend.rank)
@@ -63,7 +63,7 @@ def test_auto_resumes_in_the_middle_of_its_window():
             step(p, optimizer, t)
             step(q, second, t)
             assert optimizer.param_groups[0]["freeze_step"] == second.param_groups[0]["freeze_step"]
-        assert optimizer.phase == "compressed"
+        assert optimizer.param_groups[0]["freeze_step"] == 60
         assert torch.equal(p, q)
 
     on_threads(2, run)
@@ -81,7 +81,7 @@ def test_loading_onto_a_fresh_optimizer_is_no_operation_and_keeps_dtypes():
         train(model, optimizer, range(6), backend.rank, 2)
         train(other, untouched, range(6), backend.rank, 2)
         optimizer.load_state_dict(optimizer.state_dict())
-        assert {t.dtype for t in tensors_in(optimizer.state_dict())} == {torch.float32}
+        assert {t.dtype for t in tensors_in(optimizer.state_dict()) if t.dim()} == {torch.float32}  # numbers: float64
         assert same_bits(params_of(model), params_of(other))
         bucket = optimizer.buckets[0]
         view = optimizer.state[bucket.params[-1]]["exp_avg"]

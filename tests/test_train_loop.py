@@ -27,7 +27,7 @@ import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
 from commopt.train.errors import CheckpointError, ConfigError
-from commopt.train.loop import WINDOWS, Trainer, learning_rate, train, warn_of_freeze
+from commopt.train.loop import SETTLES, Trainer, learning_rate, train, warn_of_freeze
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.optimizer import make_optimizer
@@ -390,12 +390,10 @@ def test_a_warm_up_that_cannot_end_or_ends_too_early_is_said() -> None:
     def warning(freeze: Any, beta2: float, steps: int) -> str | None:
         return warn_of_freeze({"freeze_step": freeze, "betas": (0.9, beta2)}, steps)
 
-    never = warning("auto", 0.999, 500)
-    assert never is not None
-    assert re.match(r'freeze_step="auto" cannot fire within train.steps=500, .*every .* 1000 steps.* 4000 to', never)
-    assert "is not likely to fire within train.steps=3999" in str(warning("auto", 0.999, 3999))
-    assert warning("auto", 0.999, 4001) is None
-    assert warning("auto", 0.9, 50) is None
+    assert str(warning("auto", 0.999, 60)).startswith(
+        'freeze_step="auto" ends no warm-up before step 60, and this run has'
+    )
+    assert warning("auto", 0.999, 61) is None
     early = warning(120, 0.999, 500)
     assert early is not None
     assert early.startswith("freeze_step=120 is below 1 / (1 - beta2) = 1000 steps, the memory of the variance")
@@ -406,17 +404,15 @@ def test_a_warm_up_that_cannot_end_or_ends_too_early_is_said() -> None:
 
 
 def test_auto_fires_as_early_as_the_warning_says() -> None:
-    """Steady gradients: the variance is settled after 4 windows, and not after 3."""
-
     def freeze(backend: Any) -> Any:
         p = torch.nn.Parameter(torch.zeros(64))
-        optimizer = commopt.OneBitAdam([p], lr=1e-3, betas=(0.9, 0.9), freeze_step="auto", backend=backend)
-        for _ in range(60):
+        optimizer = commopt.OneBitAdam([p], lr=1e-3, freeze_step="auto", backend=backend)
+        for _ in range(70):
             p.grad = torch.ones(64)
             optimizer.step()
         return optimizer.param_groups[0]["freeze_step"]
 
-    assert on_threads(2, freeze) == [10 * WINDOWS] * 2
+    assert on_threads(2, freeze) == [SETTLES] * 2
 
 
 # --- agreement ---

@@ -60,6 +60,7 @@ class StepReport:
         decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
         gradients: makes a digest of this rank's gradients, if all ranks may find that theirs are equal, and need no
             averaging; None, on all ranks, if that is not asked.
+        growth: a number of which all ranks want the mean; finite.
     """
 
     square_norm: float
@@ -71,6 +72,7 @@ class StepReport:
     digests: Callable[[], list[int]] = list
     decide: Callable[[list[list[int]]], None] | None = None
     gradients: Callable[[], int] | None = None
+    growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class StepDecision:
             if they are the same on all ranks, to the bit.
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
         alike: whether it nearly is: somebody may have clipped them.
+        growth: mean over the ranks of what they report as such.
     """
 
     non_finite: Sequence[int]
@@ -94,6 +97,7 @@ class StepDecision:
     average: bool
     already_equal: bool
     alike: bool = False
+    growth: float = 0.0
 
 
 class StepSkipped(Exception):
@@ -142,8 +146,8 @@ class Agreement:
         usable = is_usable(report.square_norm)
         row = [
             float(report.error is not None),
-            float(usable),
-            report.square_norm if usable else 0.0,
+            report.growth,
+            report.square_norm if usable else math.nan,
             float(not all(report.present)),
             float(report.unaveraged),
             float(len(report.present)),
@@ -198,7 +202,7 @@ class Agreement:
             raise report.error
         usable = is_usable(report.square_norm)
         norm = math.sqrt(report.square_norm) if usable else math.nan
-        return StepDecision([] if usable else [0], norm, report.present, False, False)
+        return StepDecision([] if usable else [0], norm, report.present, False, False, growth=report.growth)
 
     def _read(self) -> list[list[float]]:
         """Reports of all ranks, by rank; starts the second collective if it is needed.
@@ -272,12 +276,13 @@ class Agreement:
         if average and equal and report.gradients is not None:
             average = not self._same_everywhere(report.gradients())
         return StepDecision(
-            non_finite=[rank for rank, row in enumerate(table) if not row[1]],
+            non_finite=[rank for rank, square in enumerate(squares) if math.isnan(square)],
             norm=math.sqrt(sum(squares) / len(squares)),
             present=present,
             average=average,
             already_equal=equal,
             alike=clipped_alike(same),
+            growth=sum(row[1] for row in table) / len(table),
         )
 
     def _same_everywhere(self, number: int) -> bool:

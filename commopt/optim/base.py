@@ -188,6 +188,9 @@ class CommOptimizer(PackedOptimizer):
         """True if the group's next step communicates nothing: the same on every rank, like the phase."""
         return False
 
+    def heard(self, decision: StepDecision) -> None:
+        """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
+
     def after_step(self) -> None:
         """Work across buckets, after all of them have stepped. Communicates the same on all ranks; nothing, if the step
         was local."""
@@ -329,6 +332,7 @@ class CommOptimizer(PackedOptimizer):
         step.run(report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders)
         if not local:
             self._look_at_norms(step.agreement.wait())
+            self.heard(step.agreement.wait())
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()

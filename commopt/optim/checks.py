@@ -82,6 +82,12 @@ def check_onebit_lamb(group: dict[str, Any]) -> None:
         raise ValueError(f"factor_min must be a number in (0, 1], got {low!r}")
     check_at_least("factor_max", high, 1)
     check_freeze_step(group["freeze_step"])
+    check_thaw(group["thaw"])
+
+
+def check_thaw(value: Any) -> None:
+    if value not in ("auto", "always", "never"):
+        raise ValueError(f"thaw must be 'auto', 'always' or 'never', got {value!r}")
 
 
 def check_freeze_step(value: Any) -> None:

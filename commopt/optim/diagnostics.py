@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,16 +174,37 @@ class Diagnostics:
             )  # fmt: skip
 
     def long_warmup(self, step: int, change: float, lr_rises: bool) -> None:
-        """The variance has not settled in ten of its windows."""
+        """The variance has not settled for a long time: from one window to the next the gradients' squares have
+        changed by exp(``change``)."""
         if self._once("long warm-up"):
             why = (
-                "the learning rate still rises" if lr_rises else f"||v||_1 has changed by {change:.0%}, 4 % is allowed"
+                "the learning rate still rises"
+                if lr_rises
+                else f"the squares of a tensor's gradients have changed by a factor of {math.exp(min(change, 99)):.2f} "
+                "since the last look, 1.5 is allowed"
             )
             logger.warning(
-                "%s: after %d steps the variance has not settled (%s in the last window), and everything is still sent "
-                "in full precision; freeze_step=<an int> ends the warm-up at a step of your choice",
+                "%s: after %d steps the variance has not settled (%s), and everything is still sent in full precision; "
+                "freeze_step=<an int> ends the warm-up at a step of your choice",
                 self.optimizer, step, why,
             )  # fmt: skip
+
+    def frozen_too_early(self, freeze_steps: Sequence[Any], goes_back: bool, for_good: bool) -> None:
+        """Gradients have outgrown a variance that stands since ``freeze_steps``; ``goes_back``: to the warm-up, and
+        maybe ``for_good``."""
+        if self.rank or not (goes_back or self._once("frozen too early")):
+            return
+        steps = ", ".join(map(str, dict.fromkeys(freeze_steps)))
+        follows = (
+            "all ranks go back to the warm-up" + (", for the rest of the run" if for_good else "")
+            if goes_back
+            else 'the run may fall back to where it was. Take a larger freeze_step; "auto" would go back to the warm-up'
+        )
+        logger.warning(
+            "%s: gradients have grown so much since the variance was frozen (step %s) that steps are 1.6 times as long "
+            "as they should be: learning began later. %s",
+            self.optimizer, steps, follows,
+        )  # fmt: skip
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
         """A phase has ended after ``step``, for the parameter groups given, or for all."""

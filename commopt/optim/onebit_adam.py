@@ -22,9 +22,9 @@ on, the
   and it is in no scale, as if it were not there. The paper's b1 m + (1-b1) 0 would lose momentum without moving it.
 * A variance that is 0 everywhere at the switch means that a parameter, or the model, never moves again: that is
   reported. ``"auto"`` does not freeze a variance of 0.
-* ``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
-  risen in between; groups of the same age and beta2 decide together. The paper has the ratio rule; that it must not
-  fire while v still grows from 0, nor in the warm-up of lr, is ours.
+* ``freeze_step="auto"`` looks at the variance tensor by tensor (:mod:`commopt.optim.settling`), where the paper
+  compares ||v||_1 of the whole model over 1 / (1-b2) steps. A variance that was frozen too early moves again
+  (:mod:`commopt.optim.thaw`). Elements of v that are not 0 are frozen as a millionth of their tensor's mean, at least.
 * One rank alone, or one node (:class:`commopt.comm.NodesBackend`), is plain Adam for the whole run.
 * With nodes of several ranks a "worker" of the algorithm is a node: its ranks average their gradients in full
   precision, each compresses a part of the momentum, and what comes back is shared in the node, still as bytes.
@@ -71,6 +71,8 @@ class OneBitAdam(WarmupOptimizer):
         maximize: go up instead of down.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
+        thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
+            freeze_step was "auto", "always", or "never". A warning says that it was, in any case.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
             for full precision, as in the paper.
@@ -109,6 +111,7 @@ class OneBitAdam(WarmupOptimizer):
         *,
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
+        thaw: Literal["auto", "always", "never"] = "auto",
         compressor: Compressor | None = None,
         warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
@@ -126,7 +129,7 @@ class OneBitAdam(WarmupOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            **warmup_defaults(freeze_step),
+            **warmup_defaults(freeze_step, thaw),
         }
         super().__init__(
             params,
@@ -150,6 +153,7 @@ class OneBitAdam(WarmupOptimizer):
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
         checks.check_freeze_step(group["freeze_step"])
+        checks.check_thaw(group["thaw"])
 
     def init_bucket(self, bucket: StateBucket) -> None:
         bucket.buffers["exp_avg"] = bucket.zeros()

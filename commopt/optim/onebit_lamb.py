@@ -85,6 +85,8 @@ class OneBitLamb(WarmupOptimizer):
         maximize: go up instead of down.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
+        thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
+            freeze_step was "auto", "always", or "never". A warning says that it was, in any case.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
             for full precision, as in the paper.
@@ -107,7 +109,10 @@ class OneBitLamb(WarmupOptimizer):
             settings.
     """
 
-    scalars = {"scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0}  # noqa: RUF012
+    scalars = {  # noqa: RUF012
+        "scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0, **WarmupOptimizer.scalars
+    }  # fmt: skip
+    corrects_bias = False
 
     def __init__(
         self,
@@ -125,6 +130,7 @@ class OneBitLamb(WarmupOptimizer):
         factor_threshold: float = 0.1,
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
+        thaw: Literal["auto", "always", "never"] = "auto",
         compressor: Compressor | None = None,
         warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
@@ -148,7 +154,7 @@ class OneBitLamb(WarmupOptimizer):
             "factor_max": factor_max,
             "factor_threshold": factor_threshold,
             "maximize": maximize,
-            **warmup_defaults(freeze_step),
+            **warmup_defaults(freeze_step, thaw),
         }
         super().__init__(
             params,

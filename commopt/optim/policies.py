@@ -8,7 +8,7 @@ saved, loaded and changed with them, and a resumed run is where it was by constr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from commopt.optim.checks import check_int
 
@@ -27,22 +27,28 @@ class VariancePolicy:
 
     Args:
         kappa: how many refreshes follow each other at one distance, >= 1.
-        stop: the variance stands still after this step, >= 1. The paper takes the end of the warm-up of lr.
+        stop: the variance stands still after this step, >= 1. The paper takes the end of the warm-up of lr. "auto":
+            when it has settled (:mod:`commopt.optim.settling`); the optimizer then puts the step in its place.
 
     Raises:
         ValueError: for a number out of range.
     """
 
     kappa: int = 16
-    stop: int = 100_000
+    stop: int | Literal["auto"] = 100_000
 
     def __post_init__(self) -> None:
         check_int("kappa", self.kappa, 1)
-        check_int("stop", self.stop, 1)
+        if self.stop != "auto":
+            check_int("stop", self.stop, 1, "'auto' or ")
+
+    def has_stopped(self, step: int) -> bool:
+        """True if the variance stands still at ``step``."""
+        return self.stop != "auto" and step > self.stop
 
     def refreshes(self, step: int) -> bool:
         """True if ``step`` >= 1 is in T_v."""
-        if step > self.stop:
+        if self.has_stopped(step):
             return False
         doubled = ((step - 1) // self.kappa + 1).bit_length() - 1  # the distance is 2^doubled around here,
         start = self.kappa * (2**doubled - 1)  # after this step
@@ -109,11 +115,12 @@ class Counts(NamedTuple):
 
 def count_steps(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Counts:
     """The kinds of the steps 1 to ``steps`` of a run. BERT-Large, ``VariancePolicy(16, 12500)`` and ``SyncPolicy()``
-    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed.
+    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed. With a stop of "auto" as if it never came.
 
     152 = 9 * 16 refreshes at the distances 1, 2, ..., 256, up to step 16 (2^9 - 1) = 8176, and 8 more at 512;
     12,348 are the other steps up to 12,500, and 61,821 the rounds after it.
     """
     exact = sum(variance.refreshes(t) for t in range(1, steps + 1))
-    rounds = sum(sync.synchronises(t - variance.stop) for t in range(1, steps + 1))
+    stop = steps if variance.stop == "auto" else variance.stop
+    rounds = sum(sync.synchronises(t - stop) for t in range(1, steps + 1))
     return Counts(exact, rounds - exact, steps - rounds)

@@ -36,6 +36,8 @@ class StateBucket(Bucket):
         fragment: which of the fragments of its optimizer it is in, where that has several.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
+        frozen_norms: the mask ``active`` that there was when sums of a variance that stands were taken, and these.
+            Derived, not saved.
         neighbours: replicas of the anchors of other ranks, flat buffers; of gossip. Derived, not saved.
     """
 
@@ -53,6 +55,7 @@ class StateBucket(Bucket):
     chunks: list[Chunk] = field(init=False, default_factory=list)
     fragment: int = field(init=False, default=0)
     active: Tensor | None = field(init=False, default=None)
+    frozen_norms: tuple[Tensor, list[float]] | None = field(init=False, default=None, repr=False)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
 

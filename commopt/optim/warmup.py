@@ -6,24 +6,25 @@ freezes the variance after step ``freeze_step`` (T_w) of a group.
 A ``warmup_compressor`` compresses the gradients of the warm-up, with error feedback (the papers send them in full
 precision). The residuals are those of the compressed phase, of the momentum: what is sent is (1-b1) g_i.
 
-``freeze_step="auto"``: every D = 1 / (1-b2) steps, freeze if ||v_t||_1 is within 4 % of ||v_{t-D}||_1 and lr has not
-risen in between; groups of the same age and beta2 decide together. 1-bit Adam (arXiv 2102.02888) has the rule of the
-ratio; that it must not fire while v still grows from 0, nor in the warm-up of lr, is ours.
+``freeze_step="auto"``: :mod:`commopt.optim.settling` says when the variance has settled, and
+:mod:`commopt.optim.thaw` when it had not: then all ranks go back to the warm-up, once. Groups of the same age decide
+together.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import math
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from commopt.comm import Work, wait
+from commopt.comm import Work
 from commopt.compress import Compressor
+from commopt.optim import settling, thaw
+from commopt.optim.agreement import StepDecision, StepReport
 from commopt.optim.base import CommOptimizer
 from commopt.optim.checks import check_compressor
 from commopt.optim.diagnostics import tell_if_never_compressed
@@ -31,18 +32,13 @@ from commopt.optim.exchange import averaged_gradients
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
 
-logger = logging.getLogger("commopt")
-
-STABLE = 0.96
-"""Ratio of ||v_t||_1 and ||v_{t-D}||_1 from which v counts as settled."""
-LONG = 10
-"""Windows D after which it is said that v has not settled."""
+LONG = 1000
+"""Steps of warm-up after which it is said that the variance has not settled."""
 
 
-def warmup_defaults(freeze_step: Any) -> dict[str, Any]:
+def warmup_defaults(freeze_step: Any, thaw_when: Any) -> dict[str, Any]:
     """Defaults of the parameter groups of a :class:`WarmupOptimizer`."""
-    # variance_norm, variance_lr: of the auto rule: ||v||_1 of the cohort and lr when it last looked
-    return {"freeze_step": freeze_step, "variance_norm": 0.0, "variance_lr": 0.0}
+    return {"freeze_step": freeze_step, "thaw": thaw_when, **settling.DEFAULTS, **thaw.DEFAULTS}
 
 
 class WarmupOptimizer(CommOptimizer):
@@ -54,6 +50,11 @@ class WarmupOptimizer(CommOptimizer):
     """
 
     _SETTINGS = (*CommOptimizer._SETTINGS, "warmup_compressor")
+
+    scalars: Mapping[str, float] = settling.SCALARS
+
+    corrects_bias = True
+    """Whether v is used over 1 - b2^t."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, warmup_compressor: Compressor | None = None, **common: Any
@@ -78,6 +79,8 @@ class WarmupOptimizer(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
+        self._watched: list[dict[str, Any]] = []  # groups, in this step
+        self._growth = 0.0
         self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
@@ -129,22 +132,16 @@ class WarmupOptimizer(CommOptimizer):
     # the end of warm-up -----------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Freezes the variance where it has settled (``freeze_step="auto"``)."""
+        """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
-        cohorts: dict[tuple[int, float], list[dict[str, Any]]] = {}  # groups of one age and beta2 decide together
-        for group in self.param_groups:
-            beta2 = group["betas"][1]
-            undecided = self.phase_of(group) == "warmup" and group["freeze_step"] == "auto"
-            if undecided and group["step"] % round(1 / (1 - beta2)) == 0:
-                cohorts.setdefault((group["step"], beta2), []).append(group)
-        if not cohorts or not self.buckets:
-            return
-        norms = torch.stack([self._variance_norm(groups) for groups in cohorts.values()])
-        where = f"step {max(step for step, _ in cohorts)}, whether the variance has settled"
-        # where every rank holds the whole: equal already, but for the order of summation; the decision must be
-        wait(self.topology.world.all_reduce(norms), where)
-        for groups, norm in zip(cohorts.values(), norms.tolist()):
-            self._decide(groups, norm)
+        self._watch_frozen()
+        moving = [g for g in self.param_groups if self.phase_of(g) == "warmup" and thaw.may_freeze(g)]
+        for group in settling.stop_where_settled(self, moving, "freeze_step", self._still_warms_up):
+            thaw.begin(group, chosen=True)
+
+    def _still_warms_up(self, step: int, change: settling.Change, lr_rises: bool) -> None:
+        if step >= LONG and math.isfinite(change.size):
+            self._diagnostics.long_warmup(step, change.size, lr_rises)
 
     def _count(self) -> None:
         """Notes what is said at the end of a run."""
@@ -155,26 +152,40 @@ class WarmupOptimizer(CommOptimizer):
             window = round(1 / (1 - group["betas"][1]))
             self._run |= {"enough": min(window, 100), "freeze_step": group["freeze_step"]}
 
-    def _variance_norm(self, groups: list[dict[str, Any]]) -> Tensor:
-        """||v||_1 over the parameters of ``groups``, 0-d float64: the mean over all ranks is that of the model."""
-        chosen = {id(group) for group in groups}
-        norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].device)
+    # what if it was too early -----------------------------------------------------------------------------------------
+
+    def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
+        report = super()._report(params, unscale, refused)
+        self._watched = []
+        compressed = [group for group in self.param_groups if self.phase_of(group) == "compressed"]
+        watched = [group for group in compressed if thaw.is_watched(group)]
+        if report.error is not None or not any(map(thaw.is_look, watched)):
+            return report
+        self._watched = watched
+        chosen = {id(group) for group in self._watched}
+        of_these = [(bucket, group) for bucket, group in self.grouped_buckets() if id(group) in chosen]
+        return dataclasses.replace(report, growth=thaw.growth(of_these, unscale))
+
+    def heard(self, decision: StepDecision) -> None:
+        self._growth = decision.growth + 2 * math.log(self._clip(decision))
+
+    def _watch_frozen(self) -> None:
+        """Goes back to the warm-up where gradients have outgrown a variance that stands."""
+        for group in self.param_groups:
+            if self.phase_of(group) == "compressed" and not group["watch_lr"]:
+                thaw.begin(group, chosen=False)
+        watched, self._watched = self._watched, []
+        if not watched or not thaw.heard(watched, self._growth):
+            return
+        back = [group for group in watched if thaw.goes_back(group)]
+        for group in watched:
+            thaw.begin(group, group["chosen"])
+        for_good = any(group["thaws"] + 1 == thaw.TIMES for group in back)
+        self._diagnostics.frozen_too_early([group["freeze_step"] for group in watched], bool(back), for_good)
+        chosen = {id(group) for group in back}
         for bucket, group in self.grouped_buckets():
             if id(group) in chosen:
-                norm += bucket.share * bucket["exp_avg_sq"].sum(dtype=torch.float64).to(norm.device)
-        return norm
-
-    def _decide(self, groups: list[dict[str, Any]], norm: float) -> None:
-        """Freezes ``groups`` if ||v||_1 is near what it was a window ago and no lr has risen; else remembers both."""
-        settled = True
-        for group in groups:
-            before, lr_before = group["variance_norm"], group["variance_lr"]
-            group["variance_norm"], group["variance_lr"] = norm, float(group["lr"])
-            steady = before > 0 and norm > 0 and min(norm / before, before / norm) >= STABLE
-            settled = settled and steady and group["variance_lr"] <= lr_before
-            if not settled and group["step"] == LONG * round(1 / (1 - group["betas"][1])):
-                change = abs(norm / before - 1) if before else 1.0
-                self._diagnostics.long_warmup(group["step"], change, group["variance_lr"] > lr_before)
-        if settled:
-            for group in groups:
-                group["freeze_step"] = group["step"]
+                thaw.thaw(bucket, group["betas"], self.corrects_bias)
+        for group in back:
+            now = {"freeze_step": "auto", "watch_lr": 0.0, "thawed": group["step"], "thaws": group["thaws"] + 1}
+            group.update(now, **settling.DEFAULTS)

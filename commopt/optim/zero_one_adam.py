@@ -31,6 +31,8 @@ the
   correction of the first step, so that one number G serves all elements.
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m.
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
+* ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. There is no way
+  back from there, as there is in 1-bit Adam.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
   :class:`commopt.OneBitAdam`.
 * A parameter without a gradient on any rank is left alone, momentum and residuals too, in exact steps and in a round
@@ -52,7 +54,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.optim import checks, replicas
+from commopt.optim import checks, replicas, settling
 from commopt.optim.anchored import Interval, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
@@ -94,8 +96,8 @@ class ZeroOneAdam(CommOptimizer):
         weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
         maximize: go up instead of down.
         variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
-            must fit the run: local steps begin there. In a parameter group it is the numbers ``variance_kappa`` and
-            ``variance_stop``.
+            must fit the run: local steps begin there; "auto" finds it as 1-bit Adam does. In a parameter group it
+            is the numbers ``variance_kappa`` and ``variance_stop``.
         sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments; ``sync_first``, ``sync_double_every`` and
             ``sync_longest`` in a group.
         compressor: what is sent at T_u; ``Sign()`` if None.
@@ -121,6 +123,7 @@ class ZeroOneAdam(CommOptimizer):
     """
 
     step_counters = (*CommOptimizer.step_counters, "interval_step")
+    scalars = settling.SCALARS
     hyperparams_used_in_backward = (
         "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
     )  # fmt: skip
@@ -152,6 +155,7 @@ class ZeroOneAdam(CommOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            **settling.DEFAULTS,
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
@@ -206,13 +210,15 @@ class ZeroOneAdam(CommOptimizer):
         variance = _variance(group)
         if variance.refreshes(step):  # not between rounds: a policy that was changed there waits for the round
             return "compressed" if group["local_steps"] else "exact"
+        if variance.stop == "auto":
+            return "compressed"
         return "compressed" if _sync(group).synchronises(step - variance.stop) else "local"
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "refreshing" up to the last step of T_v, then "frozen"."""
         if self.topology.nodes == 1:
             return "plain"
-        return "refreshing" if group["step"] < group["variance_stop"] else "frozen"
+        return "frozen" if _variance(group).has_stopped(group["step"] + 1) else "refreshing"
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "exact"
@@ -234,7 +240,9 @@ class ZeroOneAdam(CommOptimizer):
         return ("exp_avg", "mean_momentum") if group["local_steps"] else ()
 
     def after_step(self) -> None:
-        """Counts the local steps since the last round."""
+        """Counts the local steps since the last round, and stops a variance that has settled (``stop="auto"``)."""
+        refreshing = [group for group in self.param_groups if self.phase_of(group) == "refreshing"]
+        settling.stop_where_settled(self, refreshing, "variance_stop")
         for group in self.param_groups:
             if self._kind(group, group["step"]) == "local":
                 now = next_interval(group)

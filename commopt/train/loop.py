@@ -106,9 +106,8 @@ def providers(device: str) -> str:
     return "; ".join(f"{provider}: {', '.join(names)}" for provider, names in served.items())
 
 
-WINDOWS = 4
-"""Of 1 / (1 - beta2) steps: a variance that grows from 0 under steady gradients is within 4 % of itself a window ago
-after so many (1 - e^-3 against 1 - e^-4)."""
+SETTLES = 60
+"""Steps of the shortest warm-up of ``freeze_step="auto"``: its third look (:mod:`commopt.optim.settling`)."""
 
 
 def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
@@ -118,13 +117,11 @@ def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
         return None
     window = round(1 / (1 - group["betas"][1])) if group["betas"][1] < 1 else steps
     if freeze == "auto":
-        if steps > WINDOWS * window:
+        if steps > SETTLES:
             return None
-        fires = "cannot fire" if steps <= 2 * window else "is not likely to fire"
         return (
-            f'freeze_step="auto" {fires} within train.steps={steps}, and until then nothing is compressed: it looks '
-            f"every 1 / (1 - beta2) = {window} steps, and the variance takes some {WINDOWS * window} to settle; give a "
-            "number, or a smaller beta2"
+            f'freeze_step="auto" ends no warm-up before step {SETTLES}, and this run has train.steps={steps}: nothing '
+            "is compressed; give a number"
         )
     if freeze >= steps:
         return f"freeze_step={freeze} is not before train.steps={steps}: this run never compresses"

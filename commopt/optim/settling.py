@@ -1,0 +1,183 @@
+"""Whether the variance has settled: when ``freeze_step="auto"`` ends a warm-up.
+
+The ranks look at the steps t = 20, 40, 60, 80, 100, 125, 156, ...: each look is a quarter of t after the last one, and
+20 steps at least. What has come into the variance of a tensor in between is known from its sums alone,
+
+    E = (||v_t||_1 - b2^k ||v_s||_1) / (1 - b2^k),    k updates of v since the last look, at s:
+
+the mean of ||g||^2 over the window, the newest counting most where the window is longer than 1 / (1-b2). So a look
+costs one pass over v, no memory but three numbers a tensor, and does not depend on how long b2 remembers. With E' of
+the window before, c = log(E / E') of each tensor, and means over all tensors, each counting as one:
+
+    the warm-up ends where    mean |c| <= 0.4,    mean c >= -0.4 at the look before,    and lr has not risen since
+
+**Tensor by tensor, in logarithms.** A model that leaves a plateau does so exponentially, from gradients that are
+nothing beside those of the embedding: on a small BERT ||v||_1 changed by 1 % in 50 steps while the variance of the
+queries and keys grew a thousandfold. It is these that a frozen variance throws off: their steps become thirty times too
+long. mean |c| was 1.3 to 1.7 there; before, in the decline to the plateau, 0.2 to 1.3; and from then on 0.1 to 1.0.
+
+**Windows in proportion to t.** Gradients change with the logarithm of time. What has not changed by half in the last
+quarter of it will not have changed by much when the run is a few times as long; and a short run, or one with b2 =
+0.999, is not kept waiting for 1 / (1-b2) steps.
+
+**What follows a decline must last.** The calm after a decline may be a plateau, with learning still to come; that after
+growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
+is :mod:`commopt.optim.thaw`.
+
+**What stands is raised to a millionth of its tensor's mean**, but for zeros: a momentum of signs moves all elements of
+a block alike, and one that has had a single tiny gradient by then would move by thousands of lr in each step. A run
+of which that was true was lost within three steps.
+
+1-bit Adam (arXiv 2102.02888) compares ||v||_1 of the whole model over a window of 1 / (1-b2) steps instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from commopt.comm import wait
+from commopt.optim.rules import halves, square_sums
+from commopt.optim.state_bucket import StateBucket
+
+if TYPE_CHECKING:
+    from commopt.optim.base import CommOptimizer
+
+FIRST = 20
+"""Steps to the first look, and at least so many from one to the next."""
+SHARE = 4
+"""A look is this part of all steps after the last one."""
+CALM = 0.4
+"""The most that log(E / E') may be, in the mean over all tensors."""
+LEAST = 1e-6
+"""Of the mean of its tensor: the least that an element's variance is frozen as, unless it is 0."""
+UNKNOWN = -1.0
+"""The trend before there was one: as of a decline."""
+
+SCALARS = {"look_norm": 0.0, "look_energy": 0.0, "look_count": 0.0}
+"""Numbers of a tensor: ||v||_1, E, and the updates of v, at the last look."""
+DEFAULTS = {"look_trend": UNKNOWN, "look_lr": 0.0}
+"""Numbers of a group: mean c of its cohort, and lr, at the last look."""
+
+
+class Change(NamedTuple):
+    """How the gradients of a cohort have changed from one window to the next."""
+
+    size: float
+    """mean |c|; inf if there is nothing to compare."""
+    trend: float
+    """mean c; negative if they have become smaller."""
+
+
+def is_look(step: int) -> bool:
+    """True if the ranks look after ``step``, >= 1."""
+    look = 0
+    while look < step:
+        look += max(FIRST, look // SHARE)
+    return look == step
+
+
+def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]]) -> list[Change]:
+    """The change of each of ``cohorts`` of groups since the last look, which this one then is; the same on every rank.
+    Communicates: all ranks call it at the same step."""
+    number = {id(group): i for i, groups in enumerate(cohorts) for group in groups}
+    sums = torch.zeros(len(cohorts), 3, dtype=torch.float64)
+    for bucket, group in optimizer.grouped_buckets():
+        if id(group) in number:
+            found = _look(bucket, group["betas"][1])
+            sums[number[id(group)]] += torch.tensor([sum(map(abs, found)), sum(found), len(found)])
+    sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
+    # equal already where every rank holds the whole; the decision must be, and is then the mean over what all hold
+    wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")
+    return [Change(size / n, trend / n) if n else Change(math.inf, UNKNOWN) for size, trend, n in sums.tolist()]
+
+
+def ends_warmup(groups: Sequence[dict[str, Any]], change: Change) -> bool:
+    """Whether ``change`` ends the warm-up of a cohort of groups, each of which remembers it."""
+    calm = change.size <= CALM
+    for group in groups:
+        lr = float(group["lr"])
+        calm = calm and group["look_trend"] >= -CALM and lr <= group["look_lr"]
+        group["look_trend"], group["look_lr"] = change.trend, lr
+    return calm
+
+
+def stop_where_settled(
+    optimizer: CommOptimizer,
+    groups: Sequence[dict[str, Any]],
+    key: str,
+    unsettled: Callable[[int, Change, bool], None] = lambda step, change, lr_rises: None,
+) -> list[dict[str, Any]]:
+    """Looks at those of ``groups`` whose ``key`` is "auto", if this is a step to look at: where the variance has
+    settled, the step takes its place. Groups of one age decide together. All ranks call it after each step.
+
+    Args:
+        optimizer: of the groups.
+        groups: those whose variance moves.
+        key: of the step after which it stands.
+        unsettled: is told of each cohort that goes on: its step, its change, and whether lr has risen.
+
+    Returns:
+        the groups whose variance stands from now on.
+    """
+    cohorts: dict[int, list[dict[str, Any]]] = {}
+    for group in groups:
+        if group[key] == "auto" and is_look(group["step"]):
+            cohorts.setdefault(group["step"], []).append(group)
+    stopped = []
+    if cohorts and optimizer.buckets:
+        for (step, cohort), change in zip(cohorts.items(), changes(optimizer, list(cohorts.values()))):
+            lr_rises = any(float(group["lr"]) > group["look_lr"] for group in cohort)
+            if ends_warmup(cohort, change):
+                stopped += cohort
+            else:
+                unsettled(step, change, lr_rises)
+    chosen = {id(group) for group in stopped}
+    for bucket, group in optimizer.grouped_buckets() if stopped else ():
+        if id(group) in chosen:
+            raise_smallest(bucket)
+    for group in stopped:
+        group[key] = group["step"]
+    return stopped
+
+
+def raise_smallest(bucket: StateBucket) -> None:
+    """Raises the elements of v that are not 0 to :data:`LEAST` of their tensor's mean, at least. All ranks that hold
+    the same of the bucket call it."""
+    variances = bucket.tensors("exp_avg_sq")
+    sums = bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)])
+    for v, (total, n) in zip(variances, halves(sums)):
+        if total > 0:
+            v.copy_(torch.where(v > 0, v.clamp(min=LEAST * total / n), v))
+
+
+def forget(bucket: StateBucket) -> None:
+    """Makes the next look at ``bucket`` the first one."""
+    for name in SCALARS:
+        bucket.numbers[name].zero_()
+
+
+def _look(bucket: StateBucket, beta2: float) -> list[float]:
+    """c of each tensor of ``bucket`` that has one: whose variance was updated in this window and before it."""
+    norms = bucket.total(norms_of(bucket.tensors("exp_avg_sq")))
+    norm, energy, count = (bucket.numbers[name] for name in SCALARS)
+    now, out = bucket.numbers["variance_step"].tolist(), []
+    for i, (v, before, last, then) in enumerate(zip(norms, norm.tolist(), energy.tolist(), count.tolist())):
+        k = now[i] - then
+        if k <= 0 or not v > 0:
+            continue
+        kept = beta2**k
+        fresh = (v - kept * before) / (1 - kept)
+        if last > 0 and fresh > 0:
+            out.append(math.log(fresh / last))
+        norm[i], energy[i], count[i] = v, fresh, now[i]
+    return out
+
+
+def norms_of(variances: Sequence[Tensor]) -> list[float]:
+    """||v||_1 of each tensor, to the bit the same whatever the number of threads."""
+    return square_sums([v.sqrt() for v in variances])

@@ -1,0 +1,170 @@
+"""Back to the warm-up, once, where the variance was frozen too early.
+
+A frozen v is right as long as gradients stay what they were. Where learning begins only then, those of some tensors
+grow a thousandfold, the steps lr m / sqrt(v) of these grow with them, and the run falls back to where it was, or worse.
+What a tensor's steps have become shows in its gradients, long before the loss does. In the first 10 steps after the
+switch, and then in every 5th, each rank takes
+
+    a = mean over the tensors of log(||g_i||^2 / ||v||_1),  + min(0, 2 log(lr / lr at the switch))
+
+of its own gradients (clipped as they were), and tells it in the agreement that each step begins with: no message of its
+own. The mean over the ranks is smoothed, A = (A + min(a, A + 1)) / 2, so that one batch alone never decides, and A0 is
+the least of the first three. When
+
+    A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
+
+all ranks go back to the warm-up, after the step in which they have heard of it, and the log says so:
+
+    v = max(v, m^2), with as much weight as 1 / (1-b1) updates;   m stays;   residuals are 0
+
+* max(v, m^2): |m| / sqrt(v) is at most 1 at once, so that no step is longer than lr while v learns. m^2 is the one
+  bound that is there at no cost, and the same on all ranks.
+* The count of updates, by which v is corrected for having begun at 0, is set back, so that what was wrong is forgotten
+  in as many steps as m forgets. 1-bit LAMB does not correct, and keeps its count.
+* Residuals are of a momentum that had run away: sent later they would bring it back.
+* A0 takes care of what is no growth: gradients of one rank are noisier than the mean, whose squares v has.
+* What has grown no faster than lr fell since is no danger; an lr that rises (a restart) is meant to lengthen steps.
+* Once: what has gone back warms up by the same rule as at first. Should that be too early as well, it goes back for the
+  rest of the run.
+* A tensor that a rank lacks a gradient of is left out.
+
+``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
+
+    "auto"      if "auto" has chosen the step; a number that the user has given stands, and a warning is all: it says
+                what a run sends, and who gives one may have reasons
+    "always"    whoever has chosen it
+    "never"     a warning is all
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commopt.optim import settling
+from commopt.optim.rules import square_sums
+from commopt.optim.state_bucket import StateBucket
+
+EVERY = 5
+"""Steps from one look to the next."""
+EARLY = 10
+"""Steps after the switch in which all are looks."""
+FIRST = 3
+"""Looks of which A0 is the least."""
+TOO_MUCH = 1.0
+"""The most that A - A0 may be."""
+JUMP = 1.0
+"""The most by which a counts as larger than A."""
+TIMES = 2
+"""How often a group goes back; the last time it stays."""
+
+DEFAULTS = {
+    "watch_looks": 0,
+    "watch_base": 0.0,
+    "watch_level": 0.0,
+    "watch_lr": 0.0,
+    "chosen": False,
+    "thawed": 0,
+    "thaws": 0,
+}
+"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), whether "auto" has chosen
+the step, the step after which it has last gone back (0: it has not), and how often it has."""
+
+
+def is_look(group: dict[str, Any]) -> bool:
+    """True if ranks look at the gradients of the next step of ``group``, whose variance stands."""
+    step = group["step"] + 1
+    return step % EVERY == 0 or bool(step <= group["freeze_step"] + EARLY)
+
+
+def begin(group: dict[str, Any], chosen: bool) -> None:
+    """Begins to watch ``group``, whose variance stands from now on; ``chosen``: because "auto" has it so."""
+    group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), chosen=chosen)
+
+
+def goes_back(group: dict[str, Any]) -> bool:
+    """True if ``group`` would go back to the warm-up."""
+    return group["thaw"] == "always" or (group["thaw"] == "auto" and bool(group["chosen"]))
+
+
+def is_watched(group: dict[str, Any]) -> bool:
+    """True if ``group``, whose variance stands, is watched."""
+    return bool(group["watch_lr"] > 0)
+
+
+def may_freeze(group: dict[str, Any]) -> bool:
+    """True unless ``group`` has gone back for the rest of the run."""
+    return bool(group["thaws"] < TIMES)
+
+
+def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
+    """a of this rank; 0 if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients."""
+    total, count = 0.0, 0
+    for bucket, group in watched:
+        indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]
+        grads = [bucket.gradient(i) for i in indices]
+        variances = _variances(bucket, group["betas"][1])
+        lr = 2 * _log(float(group["lr"]) / group["watch_lr"])
+        factor = (scale * bucket.factor) ** 2
+        for i, square in zip(indices, square_sums([g for g in grads if g is not None])):
+            floor = bucket.shapes[i].numel() * group["eps"] ** 2  # below it steps have no length
+            if variances[i] > 0:
+                total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)
+                count += 1
+    return total / count if count else 0.0
+
+
+def heard(groups: Sequence[dict[str, Any]], mean: float) -> bool:
+    """Takes the ``mean`` of a over the ranks into what ``groups`` remember, which are watched together. Returns whether
+    it has become too much."""
+    looks = {group["watch_looks"] for group in groups}
+    if len(looks) > 1:  # one has come to them: what a is the mean of is another
+        for group in groups:
+            group["watch_looks"] = 0
+    first = groups[0]
+    n = first["watch_looks"] + 1
+    last = first["watch_level"]
+    level = mean if n == 1 else (last + min(mean, last + JUMP)) / 2
+    base = level if n == 1 else first["watch_base"]
+    base = min(base, level) if n <= FIRST else base
+    for group in groups:
+        group.update(watch_looks=n, watch_base=base, watch_level=level)
+    return level - base > TOO_MUCH
+
+
+def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -> None:
+    """Lets the variance of ``bucket`` move again. Local: all ranks do the same to what they have in common."""
+    (beta1, beta2), counts = betas, bucket.numbers["variance_step"]
+    steps = max(1, round(1 / (1 - beta1)))
+    for i, (v, m) in enumerate(zip(bucket.tensors("exp_avg_sq"), bucket.tensors("exp_avg"))):
+        n = int(counts[i])
+        after = min(n, steps) if corrects_bias else n
+        corrected, weight = (1 - beta2**n, 1 - beta2**after) if corrects_bias and n else (1.0, 1.0)
+        v.mul_(weight / corrected)
+        torch.maximum(v, m.square().mul_(weight), out=v)
+        counts[i] = after
+    if bucket.feedback is not None:
+        bucket.feedback.worker.zero_()
+        bucket.feedback.server.zero_()
+    bucket.active = None
+    settling.forget(bucket)
+
+
+def _variances(bucket: StateBucket, beta2: float) -> list[float]:
+    """Sums of v over its bias correction, of the pieces that this rank has. As long as v stands, and with it the mask
+    of what is active, they are taken once."""
+    if bucket.frozen_norms is None or bucket.frozen_norms[0] is not bucket.active:
+        counts = bucket.numbers["variance_step"].tolist()
+        sums = settling.norms_of(bucket.tensors("exp_avg_sq"))
+        found = [v / (1 - beta2**n) if n else 0.0 for v, n in zip(sums, counts)]
+        if bucket.active is None:
+            return found
+        bucket.frozen_norms = (bucket.active, found)
+    return bucket.frozen_norms[1]
+
+
+def _log(x: float) -> float:
+    return math.log(max(x, 1e-30))

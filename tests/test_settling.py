@@ -1,0 +1,192 @@
+"""When freeze_step="auto" ends the warm-up: the energies of windows from sums of the variance, and the rule on them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from worlds import on_threads
+
+from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
+from commopt.optim import settling
+
+LOOKS = [20, 40, 60, 80, 100, 125, 156, 195, 243, 303, 378]
+
+
+def test_looks_are_a_quarter_of_all_steps_apart_and_twenty_at_least():
+    assert [t for t in range(1, 400) if settling.is_look(t)] == LOOKS
+
+
+def run(backend, sizes, steps, cls=OneBitAdam, lr=lambda t: 1e-3, **settings):
+    """A run of two tensors whose gradients at step t have the elements ``sizes(t)``, with signs that differ between
+    ranks; the optimizer and the steps after which "auto" was replaced or came back."""
+    params = [nn.Parameter(torch.ones(8, dtype=torch.float64)) for _ in sizes(1)]
+    optimizer = cls([{"params": [p]} for p in params], backend=backend, **settings)
+    seen = []
+    for t in range(1, steps + 1):
+        for p, size in zip(params, sizes(t)):
+            signs = torch.randint(0, 2, (8,), generator=torch.Generator().manual_seed(2 * t)) * 2.0 - 1
+            noise = torch.randn(8, generator=torch.Generator().manual_seed(2 * t + backend.rank), dtype=torch.float64)
+            p.grad = None if size is None else size * (signs + 0.01 * noise)
+        for group in optimizer.param_groups:
+            group["lr"] = lr(t)
+        optimizer.step()
+        decided = [group["freeze_step"] for group in optimizer.param_groups]
+        if not seen or seen[-1][1] != decided:
+            seen.append((t, decided))
+    return optimizer, seen
+
+
+def freezes_at(sizes, steps, **settings):
+    """The step at which the last group freezes; None if one does not."""
+    results = on_threads(2, lambda backend: run(backend, sizes, steps, **settings)[1])
+    assert results[0] == results[1]
+    return None if "auto" in results[0][-1][1] else max(results[0][-1][1])
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.999])
+def test_the_energy_of_a_window_is_the_weighted_mean_of_the_squares_in_it(beta2):
+    """On lists, from the gradients themselves; one tensor lacks every third of them, and one the whole first window."""
+
+    def sizes(t):
+        return (1 + t % 7, None if t % 3 == 0 else 2.0**-t, None if t <= 20 else 1.0)
+
+    def energies(backend):
+        squares = [[], [], []]
+        params = [nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3)]
+        optimizer = OneBitAdam(params, betas=(0.9, beta2), freeze_step="auto", lr=1e-3, backend=backend)
+        expected = {0: 0.0, 1: 0.0, 2: 0.0}
+        for t in range(1, 41):
+            for i, (p, size) in enumerate(zip(params, sizes(t))):
+                p.grad = None if size is None else torch.tensor([size, 0.5 * size, -size], dtype=torch.float64)
+                if size is not None:
+                    squares[i].append(2.25 * size**2)
+            optimizer.step()
+            if t in LOOKS:
+                for i, window in enumerate(squares):
+                    weights = [beta2 ** (len(window) - 1 - j) for j in range(len(window))]
+                    if window:
+                        expected[i] = sum(w * s for w, s in zip(weights, window)) / sum(weights)
+                    window.clear()
+                found = [optimizer.state[p]["look_energy"].item() for p in params]
+                # v is summed in float64, through its root; b2 = 0.999 forgets 2 % of it in a window: 50 times the rest
+                assert found == pytest.approx(list(expected.values()), rel=1e-12)
+        return True
+
+    assert on_threads(2, energies) == [True, True]
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize("beta2", [0.95, 0.98, 0.999])
+def test_steady_gradients_freeze_at_the_third_look_whatever_b2(cls, beta2):
+    assert freezes_at(lambda t: (1.0, 0.1), 70, cls=cls, betas=(0.9, beta2)) == 60
+
+
+def plateau(t):
+    """As on a small BERT: the embedding's gradients fall and then stay; those of the queries fall with them to a
+    thousandth, and grow a thousandfold in steps 100 to 160."""
+    falling = math.exp(-min(t, 80) / 30)
+    growing = math.exp(min(max(t - 100, 0), 60) / 60 * math.log(1000))
+    return (0.3 + falling, 1e-3 * falling * growing)
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.98, 0.999])
+def test_the_warm_up_outlasts_a_plateau_that_the_sum_of_the_variance_does_not_see(beta2):
+    """||v||_1 does not change by 4 % after step 125, where the queries' has yet to grow a hundredfold."""
+    at = freezes_at(plateau, 400, betas=(0.9, beta2))
+    assert at is not None
+    assert 160 < at <= 303
+
+
+def test_the_calm_after_a_decline_must_last():
+    """Steps 61 to 80 are as 41 to 60, but those were less than a third of the ones before."""
+    at = freezes_at(lambda t: (1.0 if t <= 40 else 0.5, 1.0 if t <= 40 else 0.5), 130, betas=(0.9, 0.98))
+    assert at == 100
+    assert freezes_at(lambda t: (0.5 if t <= 40 else 1.0,) * 2, 130, betas=(0.9, 0.98)) == 80  # after growth at once
+
+
+@pytest.mark.parametrize("rate", [1.02, 0.98])
+def test_what_grows_or_shrinks_by_half_in_a_window_does_not_freeze(rate):
+    assert freezes_at(lambda t: (1.0, rate**t), 160, betas=(0.9, 0.98)) is None
+
+
+def test_an_lr_that_rises_keeps_the_warm_up_going():
+    assert freezes_at(lambda t: (1.0,), 130, lr=lambda t: 1e-3 * min(1, t / 70)) == 100, "70 is after the look at 60"
+    # a restart at step 50: lr is higher at 60 than at 40
+    assert freezes_at(lambda t: (1.0,), 130, lr=lambda t: 1e-3 * (1.0 - (t % 50) / 60)) == 80
+
+
+def test_groups_of_one_age_decide_together_and_a_late_one_by_itself():
+    """One shrinks for ever: neither freezes."""
+    assert freezes_at(lambda t: (1.0, 0.9**t), 130) is None
+
+    def late(backend):
+        p, q = (nn.Parameter(torch.ones(8)) for _ in range(2))
+        optimizer = OneBitAdam([p], backend=backend)
+        for t in range(100):
+            if t == 30:
+                optimizer.add_param_group({"params": [q]})
+            p.grad, q.grad = torch.ones(8), torch.ones(8)
+            optimizer.step()
+        return [group["freeze_step"] for group in optimizer.param_groups]
+
+    assert on_threads(2, late) == [[60, 60], [60, 60]]
+
+
+def test_ranks_that_see_other_variances_decide_the_same():
+    """The variance on rank 1 alone is made to grow twentyfold between two looks: neither rank freezes alone."""
+
+    def differing(backend):
+        p = nn.Parameter(torch.zeros(8))
+        optimizer = OneBitAdam([p], betas=(0.9, 0.9), backend=backend)
+        for t in range(1, 62):
+            p.grad = torch.ones(8)
+            optimizer.step()
+            if backend.rank == 1:
+                optimizer.state[p]["exp_avg_sq"].fill_(20.0 ** (t // 20))
+        return optimizer.param_groups[0]["freeze_step"]
+
+    assert on_threads(2, differing) == ["auto", "auto"]
+
+
+@pytest.mark.parametrize("kappa", [16, 1000])
+def test_zero_one_adam_stops_by_the_same_rule_and_its_local_steps_begin(kappa):
+    """Be every step a refresh (kappa = 1000) or fewer: then E is that of the refreshes."""
+
+    def run(backend):
+        p = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        policies = {"variance": {"kappa": kappa, "stop": "auto"}, "sync": {"first": 4, "longest": 4}}
+        optimizer = ZeroOneAdam([p], betas=(0.9, 0.98), backend=backend, **policies)
+        kinds = []
+        for t in range(1, 130):
+            p.grad = torch.full_like(p, math.exp(-min(t, 30) / 10) * (1 + backend.rank))
+            kinds.append(optimizer.kind_of(optimizer.param_groups[0]))
+            optimizer.step()
+        return optimizer.param_groups[0]["variance_stop"], kinds
+
+    (stop, kinds), other = on_threads(2, run)
+    assert (stop, kinds) == other
+    assert stop == 100, "80 is calm, but up to 60 it was a decline"
+    assert "local" not in kinds[:stop]
+    assert kinds[stop : stop + 8] == ["local", "local", "local", "compressed"] * 2
+
+
+def test_what_is_frozen_is_raised_to_a_millionth_of_its_tensors_mean_but_zeros():
+    def run(backend):
+        p = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer = OneBitAdam([p], backend=backend)
+        for _ in range(60):
+            p.grad = torch.tensor([1.0, 1e-6, 0.0, 0.5], dtype=torch.float64)
+            optimizer.step()
+        assert optimizer.phase == "compressed"
+        return optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**60)
+
+    for v in on_threads(2, run):
+        assert v.tolist() == pytest.approx([1.0, 1e-6 * 1.25 / 4, 0.0, 0.25], rel=1e-6)
+
+
+def test_a_model_without_gradients_does_not_freeze():
+    assert freezes_at(lambda t: (None, None), 70) is None
+    assert freezes_at(lambda t: (0.0, 0.0), 70) is None
