@@ -451,6 +451,7 @@ class OuterOptimizer(PackedOptimizer):
         else:
             member_rounds.take_mean(self, self.members)
 
+    @binding.on_itself
     def consolidate_state_dict(self, to: int = 0) -> None:
         member_rounds.refuse(self, "consolidate_state_dict()")
         super().consolidate_state_dict(to)
