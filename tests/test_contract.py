@@ -228,7 +228,7 @@ def test_state_is_complete_at_construction_and_the_same_on_every_rank():
 
     fresh, *others = on_threads(3, run)
     assert all(other == fresh for other in others)
-    assert fresh[0] == {"step", "variance_step", "exp_avg", "exp_avg_sq"}
+    assert fresh[0] == {"step", "variance_step", "exp_avg", "exp_avg_sq", *OneBitAdam.scalars}
     assert len(fresh) == sum(p.requires_grad for p in Toy().parameters())
 
 
@@ -238,6 +238,7 @@ def test_state_of_one_rank_has_no_residuals():
     assert set(state_dict["state"][0]) == {
         "step",
         "variance_step",
+        *OneBitAdam.scalars,
         "exp_avg",
         "exp_avg_sq",
     }
