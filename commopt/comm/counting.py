@@ -95,8 +95,8 @@ class Traffic:
 
     def go_on_from(self, other: Traffic) -> None:
         """Counts on from where another one, which is used no more, has come to."""
-        self.step, self._running, self.in_step = other.step, other._running, other.in_step
-        self.total = other.total
+        self.step, self.in_step = other.step, other.in_step
+        self._running, self._before = other._running, other._before
 
     def take_over(self, other: Traffic) -> None:
         """Counts now what another one has counted."""
