@@ -136,7 +136,9 @@ def attach(model: nn.Module, optimizer: Any) -> None:
     """
     ours = unwrapped(optimizer)
     if not isinstance(ours, Ours):
-        raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}")
+        swapped = isinstance(unwrapped(model), Ours)
+        hint = "the model comes first" if swapped else "any other has commopt.compress_gradients(model, compressor)"
+        raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}; {hint}")
     _connect(_ddp_of(model, ours), ours)
 
 
@@ -163,7 +165,17 @@ def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:
         return inside[0]
     if inside:
         raise ValueError(f"{type(model).__name__} has {len(inside)} DistributedDataParallel models: attach one of them")
+    if isinstance(model, nn.Module) and any(map(_is_replicated, model.modules())):
+        raise ValueError(
+            "replicate() makes its DistributedDataParallel in the first forward: call attach() after that, or leave it "
+            "to the first step, which finds it"
+        )
     raise ValueError(f"attach() connects a DistributedDataParallel; a bare {type(model).__name__} needs no attaching")
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """True for what the composable ``replicate()`` was applied to."""
+    return any(cls.__module__ == "torch.distributed._composable.replicate" for cls in type(module).__mro__)
 
 
 def _around(optimizer: PackedOptimizer) -> list[DistributedDataParallel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import LocalSGD, OneBitAdam, attach
+from commopt import LocalSGD, OneBitAdam, attach, compress_gradients
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Sign
 from commopt.optim import checks
@@ -245,6 +246,37 @@ def test_parameters_without_memory_and_devices_that_the_backend_cannot_send_from
 def test_a_model_in_place_of_its_parameters(make):
     with pytest.raises(TypeError, match=r"got the model Sequential: give it \.parameters\(\)"):
         make(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"got the method parameters: call it, parameters\(\)"):
+        make(nn.Linear(2, 2).parameters)
+
+
+@pytest.mark.parametrize("given", [Sign, "Sign", "sign"])
+def test_a_compressor_that_is_not_made_yet(given):
+    what = re.escape("the class Sign" if given is Sign else repr(given))
+    for make in (OneBitAdam, LocalSGD, lambda p, compressor: compress_gradients(nn.Linear(2, 2), compressor)):
+        with pytest.raises(ValueError, match=rf"got {what}: write commopt\.compress\.Sign\(\)"):
+            make(Toy().parameters(), compressor=given)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (OneBitAdam, "freeze_steps", "OneBitAdam.* argument 'freeze_steps'; did you mean freeze_step\\?"),
+        (LocalSGD, "peroid", "LocalSGD.* argument 'peroid', which its base AdamW does not .*; did you mean period\\?"),
+        (LocalSGD, "weight_deacy", "argument 'weight_deacy', .*; did you mean weight_decay\\?"),
+    ],
+)
+def test_a_keyword_with_a_letter_wrong(make, name, message):
+    with pytest.raises(TypeError, match=message):
+        make(Toy().parameters(), **{name: 1})
+
+
+def test_attach_says_what_comes_first_and_what_there_is_for_other_optimizers():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="got Linear; the model comes first"):
+        attach(OneBitAdam(model.parameters()), model)
+    with pytest.raises(ValueError, match=r"got SGD; any other has commopt.compress_gradients\("):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_the_name_of_a_backend_of_torch_is_where_it_does_not_belong():

@@ -47,6 +47,7 @@ def saved_by(make: Any, steps: int = 2, **settings: Any) -> dict[str, Any]:
         (DiLoCo, lambda: saved_by(optim.Adamax), "its parameter 0 has no 'exp_avg_sq'"),
         (OneBitAdam, lambda: {"model": 1, "step": 2}, "got a dict with 'model', 'step'; of a checkpoint of several"),
         (OneBitAdam, lambda: None, "'state' and 'param_groups', got None"),
+        (OneBitAdam, lambda: {"rank": 0, "world_size": 2, "layout": 3, "state": {}}, r"give it what join_state_dict\("),
     ],
 )
 def test_a_state_of_another_family_is_refused_and_changes_nothing(make: Any, state: Any, message: str) -> None:

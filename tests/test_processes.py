@@ -232,6 +232,8 @@ def run_unattached(
     kind = settings.pop("kind", OneBitAdam)
     optimizer = kind(model.parameters(), **{**(SETTINGS if kind is OneBitAdam else {}), **settings})
     if how == "replicate":
+        with pytest.raises(ValueError, match=r"in the first forward: call attach\(\) after that"):
+            attach(model, optimizer)
         with torch.no_grad():
             model(tokens(0, rank, world))  # it makes its DDP model in the first forward
         attach(model, optimizer)

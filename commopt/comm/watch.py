@@ -145,7 +145,10 @@ def blame(work: Any) -> str:
     if roll.unknown:
         return f"who is missing is not known ({roll.unknown}): "
     if not roll.absent and (late or roll.late):
-        return f"all ranks have joined, but not within {work.timeout:g} s, or the network between them is cut: "
+        return (
+            f"all ranks have joined, but not within {work.timeout:g} s, or the network between them is cut, or some "
+            "are in another call, whose error names it: "
+        )
     if not roll.absent:
         return "all ranks have joined, but not all have reached each other: "
     if late or roll.late:

@@ -88,7 +88,8 @@ def check_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(compressor, OfGradients):
-        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+        got = checks.no_compressor(compressor)
+        raise ValueError(f"compressor must be a commopt.compress.Compressor such as Sign(), got {got}")
     if not isinstance(feedback, bool) and not (isinstance(feedback, LoCo) and isinstance(compressor, Compressor)):
         raise ValueError(f"feedback must be True, False or, with a compressor of rows, LoCo(), got {feedback!r}")
     if not params:

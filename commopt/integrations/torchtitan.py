@@ -49,8 +49,9 @@ class Optimizers(OptimizersContainer):
         super().__init__(config, model_parts=model_parts)
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
-        made = getattr(commopt, name, None)
-        if not (isinstance(made, type) and issubclass(made, PackedOptimizer)):
+        made: Any = getattr(commopt, name, None)
+        communicates = isinstance(made, type) and issubclass(made, PackedOptimizer)
+        if not communicates:
             raise ValueError(
                 f"optimizer_name must be one of commopt's optimizers, of those that communicate; got {name!r}"
             )

@@ -137,7 +137,7 @@ class CommOptimizer(PackedOptimizer):
             self.check_settings()
             check_guard(self.guard)
             super(CommOptimizer, self).__init__(params, {**defaults, WHOSE: self.saved_as(), "step": 0})
-            check_torch_options(type(self).__name__, torch_options or {}, self.known_options, self.param_groups)
+            check_torch_options(type(self), torch_options or {}, self.known_options, self.param_groups)
 
         self.register_new(construct)
         self._ready = True

@@ -4,6 +4,7 @@ somebody exchanges. Functions of an optimizer."""
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -42,10 +43,14 @@ def in_a_list(params: Any) -> Any:
     """``params`` as an optimizer is given them, so that they can be looked at more than once.
 
     Raises:
-        TypeError: for a model.
+        TypeError: for a model, or a method of it.
     """
     if isinstance(params, nn.Module):
         raise TypeError(f"an optimizer takes parameters, got the model {type(params).__name__}: give it .parameters()")
+    if inspect.ismethod(params):
+        raise TypeError(
+            f"an optimizer takes parameters, got the method {params.__name__}: call it, {params.__name__}()"
+        )
     if isinstance(params, (Tensor, str, bytes, dict, set, torch.optim.Optimizer)) or not isinstance(params, Iterable):
         return params
     entries = list(params)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from commopt import compress
 from commopt.compress import Compressor, RandomBlocks
 from commopt.sharding import is_sharded
 
@@ -102,7 +104,25 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:
     if not isinstance(compressor, Compressor):
-        raise ValueError(f"{name} must be a commopt.compress.Compressor such as Sign(), got {compressor!r}")
+        raise ValueError(
+            f"{name} must be a commopt.compress.Compressor such as Sign(), got {no_compressor(compressor)}"
+        )
+
+
+def no_compressor(value: Any) -> str:
+    """What ``value`` is in place of a compressor, and how it would be one."""
+    known = {name.lower(): name for name in compress.__all__}
+    name = value.__name__ if isinstance(value, type) else value
+    if isinstance(name, str) and name.lower() in known:
+        what = f"the class {name}" if isinstance(value, type) else repr(value)
+        return f"{what}: write commopt.compress.{known[name.lower()]}()"
+    return repr(value)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question for the one of ``names`` that may be meant, if one is near."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def check_partial(name: str, how: Any) -> None:

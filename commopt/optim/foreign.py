@@ -19,6 +19,11 @@ def check_form(given: Any) -> None:
     """Raises ValueError unless ``given`` is what ``state_dict()`` of some optimizer gives."""
     if isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys():
         return
+    if isinstance(given, Mapping) and {"rank", "world_size", "layout"} <= given.keys():
+        raise ValueError(
+            "load_state_dict() got the part that split_state_dict() took apart for one rank; give it what "
+            "join_state_dict(replicated, parts, rank, world_size) makes of both"
+        )
     what = repr(given)
     if isinstance(given, Mapping):
         what = f"a dict with {', '.join(map(repr, list(given)[:5])) or 'nothing'}"

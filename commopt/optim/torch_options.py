@@ -3,8 +3,11 @@ anyway, so that a call of torch's class is one of ours."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from commopt.optim.checks import nearest
 
 _ANY = "foreach", "fused"  # how a step is computed: here by fused kernels
 
@@ -26,17 +29,19 @@ OF_SGD = (*_ANY, "dampening", "differentiable")
 
 
 def check_torch_options(
-    name: str, options: Mapping[str, Any], known: Sequence[str], groups: Sequence[Mapping[str, Any]]
+    cls: type, options: Mapping[str, Any], known: Sequence[str], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Checks the further keywords that the optimizer ``name`` was given.
+    """Checks the further keywords that an optimizer of class ``cls`` was given.
 
     Raises:
         TypeError: for one that torch's optimizer does not have either.
         ValueError: for one that asks for what is not there.
     """
+    name = cls.__name__
     for key, value in options.items():
         if key not in known:
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
+            hint = nearest(key, inspect.signature(cls).parameters)
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}{hint}")
         if key in _ANY and value not in (None, True, False):
             raise ValueError(f"{key} must be None, True or False, got {value!r}")
         if key in _REASONS and value not in (_ASKS_NOTHING[key], None):

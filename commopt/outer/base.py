@@ -139,13 +139,13 @@ class OuterOptimizer(PackedOptimizer):
             if compressor is not None and not isinstance(compressor, Compressor):
                 raise ValueError(
                     "compressor must be None (full precision) or a commopt.compress.Compressor such as Sign(), got "
-                    f"{compressor!r}"
+                    f"{checks.no_compressor(compressor)}"
                 )
             checks.check_common(max_grad_norm, bucket_mb, overlap=False)
             checks.check_reduction(reduction)
             check_guard(self.guard)
             self.own_settings()
-            self.base = make_base(params, base, base_args)
+            self.base = make_base(params, base, base_args, type(self))
             for group in self.base.param_groups:
                 binding.take_mesh(self, group)
             check_base(self.base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from commopt.comm import LocalBackend, Topology
 from commopt.optim.base import CommOptimizer
+from commopt.optim.checks import nearest
 from commopt.optim.packed import PackedOptimizer
 
 Where = tuple[torch.dtype, torch.device]
@@ -19,15 +21,15 @@ _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Distribut
 
 
 def make_base(
-    params: Any, base: Callable[..., torch.optim.Optimizer] | None, arguments: dict[str, Any]
+    params: Any, base: Callable[..., torch.optim.Optimizer] | None, arguments: dict[str, Any], outer: type
 ) -> torch.optim.Optimizer:
-    """The base optimizer: ``params`` itself if it is one, else ``base(params, **arguments)``.
+    """The base optimizer of one of class ``outer``: ``params`` itself if it is one, else ``base(params, **arguments)``.
 
     An optimizer class of commopt is given one rank alone, for it shall not communicate.
 
     Raises:
         ValueError: if both are given, or what ``base`` makes is no optimizer.
-        TypeError: from ``base``, for arguments that it does not know.
+        TypeError: for arguments that neither ``base`` nor ``outer`` knows.
     """
     if isinstance(params, torch.optim.Optimizer):
         if base is not None or arguments:
@@ -45,10 +47,26 @@ def make_base(
         raise ValueError(f"base must be an optimizer class such as torch.optim.AdamW, got {base!r}")
     if isinstance(base, type) and issubclass(base, PackedOptimizer):
         arguments = {"backend": LocalBackend(), **arguments}
+    _check_arguments(base, arguments, outer)
     made = base(params, **arguments)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"base must make a torch.optim.Optimizer, but {base!r} made a {type(made).__name__}")
     return made
+
+
+def _check_arguments(base: Callable[..., Any], arguments: dict[str, Any], outer: type) -> None:
+    """Raises TypeError for a keyword that ``base``, if it is a class that lists them, does not have."""
+    if not isinstance(base, type):
+        return
+    known = inspect.signature(base).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return
+    for key in arguments.keys() - known:
+        hint = nearest(key, [*known, *inspect.signature(outer).parameters])
+        raise TypeError(
+            f"{outer.__name__}() got an unexpected keyword argument {key!r}, which its base {base.__name__} does not "
+            f"have either{hint}"
+        )
 
 
 def check_base(base: torch.optim.Optimizer) -> None:

@@ -131,13 +131,14 @@ def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Comp
     count = min(params, max(SAMPLE[stand.device.type], 2 * bucket_bytes // 4))
     tensors = make_params(count, bucket_bytes, stand)
     copies = time_copies(stand, tensors)
-    adamw = torch.optim.AdamW(tensors, lr=0.0)  # parameters must stay as they are, equal on all ranks
+    betas = (0.9, 0.0)  # with a variance of one gradient, as of a freeze_step of 1
+    adamw = torch.optim.AdamW(tensors, lr=0.0, betas=betas)  # parameters must stay as they are, equal on all ranks
     adamw_seconds = stand.time(adamw.step)
 
     def make_onebit(backend: Backend) -> OneBitAdam:
         """In its compressed phase, with what AdamW has learnt: another variance on each rank, which nobody compares."""
         optimizer = OneBitAdam(
-            tensors, lr=0.0, weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
+            tensors, lr=0.0, betas=betas, weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
             compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=backend,
         )  # fmt: skip
         optimizer.load_state_dict(adamw.state_dict())
