@@ -327,6 +327,46 @@ def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: b
     return owed_of(handle)
 
 
+def paid(net: nn.Module, rank: int) -> list[Tensor]:
+    """All that is owed to the means, of whole parameters: what comes out where nothing more goes in."""
+    out = [torch.zeros(p.shape, dtype=p.dtype) for p in net.parameters()]
+    for _ in range(12):
+        net.zero_grad()
+        backward(net, 1, rank, 0.0)
+        for total, g in zip(out, gradients(net)):
+            total += 0 if g is None else g
+    return out
+
+
+def on_mesh(shape: tuple[int, int] | None, compressor: Any, feedback: Any = True) -> tuple[nn.Module, Any]:
+    """A model cut over the second dimension of a mesh of replicas and shards, or over all ranks alike."""
+    mesh = None if shape is None else grid(*shape)
+    net = cut(Odd(), **({} if mesh is None else {"mesh": mesh["shard"]}))
+    bucket_mb = None if mesh is None else 2e-4
+    return net, commopt.compress_gradients(net, compressor, process_group=mesh, bucket_mb=bucket_mb, feedback=feedback)
+
+
+def saved_on_mesh(rank: int, world_size: int, shape: Any, *how: Any) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state after some steps, and what is owed then."""
+    net, handle = on_mesh(shape, *how)
+    for step in range(4):
+        backward(net, step, rank)
+    state = handle.state_dict()
+    return state, paid(net, rank)
+
+
+def loaded_on_mesh(
+    rank: int, world_size: int, states: list[dict[str, Any]], shape: Any, *how: Any
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """What is owed on a mesh that has loaded them, and its state before that."""
+    net, handle = on_mesh(shape, *how)
+    split = [commopt.optim.split_state_dict(state) for state in states]
+    joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
+    handle.load_state_dict(joined)
+    state = handle.state_dict()
+    return paid(net, rank), state
+
+
 def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     """Whether anything is owed by ranks that load, as nodes, what they saved alike; and what they were told."""
     told: list[str] = []

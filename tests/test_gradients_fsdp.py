@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import fsdp_scenes
@@ -10,8 +11,9 @@ import torch
 from pool import Pool
 from worlds import same_bits
 
-from commopt.compress import Int4, Int8, Sign
+from commopt.compress import Int4, Int8, PowerSGD, Sign, TopBlocks
 from commopt.gradients import Differences, LoCo
+from commopt.optim.places import put_together
 from commopt.probe.clock import Costs
 from commopt.probe.cut import WAYS, predict_cut
 from commopt.probe.fit import Line
@@ -152,6 +154,42 @@ def test_another_world_owes_the_same_together(pool, saved, loaded):
         for each in [torch.stack([each[key] for each in here]).mean(0)] if loaded else [each[key] for each in here]:
             assert torch.allclose(each, mean, rtol=0, atol=1e-14)
     assert any(each.any() for each in there[0].values())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "compressor"),
+    [
+        ((2, 2), [(2, 2), (4, 1), (1, 3), (3, 1), (1, 1), None], Int8(block=8)),
+        ((3, 1), [(2, 2)], TopBlocks(0.5, block=8)),
+        (None, [(2, 2)], Int8(block=8)),
+    ],
+    ids=repr,
+)
+def test_any_mesh_owes_what_another_did(pool, saved, loaded, compressor):
+    """(replicas, shards); None: cut over all ranks, by FSDP2's reduce-scatters."""
+    ranks = pool.over_gloo(4 if saved is None else math.prod(saved), fsdp_scenes.saved_on_mesh, saved, compressor)
+    states, owed = [state for state, _ in ranks], ranks[0][1]
+    assert any(each.any() for each in owed)
+    for shape in loaded:
+        world_size = 4 if shape is None else math.prod(shape)
+        for there, _ in pool.over_gloo(world_size, fsdp_scenes.loaded_on_mesh, states, shape, compressor):
+            for mine, theirs in zip(there, owed):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("compressor", "feedback"), [(PowerSGD(2), True), (Int8(block=8), LoCo(0.5, None))], ids=repr)
+def test_what_does_not_come_out_at_once_lies_where_it_did(pool, compressor, feedback):
+    """Low rank, whose factors begin anew for other pieces; and LoCo's, which is rounded to 8 bits once more."""
+    states = [state for state, _ in pool.over_gloo(4, fsdp_scenes.saved_on_mesh, (2, 2), compressor, feedback)]
+    loaded = pool.over_gloo(4, fsdp_scenes.loaded_on_mesh, states, (4, 1), compressor, feedback)
+    before, after = (put_together([state["residuals"] for state in of]) for of in (states, [s for _, s in loaded]))
+    assert any(each["worker_error"].any() for each in before.values())
+    for key, entry in after.items():  # other matrices may be large enough to have factors
+        for name, mine in entry.items():
+            theirs = before[key][name] if key in before else torch.zeros_like(mine)
+            room = 0 if feedback is True else float(theirs.abs().max()) / 127
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14 + room)
+    assert before.keys() <= after.keys()
 
 
 def test_the_same_ranks_otherwise_grouped_begin_again(pool):

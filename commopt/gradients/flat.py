@@ -10,6 +10,7 @@ from torch import Tensor
 from commopt.compress import Feedback
 from commopt.optim import saving
 from commopt.optim.own import Origin
+from commopt.optim.places import Saved, places_of
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
@@ -44,6 +45,9 @@ class Flat:
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         return dict(saving.own_states([(bucket, ()) for bucket in buckets], params, lambda p: p))
+
+    def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
+        return places_of(buckets, params)
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         return {}

@@ -22,6 +22,7 @@ from commopt.compress import Compressor, Feedback, Int8, Spared
 from commopt.gradients.rows import Rows
 from commopt.optim.checks import check_int
 from commopt.optim.own import Origin
+from commopt.optim.places import Saved
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
@@ -121,6 +122,10 @@ class LoCoRows(Rows):
         out[EXACTLY] = {f"bytes {i}": each.bytes.clone() for i, each in enumerate(owed)}
         out[EXACTLY] |= {f"means {i}": each.means for i, each in enumerate(owed)}
         return out
+
+    def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
+        with self._unpacked(buckets):
+            return super().places(buckets, params)
 
     def load(
         self,

@@ -13,84 +13,27 @@ zeros leaves the factors as they are. What is no matrix, or too small, is in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt import ops
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
 from commopt.compress.low_rank import LowRank
+from commopt.gradients.factors import Exact, Factors, Owed
 from commopt.gradients.method import Brought, Received
 from commopt.optim.masks import absent_runs
 from commopt.optim.own import MIXED, Origin
+from commopt.optim.own_tensor import Place
+from commopt.optim.places import Saved
 from commopt.optim.saving import Entries
 from commopt.optim.state import MERGED
 from commopt.optim.state_bucket import StateBucket
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A matrix of a bucket, and its factors, the same on all ranks.
-
-    Attributes:
-        index: of the parameter in the bucket.
-        start: of its elements in a flat buffer.
-        p, q: (n, r) and (m, r).
-    """
-
-    index: int
-    start: int
-    p: Tensor
-    q: Tensor
-
-    def matrix(self, flat: Tensor) -> Tensor:
-        """Its elements in a flat buffer, (n, m), a view."""
-        n, m = self.p.shape[0], self.q.shape[0]
-        return flat[self.start : self.start + n * m].view(n, m)
-
-
-@dataclass
-class Exact:
-    """Neighbouring parameters of a bucket that are sent in full.
-
-    Attributes:
-        start, stop: in a flat buffer.
-        params: of each the index in the bucket, and where it starts here.
-    """
-
-    start: int
-    stop: int
-    params: list[tuple[int, int]]
-
-
-@dataclass
-class Owed:
-    """State of a bucket.
-
-    Attributes:
-        matrices: those that are sent as factors.
-        exact: all others.
-        error: (padded,), what this rank owes; None without feedback.
-        spare: (padded,), where the next error is made.
-        turn: how many means were taken.
-    """
-
-    matrices: list[Factors]
-    exact: list[Exact]
-    error: Tensor | None
-    spare: Tensor
-    turn: int = 0
-
-    def plus_error(self, brought: Brought) -> Tensor:
-        """``spare``, with the gradients plus what is owed."""
-        before = self.spare.zero_() if self.error is None else self.error
-        ops.momentum(before, [g for g, _ in brought], [start for _, start in brought], 1.0, 1.0, self.spare)
-        return self.spare
+from commopt.sharding import cut, is_sharded
 
 
 class Thin:
@@ -147,6 +90,7 @@ class Thin:
             owed.turn += 1
             owed.matrices = [old if old.index in absent else kept for old, kept in zip(owed.matrices, later)]
             if owed.error is not None:
+                owed.loaded &= set(absent)
                 for start, stop in runs:
                     a[start:stop] = owed.error[start:stop]
                 owed.error, owed.spare = a, owed.error
@@ -158,14 +102,18 @@ class Thin:
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         number, out = {id(p): i for i, p in enumerate(params)}, dict[Any, dict[str, Any]]()
         for bucket in buckets:
-            owed = self._of[id(bucket)]
-            for factors in owed.matrices:
-                if owed.error is None:
-                    continue
-                mine = factors.matrix(owed.error).clone()
-                out[number[id(bucket.params[factors.index])]] = {
-                    "worker_error": mine.flatten(), "server_error": mine.new_zeros(0),
-                }  # fmt: skip
+            for i, error in self._of[id(bucket)].errors(bucket):
+                mine = error.clone().flatten()
+                out[number[id(bucket.params[i])]] = {"worker_error": mine, "server_error": mine[:0]}
+        return out
+
+    def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
+        number, out = {id(p): i for i, p in enumerate(params)}, Saved()
+        for bucket in buckets:
+            for i, error in self._of[id(bucket)].errors(bucket):
+                p, ranks = bucket.params[i], bucket.replicas
+                place = Place.of(p, error.shape, 0, ranks.rank, ranks.world_size)
+                out[number[id(p)]] = {"worker_error": astuple(place)}
         return out
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
@@ -185,34 +133,55 @@ class Thin:
         here: Origin,
         fold: Callable[[Tensor, Tensor], None],
     ) -> bool:
-        known = origin is not None and origin[0] != MIXED and (origin[0] == MERGED or origin[:2] == here[:2])
         left_out = False
         for bucket in buckets:
             owed = self._of[id(bucket)]
             for k, factors in enumerate(owed.matrices):
-                entry = entries.get(bucket.params[factors.index], {})
-                if "p" in entry:
-                    owed.matrices[k] = self._loaded(factors, entry)
+                entry = entries.get(p := bucket.params[factors.index], {})
+                if "p" in entry and (origin == here or not is_sharded(p)):  # of other pieces, these begin anew
+                    owed.matrices[k] = factors.loaded(entry)
                     owed.turn = int(entry["turn"])
-                error = entry.get("worker_error")
-                if error is None or owed.error is None:
-                    continue
-                if bucket.replicas.nodes == 1 and known:
-                    fold(bucket.params[factors.index], error.to(bucket.device).view(bucket.shapes[factors.index]))
-                elif known:
-                    factors.matrix(owed.error).copy_(error.view(factors.p.shape[0], -1))
-                else:
-                    left_out = left_out or bool(error.any())
+            if owed.error is not None:
+                owed.error.zero_()
+                thin = {factors.index for factors in owed.matrices}
+                has = {i for i, p in enumerate(bucket.params) if "worker_error" in entries.get(p, {})}
+                owed.loaded = has - thin
+                for i, p in enumerate(bucket.params):
+                    left_out = _take_error(bucket, i, owed.error, entries.get(p, {}), origin, here, fold) or left_out
         return left_out
 
-    def _loaded(self, factors: Factors, entry: dict[str, Any]) -> Factors:
-        p, q = entry["p"].to(factors.p), entry["q"].to(factors.q)
-        if (p.shape, q.shape) != (factors.p.shape, factors.q.shape):
-            raise ValueError(
-                f"the loaded factors are {tuple(p.shape)} and {tuple(q.shape)}, here they are {tuple(factors.p.shape)} "
-                f"and {tuple(factors.q.shape)}: they are of another model, or of another rank"
-            )
-        return replace(factors, p=p.clone(), q=q.clone())
+
+def _take_error(
+    bucket: StateBucket,
+    i: int,
+    error: Tensor,
+    entry: Mapping[str, Any],
+    origin: Origin | None,
+    here: Origin,
+    fold: Callable[[Tensor, Tensor], None],
+) -> bool:
+    """Puts what is owed to parameter ``i`` where it belongs in ``error``, (padded,). Returns whether it was left out,
+    because it is another rank's."""
+    given, p, shape = entry.get("worker_error"), bucket.params[i], bucket.shapes[i]
+    if given is None:
+        return False
+    if origin is not None and origin[0] == MERGED:
+        server = entry.get("server_error")
+        whole = given if server is None or not server.numel() else given + server  # of another way to take means
+        given = cut(whole.view(p.shape), p)
+    elif origin is None or origin[0] == MIXED or origin[:2] != here[:2] or (is_sharded(p) and origin != here):
+        return bool(given.any())
+    if given.numel() != shape.numel():
+        raise ValueError(
+            f"the loaded residual of a parameter of shape {tuple(p.shape)} has {given.numel()} elements, and "
+            f"{shape.numel()} are here: it is of another model"
+        )
+    given = given.to(bucket.device).reshape(shape)
+    if bucket.replicas.nodes == 1:
+        fold(p, given)
+    else:
+        error[bucket.offsets[i] : bucket.offsets[i] + given.numel()].view(shape).copy_(given)
+    return False
 
 
 Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]

@@ -12,6 +12,7 @@ from commopt.comm import Backend, Channel, Work, compressed_reduce_scatter, redu
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.optim.own import Origin
+from commopt.optim.places import Saved
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
@@ -60,6 +61,9 @@ class Method(Protocol):
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         """What this rank owes, by the number of the parameter, as copies."""
+
+    def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
+        """Where in whole parameters that lies: see :mod:`commopt.optim.places`."""
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         """State that is the same on all ranks, by the number of the parameter, as copies."""

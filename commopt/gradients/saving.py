@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.comm import MeshBackend
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
-from commopt.optim.own import Origin, digest_of
-from commopt.optim.state import MERGED, refuse_outdated
+from commopt.optim.own import Origin, digest_of, origin_of
+from commopt.optim.places import PLACES
+from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
+from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
@@ -22,13 +25,18 @@ logger = logging.getLogger("commopt")
 def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
     part = {**saving.whose(_origin(mean, sharded), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
+    common = mean.method.common(mean.buckets, mean.params)
     if sharded is not None:
         part["state"] |= sharded.own(mean.params)
         if sharded.whole:  # each rank owes of the whole, as if it were a node
             part["nodes"] = mean.topology.world_size
+    if isinstance(mean.topology.backend, MeshBackend):  # parameters may be in pieces
+        part[PLACES] = mean.method.places(mean.buckets, mean.params)
+        for i in [i for i in common if is_sharded(mean.params[i])]:
+            part["state"].setdefault(i, {}).update(common.pop(i))
     part["digest"] = digest_of(part)
     groups = [{"params": list(range(len(mean.params)))}]
-    return {"param_groups": groups, "state": mean.method.common(mean.buckets, mean.params), "residuals": part}
+    return {"param_groups": groups, "state": common, "residuals": part}
 
 
 @torch.no_grad()
@@ -40,8 +48,10 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         raise ValueError(
             f"the loaded residuals are of {len(ids)} parameters, the model has {len(mean.params)} to train"
         )
-    entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
     here = _origin(mean, sharded)
+    if TOGETHER in given and origin_of(given["residuals"]) != here:
+        given = {**given, "residuals": given[TOGETHER]}
+    entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
     mean.owed.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:

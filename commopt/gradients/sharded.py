@@ -170,6 +170,9 @@ class ShardedDoor:
                         f"elements, and {place.shape.numel()} are here: it is of another model, or of a mesh that cuts "
                         "it otherwise"
                     )
+                server = entries[p].get("server_error")
+                if not mine and server is not None and server.numel():  # of replicas of pieces
+                    error = error + server.to(error)
                 if known:
                     now[:, place.start : place.stop] = place.columns(error.to(now), len(now))
                 else:

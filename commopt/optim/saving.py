@@ -192,7 +192,7 @@ def fill_residuals(
                 worker = server = torch.zeros(())
             elif mine is None and (origin == here or (origin is not None and origin[0] == MERGED)):
                 for part in (worker, server):
-                    fold(p, part.to(bucket.device).view(bucket.shapes[i]))
+                    fold(p, cut(part.reshape(p.shape), p).to(bucket.device).reshape(bucket.shapes[i]))
             elif origin is not None and origin[0] == MERGED:
                 worker, server = (cut(part.reshape(p.shape), p).reshape(-1) for part in (worker, server))
                 worker, server = _share_of(bucket, i, mine, worker, server)

@@ -9,6 +9,9 @@ of their own between two rounds. A checkpoint therefore holds the replicated par
 At the same world size, and with the same nodes, the result is exact. Else no residual is lost: every
 new rank starts from the mean of the old worker residuals, and the server residuals are dealt out anew. Of all else that
 is a rank's own (with local steps: parameters, momenta, the state of a base optimizer), new ranks start from the mean.
+
+Parts that say where in whole parameters they lie, because ranks hold pieces, are put together to whole ones. Whether a
+rank is where it was is for it to say that loads: it gets its own part, and beside it what all have together.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from typing import Any
 
 import torch
 
+from commopt.optim.places import PLACES, RANK_LOCAL, put_together, with_server
+
 StateDict = dict[str, Any]
 
-RANK_LOCAL = ("worker_error", "server_error")
-"""Names of a parameter's residuals: of what this rank sends, and of the part of it that this rank averages."""
+TOGETHER = "residuals_together"
+"""Key of the residuals of all ranks together, beside a rank's own which may be of another mesh."""
 
 OF_RANKS = "residuals_of_ranks"
 """Key of a state with the own parts of all ranks, by rank: what ``consolidate_state_dict()`` is followed by."""
@@ -66,6 +71,10 @@ def join_state_dict(
         raise ValueError(
             f"rank-local states must come from every rank of one world, in order; got (rank, size) {saved}"
         )
+    if PLACES in rank_locals[0]:
+        together = {**_merge_pieces(rank_locals), "rank": MERGED}
+        own = rank_locals[rank] if len(saved) == world_size else together
+        return {**replicated, "residuals": own, TOGETHER: together}
     same = (len(saved), _nodes(rank_locals[0])) == (world_size, nodes or world_size)
     mine = rank_locals[rank] if same else _merge(rank_locals)
     return {**replicated, "residuals": mine}
@@ -79,6 +88,11 @@ def refuse_outdated(parts: Sequence[StateDict | None], groups: Sequence[StateDic
             "the loaded state was saved before commopt 0.1.0, whose names of state are others: load it with the "
             "version that has saved it, or begin a new run from the weights of the model"
         )
+
+
+def _merge_pieces(parts: Sequence[StateDict]) -> StateDict:
+    """The residuals of all ranks together, of whole parameters."""
+    return {**{key: parts[0][key] for key in parts[0] if key not in (PLACES, "digest")}, "state": put_together(parts)}
 
 
 def _nodes(part: StateDict) -> int:
@@ -100,6 +114,7 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
             ]
             merged["state"][key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
             merged["state"][key]["server_error"] = torch.cat([part["state"][key]["server_error"] for part in parts])
+            merged["state"][key] = with_server(merged["state"][key])
     return {**merged, "rank": MERGED}
 
 

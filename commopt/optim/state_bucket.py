@@ -85,6 +85,17 @@ class StateBucket(Bucket):
         workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.shard_index)
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
+    def residual_places(self, feedback: Feedback) -> list[dict[str, Place]]:
+        """Of each parameter, where in the whole of it these residuals of the bucket lie."""
+        node, nodes = self.replicas.inter_node.rank, self.replicas.nodes
+        out = []
+        for i, (p, shape) in enumerate(zip(self.params, self.shapes)):
+            compresses = self.start_of(i, self.local_rank, feedback.worker)
+            averages = self.start_of(i, self.shard_index, feedback.server)
+            sent = Place.of(p, shape, compresses, node, nodes)
+            out.append({"worker_error": sent, "server_error": Place.of(p, shape, averages, 0, 1)})
+        return out
+
     def own_residuals(self) -> list[dict[str, OwnTensor]]:
         """The residuals of each parameter on this rank, with their places; zeros on one node. Empty if nothing is ever
         compressed."""
@@ -92,18 +103,10 @@ class StateBucket(Bucket):
             return []
         feedback = self.feedback or Feedback(self.zeros(), self.zeros())
         workers, servers = self.part_views(feedback.worker), self.shares(feedback.server, self.shard_index)
-        node, nodes = self.replicas.inter_node.rank, self.replicas.nodes
-        out = []
-        for i, (p, shape) in enumerate(zip(self.params, self.shapes)):
-            compresses = self.start_of(i, self.local_rank, feedback.worker)
-            averages = self.start_of(i, self.shard_index, feedback.server)
-            out.append(
-                {
-                    "worker_error": OwnTensor.make(workers[i], Place.of(p, shape, compresses, node, nodes)),
-                    "server_error": OwnTensor.make(servers[i], Place.of(p, shape, averages, 0, 1)),
-                }
-            )
-        return out
+        return [
+            {name: OwnTensor.make(own, place) for (name, place), own in zip(places.items(), residuals)}
+            for places, residuals in zip(self.residual_places(feedback), zip(workers, servers))
+        ]
 
     def own(self, i: int, elements: Tensor, differ: bool) -> OwnTensor:
         """``elements``, of the shape of the piece of parameter ``i`` or of one element, of this replica if they

@@ -224,11 +224,9 @@ def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[s
         return
     if _same_ranks(world, shared, parts):
         gradients.load_state_dict(states[world.rank])
-    elif world.mesh is None:
+    else:
         owed = [split_state_dict(state)[1] for state in states]
         gradients.load_state_dict(join_state_dict(split_state_dict(states[0])[0], owed, world.rank, world.size))
-    elif world.is_main:
-        log.warning("what compressed means of gradients owe is of another mesh: it starts again from 0")
 
 
 def take_weights(trainer: Trainer, path: Path) -> None:
