@@ -191,8 +191,9 @@ def fill_residuals(
                 dropped = dropped or expected(p)
                 worker = server = torch.zeros(())
             elif mine is None and (origin == here or (origin is not None and origin[0] == MERGED)):
-                for part in (worker, server):
-                    fold(p, cut(part.reshape(p.shape), p).to(bucket.device).reshape(bucket.shapes[i]))
+                for part in (worker, server):  # those of all are of the whole parameter, a rank's own of its piece
+                    piece = part if origin == here else cut(part.reshape(p.shape), p)
+                    fold(p, piece.to(bucket.device).reshape(bucket.shapes[i]))
             elif origin is not None and origin[0] == MERGED:
                 worker, server = (cut(part.reshape(p.shape), p).reshape(-1) for part in (worker, server))
                 worker, server = _share_of(bucket, i, mine, worker, server)
