@@ -5,6 +5,7 @@ Its models need Triton, for kernels of experts: here a small one stands in for t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import tempfile
 import types
@@ -136,6 +137,7 @@ def refused(model: nn.Module) -> list[str]:
     attempts = [lambda dims=dims: within_a_replica(parallelize)(net(), parallel_dims=dims) for dims in other]
     attempts += [
         lambda: config.build(model_parts=[net()]),
+        lambda: dataclasses.replace(config, implementation="fused_opt_states_bf16").build(model_parts=[model]),
         lambda: optimizers(torch.optim.AdamW).build(model_parts=[model]),  # type: ignore[arg-type]
         lambda: optimizers(commopt.Lamb).build(model_parts=[model]),  # type: ignore[arg-type]
     ]
@@ -183,6 +185,7 @@ def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:
                 "parallelism.expert_parallel_degree=1, got 2",
                 "parallelism.spmd_backend='partial_dtensor', got 'spmd_types'",
                 "set model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn)",
+                "take implementation='fused' or 'foreach' or 'for-loop', got 'fused_opt_states_bf16'",
                 "got 'AdamW'",
                 "got 'Lamb'",
             ),

@@ -1,4 +1,4 @@
-"""Models that a trainer has sharded so that there are no replicas: how they are known, and what is said."""
+"""Models that a trainer shards: that there are replicas, or what is said where there are none."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ def tell_of_shards(mesh: Any, optimizer: PackedOptimizer) -> None:
             "commopt.compress_gradients(model, ...) with an optimizer of torch compresses FSDP2's own exchanges.",
             type(optimizer).__name__, mesh.size(0),
         )  # fmt: skip
+
+
+class OneReplica:
+    """torchtitan's ``parallel_dims`` as of a run without replicas, so that FSDP averages over none; its meshes are the
+    same."""
+
+    dp_replicate, dp_replicate_enabled = 1, False
+
+    def __init__(self, parallel_dims: Any) -> None:
+        self._all = parallel_dims
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._all, name)

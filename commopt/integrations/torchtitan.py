@@ -1,7 +1,6 @@
 """torchtitan (0.3): a container of optimizers, for models that FSDP2 shards.
 
-    spec = config.model_spec  # of a Trainer.Config
-    spec.parallelize_fn = within_a_replica(spec.parallelize_fn)
+    spec.parallelize_fn = within_a_replica(spec.parallelize_fn)  # config.model_spec of a Trainer.Config
     config.optimizer = optimizers(commopt.OneBitAdam, lr=8e-4, freeze_step=2000, max_grad_norm=1.0)
     config.parallelism.spmd_backend = "partial_dtensor"
 
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import commopt
+from commopt.integrations.shards import OneReplica
 from commopt.optim.packed import PackedOptimizer
 
 _meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
@@ -29,17 +29,18 @@ _meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
 
 
 class Optimizers(OptimizersContainer):
-    """A container of optimizers of commopt, by their names. Its checkpoints keep residuals, and what else is a rank's
-    own, and load on any mesh. Raises ValueError when it is built, for a model that :func:`within_a_replica` has not
-    sharded, and for an optimizer that is not commopt's or does not communicate."""
+    """A container of optimizers of commopt, by name. Its checkpoints keep residuals, and what else is a rank's own, and
+    load on any mesh. Raises ValueError for a model that :func:`within_a_replica` has not sharded, and for an optimizer
+    that is not commopt's or does not communicate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """As torchtitan's. ``implementation`` says nothing here. Arguments of a whole optimizer, such as
-        ``freeze_step``, are in ``optimizer_factory_kwargs_by_name``; ``reduction`` is "sum" if left out, because
-        torchtitan divides the loss by the tokens of all ranks."""
+        """As torchtitan's. What is of a whole optimizer, such as ``freeze_step``, is in
+        ``optimizer_factory_kwargs_by_name``; ``reduction`` is "sum" if left out, because torchtitan divides the loss by
+        the tokens of all ranks. ``implementation`` may be any of those that compute the same."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        _take("implementation", config.implementation, "fused", "foreach", "for-loop")
         if model_parts[0] not in _meshes:
             raise ValueError(
                 "commopt's optimizers in torchtitan take a model that is sharded within a replica: set "
@@ -52,9 +53,7 @@ class Optimizers(OptimizersContainer):
         made: Any = getattr(commopt, name, None)
         communicates = isinstance(made, type) and issubclass(made, PackedOptimizer)
         if not communicates:
-            raise ValueError(
-                f"optimizer_name must be one of commopt's optimizers, of those that communicate; got {name!r}"
-            )
+            raise ValueError(f"optimizer_name: commopt's optimizers that communicate are taken, got {name!r}")
         return lambda groups, **settings: made(groups, process_group=self._mesh, **{"reduction": "sum"} | settings)
 
     @staticmethod
@@ -74,6 +73,12 @@ def optimizers(opt_class: type[PackedOptimizer], **settings: Any) -> Optimizers.
     return Optimizers.Config(param_groups=groups, optimizer_factory_kwargs_by_name={name: settings})
 
 
+def _take(name: str, value: Any, *taken: Any) -> None:
+    if value not in taken:
+        allowed = " or ".join(map(repr, taken))
+        raise ValueError(f"commopt's optimizers in torchtitan take {name}={allowed}, got {value!r}")
+
+
 def within_a_replica(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``parallelize_fn`` of a model of torchtitan, which shards over the ranks of a replica only: with replicas in its
     mesh, FSDP itself would average over them, in full precision, and nothing would be left to compress.
@@ -82,27 +87,11 @@ def within_a_replica(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def parallelize(model: nn.Module, *, parallel_dims: Any, **settings: Any) -> nn.Module:
-        for name, value, taken in (
-            ("pipeline_parallel_degree", parallel_dims.pp, 1),
-            ("expert_parallel_degree", parallel_dims.ep, 1),
-            ("spmd_backend", parallel_dims.spmd_backend, "partial_dtensor"),
-        ):
-            if value != taken:
-                raise ValueError(f"commopt's optimizers in torchtitan take parallelism.{name}={taken!r}, got {value!r}")
-        sharded = parallelize_fn(model, parallel_dims=_OneReplica(parallel_dims), **settings)
+        _take("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1)
+        _take("parallelism.expert_parallel_degree", parallel_dims.ep, 1)
+        _take("parallelism.spmd_backend", parallel_dims.spmd_backend, "partial_dtensor")
+        sharded = parallelize_fn(model, parallel_dims=OneReplica(parallel_dims), **settings)
         _meshes[sharded] = parallel_dims.get_activated_mesh(["dp_replicate", "fsdp", "tp"])
         return sharded
 
     return parallelize
-
-
-class _OneReplica:
-    """``parallel_dims`` as of a run without replicas; its meshes are the same."""
-
-    dp_replicate, dp_replicate_enabled = 1, False
-
-    def __init__(self, parallel_dims: Any) -> None:
-        self._all = parallel_dims
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._all, name)
