@@ -137,7 +137,7 @@ def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Comp
     def make_onebit(backend: Backend) -> OneBitAdam:
         """In its compressed phase, with what AdamW has learnt: another variance on each rank, which nobody compares."""
         optimizer = OneBitAdam(
-            tensors, lr=0.0, weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
+            tensors, lr=0.0, betas=(0.9, 0.0), weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
             compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=backend,
         )  # fmt: skip
         optimizer.load_state_dict(adamw.state_dict())
