@@ -130,8 +130,10 @@ def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
 
     return {
         "AdamW + Int8": on({"name": "Int8"}),
+        "AdamW + Int8 without feedback": on({"name": "Int8", "feedback": False}),
         "AdamW + Int4": on({"name": "Int4"}),
         "AdamW + Int4 without feedback": on({"name": "Int4", "feedback": False}),
+        "AdamW + Int4 with LoCo": on({"name": "Int4", "feedback": "LoCo"}),
         "AdamW + PowerSGD(4)": on({"name": "PowerSGD", "args": {"rank": 4}}, SHORTER),
         "AdamW + ACP(4)": on({"name": "ACP", "args": {"rank": 4}}, NOISY),
         "AdamW + Sign": on({"name": "Sign"}, NOISY),

@@ -112,22 +112,31 @@ BY_RATE = (
 
 
 def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> str:
-    """Markdown: the time of a step by rate, and its ratios to the methods ``rival`` and ``alone``; the bytes that leave
-    a host, how many times fewer than the rival's (``name``), and the command, of the first run; how far others
-    disturbed."""
+    """Markdown: the time of a step by hosts and rate, and its ratios to the methods ``rival`` and ``alone``; the bytes
+    that leave a host, by hosts; how many times fewer they are than the rival's (``name``), on the first bed; the
+    commands; how far others disturbed."""
+    several = len({run["hosts"] for run in runs}) > 1
+
+    def bed(run: dict[str, Any]) -> str:
+        return f"{run['hosts']} hosts, {link(run)}" if several else link(run)
 
     def times(m: dict[str, Any]) -> str:
         return f"{1e3 * m['seconds_median']:.0f} ms, {m[f'to_{rival}']:.2f} x, {m[f'to_{alone}']:.2f} x"
 
-    columns = {link(run): {key: times(m) for key, m in run["methods"].items()} for run in runs}
+    columns = {bed(run): {key: times(m) for key, m in run["methods"].items()} for run in runs}
+    sizes: dict[str, dict[str, str]] = {}
+    for run in runs:  # of each number of hosts the first
+        mb = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in run["methods"].items()}
+        sizes.setdefault(f"MB a host of {run['hosts']}" if several else "MB a host", mb)
     methods = runs[0]["methods"]
     native = methods[rival]["bytes_per_host"]
-    columns["MB a host"] = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in methods.items()}
+    columns |= sizes
     columns[f"{name}'s by"] = {
         key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
     }
-    notes = [f"{link(run)}: {caveats(run)}" for run in runs]
-    return "\n\n".join([matrix(columns, runs), *notes, f"```bash\n{runs[0]['command']}\n```"])
+    notes = [f"{bed(run)}: {caveats(run)}" for run in runs]
+    commands = "\n".join(dict.fromkeys(run["command"] for run in runs))
+    return "\n\n".join([matrix(columns, runs), *notes, f"```bash\n{commands}\n```"])
 
 
 def ratios(method: dict[str, Any]) -> str:

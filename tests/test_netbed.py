@@ -28,6 +28,7 @@ from forks import python
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import bench_probe  # noqa: E402
 import netbed  # noqa: E402
 import network_report  # noqa: E402
 
@@ -264,6 +265,23 @@ def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
         network_report.update_page(network_report.summary(runs), page)
 
 
+def test_runs_on_other_numbers_of_hosts_have_columns_of_their_own() -> None:
+    def run(hosts: int, rate: str, seconds: float) -> dict[str, Any]:
+        method = {"seconds_median": seconds, "bytes_per_host": hosts * 1e6, "to_ddp": 1.0, "to_none": 2.0}
+        return {
+            "hosts": hosts, "rate": rate, "bed": "namespaces", "rounds": 4, "rounds_used": 2, "others_share": 0.0,
+            "command": f"measure --hosts {hosts}", "methods": {"ddp": method | {"label": "DDP"}},
+        }  # fmt: skip
+
+    against = ("ddp", "none", "DDP")
+    one = network_report.by_rate([run(2, "1gbit", 0.5), run(2, "100mbit", 1.0)], *against)
+    assert one.startswith("| | 1gbit | 100mbit | MB a host | DDP's by |")
+    both = network_report.by_rate([run(2, "1gbit", 0.5), run(4, "1gbit", 1.0)], *against)
+    assert "| | 2 hosts, 1gbit | 4 hosts, 1gbit | MB a host of 2 | MB a host of 4 | DDP's by |" in both
+    assert "| DDP | 500 ms, 1.00 x, 2.00 x | 1000 ms, 1.00 x, 2.00 x | 2.000 | 4.000 | 1.0 |" in both
+    assert "measure --hosts 2\nmeasure --hosts 4" in both
+
+
 def by_rate(against: tuple[str, str, str], runs: list[dict[str, Any]]) -> str:
     return network_report.by_rate(runs, *against)
 
@@ -278,6 +296,15 @@ def by_rate(against: tuple[str, str, str], runs: list[dict[str, Any]]) -> str:
 def test_the_pages_that_are_committed_have_the_figures_that_are(figures: str, page: str, made: Any) -> None:
     runs = json.loads((SCRIPTS.parent / "benchmarks" / figures).read_text())["runs"]
     assert made(runs) in (SCRIPTS.parent / "docs" / page).read_text()
+
+
+def test_what_the_probe_has_predicted_is_on_its_page() -> None:
+    measured, predicted = (
+        json.loads(path.read_text())["runs"] for path in (bench_probe.MEASURED, bench_probe.PREDICTED)
+    )
+    text = bench_probe.table(measured, predicted)
+    assert text in bench_probe.PAGE.read_text()
+    assert all(f"{run['hosts']} hosts, {run['rate']} | DDP, AdamW |" in text for run in predicted)
 
 
 def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(start: Started, tmp_path: Path) -> None:

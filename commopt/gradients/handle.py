@@ -83,7 +83,7 @@ class CompressedGradients:
         """What this rank owes: its residuals, as copies. Communicates nothing.
 
         All of it is this rank's own (``"residuals"``): save that of every rank, and give each its own back, or, in a
-        world of another size, what :func:`commopt.optim.join_state_dict` makes of all of them.
+        world of another size or on another mesh, what :func:`commopt.optim.join_state_dict` makes of all of them.
         """
         return saved_residuals(self.mean, self._sharded)
 
