@@ -56,7 +56,7 @@ CALM = 0.4
 LEAST = 1e-6
 """Of the mean of its tensor: the least that an element's variance is frozen as, unless it is 0."""
 UNKNOWN = -1.0
-"""The trend before there was one: as of a decline."""
+"""The trend before there was one, in a run that begins: as of a decline."""
 
 SCALARS = {"look_norm": 0.0, "look_energy": 0.0, "look_count": 0.0}
 """Numbers of a tensor: ||v||_1, E, and the updates of v, at the last look."""
@@ -102,7 +102,8 @@ def ends_warmup(groups: Sequence[dict[str, Any]], change: Change) -> bool:
     for group in groups:
         lr = float(group["lr"])
         calm = calm and group["look_trend"] >= -CALM and lr <= group["look_lr"]
-        group["look_trend"], group["look_lr"] = change.trend, lr
+        group["look_trend"] = change.trend if math.isfinite(change.size) else group["look_trend"]
+        group["look_lr"] = lr
     return calm
 
 

@@ -188,4 +188,4 @@ class WarmupOptimizer(CommOptimizer):
                 thaw.thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
             now = {"freeze_step": "auto", "watch_lr": 0.0, "thawed": group["step"], "thaws": group["thaws"] + 1}
-            group.update(now, **settling.DEFAULTS)
+            group.update(now, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
