@@ -23,9 +23,9 @@ from commopt.train.checkpoint import list_steps
 from commopt.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTED = [
-    line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if line.startswith("torchrun --nnodes=")
-]
+DOCUMENTED = re.findall(
+    r"^torchrun --nnodes=.*", (ROOT / "docs/recipes.md").read_text().replace("\\\n", ""), re.MULTILINE
+)
 
 PYTHON = """
 case "$1 $2" in

@@ -379,7 +379,7 @@ def test_who_fails_alone_does_not_let_the_others_wait():
 
 def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
     """It has drawn its ticket when a view is published, and has not written its name on it yet."""
-    world, drawn, inner, late = Rendezvous(), threading.Event(), Roster.draw, []
+    world, there, drawn, inner, late = Rendezvous(), threading.Event(), threading.Event(), Roster.draw, []
 
     def draw(self):
         if self.name == 1 and not late:
@@ -393,6 +393,7 @@ def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
 
     def first():
         members, params, optimizer = averaging(world, 0, ranks=1)
+        there.set()
         drawn.wait(30)
         go(params, optimizer, 0)
         until(lambda: members.roster.client.add("tickets", 0) == 3)
@@ -400,6 +401,7 @@ def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
         assert members.roster.expected == [0, 2]
 
     def second():
+        there.wait(30)
         _, _, optimizer = averaging(world, 1)
         return optimizer.param_groups[0]["rounds"]
 

@@ -188,6 +188,11 @@ class CommOptimizer(PackedOptimizer):
         """True if the group's next step communicates nothing: the same on every rank, like the phase."""
         return False
 
+    def growth(self, unscale: float) -> float:
+        """A number of which all ranks are to hear the mean, finite, before their step; ``unscale``: what this rank's
+        gradients are to be multiplied by."""
+        return 0.0
+
     def heard(self, decision: StepDecision) -> None:
         """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
 
@@ -410,7 +415,8 @@ class CommOptimizer(PackedOptimizer):
 
         early = self.overlap and not wrapped.may_average(self)  # where buckets start before the ranks agree
         late = early or self.topology.is_sharded  # ... all are averaged
-        return StepReport(square * unscale**2, present, unaveraged, gradients=None if late else digest_of_gradients)
+        gradients = None if late else digest_of_gradients
+        return StepReport(square * unscale**2, present, unaveraged, gradients=gradients, growth=self.growth(unscale))
 
     def _clip(self, decision: StepDecision) -> float:
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))

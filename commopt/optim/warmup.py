@@ -13,7 +13,6 @@ together.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -24,7 +23,7 @@ from torch import Tensor
 from commopt.comm import Work
 from commopt.compress import Compressor
 from commopt.optim import settling, thaw
-from commopt.optim.agreement import StepDecision, StepReport
+from commopt.optim.agreement import StepDecision
 from commopt.optim.base import CommOptimizer
 from commopt.optim.checks import check_compressor
 from commopt.optim.diagnostics import tell_if_never_compressed
@@ -154,17 +153,13 @@ class WarmupOptimizer(CommOptimizer):
 
     # what if it was too early -----------------------------------------------------------------------------------------
 
-    def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
-        report = super()._report(params, unscale, refused)
-        self._watched = []
+    def growth(self, unscale: float) -> float:
         compressed = [group for group in self.param_groups if self.phase_of(group) == "compressed"]
         watched = [group for group in compressed if thaw.is_watched(group)]
-        if report.error is not None or not any(map(thaw.is_look, watched)):
-            return report
-        self._watched = watched
+        self._watched = watched if any(map(thaw.is_look, watched)) else []
         chosen = {id(group) for group in self._watched}
         of_these = [(bucket, group) for bucket, group in self.grouped_buckets() if id(group) in chosen]
-        return dataclasses.replace(report, growth=thaw.growth(of_these, unscale))
+        return thaw.growth(of_these, unscale)
 
     def heard(self, decision: StepDecision) -> None:
         self._growth = decision.growth + 2 * math.log(self._clip(decision))

@@ -91,7 +91,7 @@ class OuterOptimizer(PackedOptimizer):
     base: torch.optim.Optimizer
     compressor: Compressor | None  # type: ignore[assignment]
     skipped_rounds: int
-    members: Members | None = None  # a copy of the optimizer, or one that was pickled, has none
+    members: Members | None
 
     step_counters = ()
     owns_alone = True  # the state of the base
@@ -671,6 +671,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         check_base(state["base"])
+        self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
 
     # what is it doing? ------------------------------------------------------------------------------------------------
