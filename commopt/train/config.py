@@ -180,7 +180,8 @@ class OptimConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's class (betas, eps, freeze_step, ...), checked against its signature. One of
     commopt.outer has base, the name of the optimizer that it wraps (AdamW), and base_args, arguments of that; lr and
-    weight_decay are those of the base."""
+    weight_decay are those of the base. Muon, by itself or as a base, is for hidden matrices, with AdamW for the rest:
+    adamw has arguments of that."""
     compressor: CompressorConfig | None = None
     """Compressor of a commopt optimizer; null for the optimizer's own default."""
     settings: dict[str, Any] = field(default_factory=dict)

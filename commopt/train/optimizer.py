@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Mapping
 from types import ModuleType, UnionType
@@ -25,6 +26,7 @@ from commopt.train.backend import backend_class
 from commopt.train.config import Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import parameter_groups
+from commopt.train.muon import check_muon, is_muon, make_muon
 from commopt.train.named import NotImported, build, check_arguments, find_class, without_importing
 from commopt.train.parse import nearest
 
@@ -57,7 +59,8 @@ def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType)
 
 
 def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
-    """The class that a config names and its arguments. Raises ConfigError for what does not fit; needs no model."""
+    """The class that a config names and its arguments, those of Muon apart ("of_muon"). Raises ConfigError for what does
+    not fit; needs no model."""
     cls = find_class(config.name, "optim.name", (commopt.optim, commopt.outer, torch.optim), torch.optim.Optimizer)
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
@@ -70,7 +73,8 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
         extra["compressor"] = make_named(
             config.compressor.name, config.compressor.args, "optim.compressor", commopt.compress, AnyCompressor
         )
-    check_arguments(cls, config.args, "optim.args", OWN_KEYS)
+    check = check_muon if is_muon(cls) else functools.partial(check_arguments, cls)
+    check(config.args, "optim.args", OWN_KEYS)
     args, steps_with = dict(config.args), cls
     for name in args:
         if name.endswith("_compressor"):
@@ -79,7 +83,7 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
         args, steps_with = plan_outer(cls, args)
     if config.weight_decay:
         check_arguments(steps_with, {"weight_decay": None}, "optim")
-    return cls, extra | args
+    return cls, extra | ({"of_muon": args} if is_muon(cls) else args)
 
 
 def plan_compression(config: Config) -> dict[str, Any] | None:
@@ -136,7 +140,8 @@ def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type
     of_base = args.pop("base_args", {})
     if not isinstance(of_base, Mapping):
         raise ConfigError(f"{key}.base_args={of_base!r} is not allowed: it must be arguments of {base.__name__}")
-    check_arguments(base, of_base, f"{key}.base_args", {**{name: f"{key}.{name}" for name in own}, **OWN_KEYS})
+    check = check_muon if is_muon(base) else functools.partial(check_arguments, base)
+    check(of_base, f"{key}.base_args", {**{name: f"{key}.{name}" for name in own}, **OWN_KEYS})
     check_arguments(base, {"lr": None}, "optim")
     if "sign" in args:
         args["sign"] = make_given(args["sign"], f"{key}.sign", commopt.outer, commopt.outer.SignRule)
@@ -146,7 +151,7 @@ def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type
             raise ConfigError(f"{key}.streaming={given!r} is not allowed: it must be arguments of Streaming, or null")
         check_arguments(commopt.outer.Streaming, given, f"{key}.streaming")
         args["streaming"] = build(commopt.outer.Streaming, f"{key}.streaming", **given)
-    return {"base": base, **of_base, **args}, base
+    return {**({"of_muon": dict(of_base)} if is_muon(base) else {"base": base, **of_base}), **args}, base
 
 
 def check_plan(config: Config) -> None:
@@ -201,4 +206,7 @@ def make_optimizer(
     groups = parameter_groups(model, config.weight_decay)
     if "outer_weight_decay" in inspect.signature(cls).parameters:  # biases and norms are decayed by nobody
         groups[1]["outer_weight_decay"] = 0.0
+    if "of_muon" in args:
+        mixed = make_muon(model, groups, args.pop("lr"), args.pop("of_muon"))
+        return mixed if is_muon(cls) else build(cls, "optim", mixed, **args)
     return build(cls, "optim", groups, **args)

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""What does each optimizer learn with its own learning rate? All of them, and their uncompressed counterparts, tuned
+alike on the GPT of scripts/convergence_tasks.py.
+
+    scripts/tuned.py [--methods ...] [--seeds 0,1,2,3,4] [--steps 600]     # goes on where it was ended
+    scripts/tuned.py --update-docs                                       # the table of docs/convergence.md, no run
+
+First a grid of the same size for every method: RATES times the middle of its family, on a seed that is not reported.
+Then the other seeds at the best of it. Longer runs (--steps) take the rate that the grid has found. Every run is a
+line of benchmarks/tuned.jsonl as soon as it has ended, and is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from convergence_tasks import TASKS, Method
+from marked import put
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "benchmarks" / "tuned.jsonl"
+MARKS = "<!-- tuned: made by scripts/tuned.py --update-docs -->", "<!-- /tuned -->"
+RATES = 0.4, 0.63, 1.0, 1.6, 2.5
+TUNING_SEED = 100
+STEPS = 600
+GPT = TASKS["gpt"].methods
+LIONS = 0.2
+"""Of AdamW's learning rate: the middle of Lion's, whose steps are signs."""
+
+Record = dict[str, Any]
+
+
+def rounds(name: str, base: str = "AdamW", **args: Any) -> dict[str, Any]:
+    """The ``optim`` section of an outer optimizer with rounds of 15 steps."""
+    betas = {"betas": [0.9, 0.98]}
+    of_base = {"adamw": betas} if base == "Muon" else betas
+    given = {"base": base, "base_args": of_base, "period": 15, **args}
+    return {"name": name, "lr": 2e-3, "weight_decay": 0.1, "args": given}
+
+
+def outer(name: str, base: str = "AdamW", against: str = "LocalSGD(AdamW) H=15", **args: Any) -> Method:
+    return Method(rounds(name, base, **args), against)
+
+
+MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
+LION = {"name": "OneBitLion", "lr": LIONS * 2e-3, "weight_decay": 0.1 / LIONS, "args": {}}
+CSER_256 = {
+    **GPT["CSER(R=8)"].optim,
+    "args": {
+        **GPT["CSER(R=8)"].optim["args"],
+        "period": 32,
+        "reset_compressor": {"name": "RandomBlocks", "args": {"ratio": 16, "block": 32}},
+    },
+    "compressor": {"name": "RandomBlocks", "args": {"ratio": 512, "block": 32}},
+}
+"""A 512th in every step, and a 16th of the rest in every 32nd: 1/512 + 1/(16 32), as its paper's R = 256."""
+
+METHODS: dict[str, Method] = {
+    name: GPT[name]
+    for name in (
+        "AdamW", "AdamW + Int4", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
+        "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb",
+    )
+}  # fmt: skip
+METHODS |= {
+    "OneBitLion": Method(LION, "AdamW"),
+    "Muon": Method({"name": "Muon", "lr": 2e-3, "weight_decay": 0.1, "args": {"adamw": {"betas": [0.9, 0.98]}}}),
+    **{name: GPT[name] for name in ("LocalSGD(AdamW)", "SignMomentum(AdamW)", "SlowMo(AdamW)", "DiLoCo(AdamW)")},
+    "LocalSGD(AdamW) H=15": outer("LocalSGD", against="AdamW"),
+    "SignMomentum(AdamW) H=15": outer("SignMomentum", outer_weight_decay=0.1, outer_lr=2.0, outer_betas=[0.0, 0.0]),
+    "DiLoCo(AdamW) H=15": outer("DiLoCo", **MOMENTUM),
+    "DiLoCo(AdamW) H=15 streamed": outer(
+        "DiLoCo", against="DiLoCo(AdamW) H=15", streaming={"fragments": 4, "delay": 2}, **MOMENTUM
+    ),
+    "DES-LOC(AdamW) H=15": outer("LocalSGD", state_period={"exp_avg": 3, "exp_avg_sq": 6}),
+    "SparseLoCo(AdamW) H=15": outer("SparseLoCo", against="DiLoCo(AdamW) H=15"),
+    "NoLoCo(AdamW) H=15": outer("NoLoCo", against="DiLoCo(AdamW) H=15"),
+    "MuLoCo H=15": outer("DiLoCo", base="Muon", against="Muon", **MOMENTUM),
+    "SGD": GPT["SGD"],
+    "CSER(R=4)": GPT["CSER(R=4)"],
+    "CSER(R=8)": GPT["CSER(R=8)"],
+    "CSER(R=256)": Method(CSER_256, "SGD"),
+    "QSparseLocalSGD": GPT["QSparseLocalSGD"],
+    "LocalSGD(SGD)": GPT["LocalSGD(SGD)"],
+}
+
+
+def read(path: Path = FIGURES) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def grid(method: str) -> list[float]:
+    return [float(f"{METHODS[method].optim['lr'] * rate:.3g}") for rate in RATES]
+
+
+def best(records: Iterable[Record], method: str) -> float | None:
+    """The learning rate with the least loss of the grid, once all of it has been run."""
+    found = {
+        r["lr"]: r["heldout_loss"]
+        for r in records
+        if r["method"] == method and r["seed"] == TUNING_SEED and r["steps"] == STEPS and r["lr"] in grid(method)
+    }
+    return min(found, key=lambda lr: found[lr]) if len(found) == len(RATES) else None
+
+
+def key_of(run: Record) -> tuple[Any, ...]:
+    return run["method"], run["lr"], run["seed"], run["steps"]
+
+
+def missing(records: list[Record], methods: list[str], seeds: list[int], steps: int) -> list[Record]:
+    """What is to be run next: the grids that are not complete, or else the seeds."""
+    done = {key_of(r) for r in records}
+    runs = [
+        {"method": method, "lr": lr, "seed": TUNING_SEED, "steps": STEPS} for method in methods for lr in grid(method)
+    ]
+    todo = [run for run in runs if key_of(run) not in done]
+    if not todo:
+        chosen = {method: best(records, method) for method in methods}
+        runs = [{"method": m, "lr": chosen[m], "seed": seed, "steps": steps} for seed in seeds for m in methods]
+        todo = [run for run in runs if key_of(run) not in done]
+    return todo
+
+
+def launch(runs: list[Record], ranks: int, out: Path) -> None:
+    """All of ``runs`` in ``ranks`` processes, one after another."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder, "runs.json")
+        spec.write_text(json.dumps(runs))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(ROOT / "scripts" / "tuned_rank.py"), str(spec), str(out), folder]
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, check=True)
+
+
+def rows(records: list[Record], steps: int) -> list[Record]:
+    """A row for each method that has been run on reported seeds: its rate, loss, spread, gap, and what it sends."""
+    out: dict[str, Record] = {}
+    for method, of in METHODS.items():
+        lr = best(records, method)
+        runs = [r for r in records if key_of(r)[::3] == (method, steps) and r["lr"] == lr and r["seed"] != TUNING_SEED]
+        if not runs:
+            continue
+        losses = [run["heldout_loss"] for run in runs]
+        out[method] = {
+            "method": method,
+            "lr": lr,
+            "edge": lr in (grid(method)[0], grid(method)[-1]),
+            "seeds": {run["seed"]: run["heldout_loss"] for run in runs},
+            "loss": statistics.mean(losses),
+            "spread": max(losses) - min(losses),
+            "sent": sum(run["bytes"] for run in runs) / sum(run["fp32_bytes"] for run in runs),
+            "against": of.counterpart if of.counterpart in out else None,
+        }
+    for row in out.values():
+        if row["against"] is not None:
+            other = out[row["against"]]
+            both = row["seeds"].keys() & other["seeds"].keys()
+            row["gap"] = statistics.mean(row["seeds"][s] - other["seeds"][s] for s in both) if both else math.nan
+            row["passed"] = row["gap"] <= max(row["spread"], other["spread"])
+    return list(out.values())
+
+
+def table(found: list[Record]) -> str:
+    """As Markdown."""
+    head = ["optimizer", "learning rate", "seeds", "held-out loss", "spread", "against", "gap", "within", "sent"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in found:
+        against = ["", "", ""]
+        if row["against"] is not None:
+            against = [row["against"], f"{row['gap']:+.3f}", "yes" if row["passed"] else "no"]
+        rate = f"{row['lr']:.2g}" + (" (edge)" if row["edge"] else "")
+        cells = [row["method"], rate, str(len(row["seeds"])), f"{row['loss']:.3f}", f"{row['spread']:.3f}", *against]
+        sent = f"{100 * row['sent']:.1f} %" if row["sent"] >= 0.01 else f"{100 * row['sent']:.2f} %"
+        lines.append("| " + " | ".join([*cells, sent]) + " |")
+    return "\n".join(lines)
+
+
+def update_docs(records: list[Record], root: Path = ROOT) -> None:
+    parts = []
+    for steps in sorted({r["steps"] for r in records}):
+        found = rows(records, steps)
+        if found:
+            parts += [f"**{steps} steps:**", table(found)]
+    put("\n\n".join(parts), root / "docs" / "convergence.md", MARKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", help="with commas (default: all)")
+    parser.add_argument("--seeds", default="0,1,2,3,4", help="with commas (default: 0,1,2,3,4)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the runs after the grid (default: {STEPS})")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--out", type=Path, default=FIGURES, help="the file of figures")
+    parser.add_argument("--update-docs", action="store_true", help="the tables, from the figures; no run")
+    args = parser.parse_args()
+    if args.update_docs:
+        return update_docs(read(args.out))
+    methods = args.methods.split(",") if args.methods else list(METHODS)
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        parser.error(f"argument --methods: there is no {unknown[0]!r}; allowed are {', '.join(METHODS)}")
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    while runs := missing(read(args.out), methods, seeds, args.steps):
+        launch(runs, args.ranks, args.out)
+    for steps in dict.fromkeys((STEPS, args.steps)):
+        print(table(rows(read(args.out), steps)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""A rank of scripts/tuned.py: trains all runs of a list, one after another, and writes a line of JSON for each.
+
+torchrun ... scripts/tuned_rank.py RUNS.json OUT.jsonl FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from convergence_rank import configure, train_language
+from convergence_tasks import TASKS
+from tuned import METHODS
+
+from commopt.optim import NotFinite
+from commopt.train.world import open_world
+
+
+def main() -> None:
+    runs, out, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Path(sys.argv[3])
+    logging.getLogger("commopt").setLevel(logging.ERROR)  # phases begin as they should
+    dist.init_process_group("gloo")
+    with open_world() as world:
+        for i, run in enumerate(runs):
+            method = METHODS[run["method"]]
+            task = replace(TASKS["gpt"], steps=run["steps"])
+            method = replace(method, optim={**method.optim, "lr": run["lr"]})
+            begin, where = time.monotonic(), folder / str(i)
+            try:
+                record = train_language(configure(task, method, run["seed"], where))
+            except NotFinite:
+                record = {"heldout_loss": math.inf, "bytes": 0, "fp32_bytes": 0}
+            if world.is_main:
+                shutil.rmtree(where, ignore_errors=True)
+                seconds = time.monotonic() - begin
+                line = {**run, **record, "seconds": round(seconds, 1)}
+                with out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(f"{i + 1} of {len(runs)}: {line}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
