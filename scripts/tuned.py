@@ -65,6 +65,8 @@ CSER_256 = {
 }
 """A 512th in every step, and a 16th of the rest in every 32nd: 1/512 + 1/(16 32), as its paper's R = 256."""
 
+DENSER = {**rounds("SparseLoCo"), "compressor": {"name": "TopK", "args": {"k": 32, "chunk": 256, "bits": 8}}}
+
 METHODS: dict[str, Method] = {
     name: GPT[name]
     for name in (
@@ -84,6 +86,7 @@ METHODS |= {
     ),
     "DES-LOC(AdamW) H=15": outer("LocalSGD", state_period={"exp_avg": 3, "exp_avg_sq": 6}),
     "SparseLoCo(AdamW) H=15": outer("SparseLoCo", against="DiLoCo(AdamW) H=15"),
+    "SparseLoCo(AdamW) H=15 k=32": Method(DENSER, "DiLoCo(AdamW) H=15"),
     "NoLoCo(AdamW) H=15": outer("NoLoCo", against="DiLoCo(AdamW) H=15"),
     "MuLoCo H=15": outer("DiLoCo", base="Muon", against="Muon", **MOMENTUM),
     "SGD": GPT["SGD"],
