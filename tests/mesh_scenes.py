@@ -208,7 +208,7 @@ def loaded(
 def muloco(net: Net, **settings: Any) -> Any:
     """DiLoCo with Muon and AdamW inside."""
     hidden, rest = commopt.sort_parameters(net, head=["embedding"])
-    base = commopt.Mixed(torch.optim.Muon(hidden, lr=0.1), torch.optim.AdamW(rest, lr=1e-2))
+    base = commopt.Mixed(commopt.Muon(hidden, lr=0.1), torch.optim.AdamW(rest, lr=1e-2))
     return commopt.DiLoCo(base, period=3, outer_momentum=0.5, **settings)
 
 

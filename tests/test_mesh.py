@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mesh_scenes
+import muon_scenes
 import pytest
 import torch
 from pool import Pool
@@ -46,15 +47,29 @@ def test_a_sharded_run_with_the_identity_is_the_unsharded_one(pool):
             assert distance < 1e-12, name
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
 def test_muon_in_a_mixture_on_a_mesh(pool, folder):
-    """torch's Muon takes whole matrices of DTensors, in bfloat16: sums of pieces have other last bits, 0.003 in a step
-    of 0.1. If it took each piece for a matrix, that would be 0.04."""
+    """Its iterations are in bfloat16: a last bit that FSDP's sum of gradients has otherwise may be 0.004 of a step of
+    0.1. If it took each piece for a matrix, that would be 0.04."""
     for found in pool.over_gloo(4, mesh_scenes.mixed, str(folder)):
         assert found["sorted"] == [2, 5]
         assert found["apart"] < 0.02
         assert found["same"]
         assert found["resumed"]
+
+
+def test_muon_makes_of_pieces_what_it_makes_of_the_whole(pool):
+    """Rows and columns, uneven and empty pieces, replicas, pieces along two dimensions, and all of these at once; each
+    matrix is worked on once, by the rank that both exchanges of a step go to and come from."""
+    ranks = pool.over_gloo(4, muon_scenes.cut_up)
+    for found in ranks:
+        assert set(found) == {"rows", "columns", "replicas", "rows on replicas", "rows and columns", "all at once"}
+        for way, (same, _, _) in found.items():
+            assert same, way
+    elements = sum(rows * columns for rows, columns in muon_scenes.MATRICES)
+    for way in ("rows", "columns"):
+        assert sum(rank[way][1] for rank in ranks) == len(muon_scenes.MATRICES)
+        assert sum(rank[way][2] for rank in ranks) == 2 * 2 * elements  # bfloat16, both ways, one's own part included
+    assert all(rank["rows and columns"][1] == len(muon_scenes.MATRICES) for rank in ranks)
 
 
 def test_doors(pool):

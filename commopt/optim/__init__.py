@@ -5,6 +5,7 @@ from commopt.optim.cser import CSER
 from commopt.optim.guard import Guard, NotFinite, ReplicasDiffer
 from commopt.optim.lamb import Lamb
 from commopt.optim.lans import Lans
+from commopt.optim.muon import Muon
 from commopt.optim.onebit_adam import OneBitAdam
 from commopt.optim.onebit_lamb import OneBitLamb
 from commopt.optim.onebit_lion import OneBitLion
@@ -21,6 +22,7 @@ __all__ = [
     "Guard",
     "Lamb",
     "Lans",
+    "Muon",
     "NotFinite",
     "OneBitAdam",
     "OneBitLamb",

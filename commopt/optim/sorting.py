@@ -51,7 +51,7 @@ def sort_parameters(
     ::
 
         hidden, rest = commopt.sort_parameters(model)
-        optimizers = torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=3e-4)
+        optimizers = commopt.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=3e-4)
 
     Names are those of ``model.named_parameters()``, patterns those of the shell: ``"*.lora_*"``. A parameter that is
     tied has several names, and a pattern may match any of them.

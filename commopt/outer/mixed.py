@@ -1,7 +1,7 @@
 """Several optimizers over disjoint parameters as one: Muon for hidden matrices and AdamW for the rest, as in MuLoCo.
 
     hidden, rest = commopt.sort_parameters(model)
-    base = commopt.Mixed(torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=3e-4))
+    base = commopt.Mixed(commopt.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=3e-4))
 
 It has the groups of all of them, the very same objects, one after another, so schedules and whoever else changes a
 group reach the optimizer that it is of. State stays where it is: each optimizer has that of its own parameters.
@@ -39,7 +39,7 @@ class Mixed(torch.optim.Optimizer):
         self._adding = True
         groups = [group for part in self.parts for group in part.param_groups]
         if not groups:
-            raise ValueError("Mixed() has no optimizer; allowed are one or more, such as torch.optim.Muon(hidden)")
+            raise ValueError("Mixed() has no optimizer; allowed are one or more, such as commopt.Muon(hidden)")
         super().__init__(groups, {})
         self._restart()
 

@@ -1,7 +1,7 @@
 """Muon in a config: for a model's hidden matrices, with AdamW for all else, as one optimizer.
 
 As ``optim.name``, or as the base of an outer optimizer (DiLoCo with it is MuLoCo). ``args.adamw`` has arguments of
-AdamW, the others are torch.optim.Muon's. There is one learning rate for both: unless ``adjust_lr_fn`` says otherwise,
+AdamW, the others are Muon's. There is one learning rate for both: unless ``adjust_lr_fn`` says otherwise,
 a step of Muon is as long as one of AdamW ("match_rms_adamw").
 """
 
@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from commopt.optim.sorting import sort_parameters
+from commopt.optim import Muon, sort_parameters
 from commopt.outer import Mixed
 from commopt.train.errors import ConfigError
 from commopt.train.named import build, check_arguments
 
-MUON: Any = getattr(torch.optim, "Muon", None)  # of torch 2.9
 ADAMW = "adamw"
 """Key of AdamW's arguments among Muon's."""
 
 
 def is_muon(cls: type) -> bool:
-    return MUON is not None and cls is MUON
+    return cls in (Muon, getattr(torch.optim, "Muon", Muon))  # torch has one since 2.9
 
 
 def check_muon(args: Mapping[str, Any], key: str, taken: Mapping[str, str]) -> None:
@@ -32,7 +31,7 @@ def check_muon(args: Mapping[str, Any], key: str, taken: Mapping[str, str]) -> N
     of_adamw = args.get(ADAMW, {})
     if not isinstance(of_adamw, Mapping):
         raise ConfigError(f"{key}.{ADAMW}={of_adamw!r} is not allowed: it must be arguments of AdamW")
-    check_arguments(MUON, {name: value for name, value in args.items() if name != ADAMW}, key, taken)
+    check_arguments(Muon, {name: value for name, value in args.items() if name != ADAMW}, key, taken)
     check_arguments(torch.optim.AdamW, of_adamw, f"{key}.{ADAMW}", taken)
 
 
@@ -58,6 +57,6 @@ def make_muon(model: nn.Module, groups: list[dict[str, Any]], lr: float, args: M
                 part.append({**group, "params": params})
     of_muon = {"adjust_lr_fn": "match_rms_adamw", **{k: v for k, v in args.items() if k != ADAMW}}
     return Mixed(
-        build(MUON, "optim", hidden, lr=lr, **of_muon),
+        build(Muon, "optim", hidden, lr=lr, **of_muon),
         build(torch.optim.AdamW, "optim", rest, lr=lr, **args.get(ADAMW, {})),
     )

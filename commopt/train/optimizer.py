@@ -59,8 +59,8 @@ def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType)
 
 
 def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
-    """The class that a config names and its arguments, those of Muon apart ("of_muon"). Raises ConfigError for what does
-    not fit; needs no model."""
+    """The class that a config names and its arguments, those of Muon apart ("of_muon"). Raises ConfigError for what
+    does not fit; needs no model."""
     cls = find_class(config.name, "optim.name", (commopt.optim, commopt.outer, torch.optim), torch.optim.Optimizer)
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
