@@ -53,6 +53,7 @@ def outer(name: str, base: str = "AdamW", against: str = "LocalSGD(AdamW) H=15",
 
 
 MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
+MUON = {"name": "Muon", "lr": 2e-3, "weight_decay": 0.1, "args": {"adamw": {"betas": [0.9, 0.98]}}}
 LION = {"name": "OneBitLion", "lr": LIONS * 2e-3, "weight_decay": 0.1 / LIONS, "args": {}}
 CSER_256 = {
     **GPT["CSER(R=8)"].optim,
@@ -76,7 +77,11 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 METHODS |= {
     "OneBitLion": Method(LION, "AdamW"),
-    "Muon": Method({"name": "Muon", "lr": 2e-3, "weight_decay": 0.1, "args": {"adamw": {"betas": [0.9, 0.98]}}}),
+    "Muon": Method(MUON),
+    **{
+        f"Muon + {name}": Method(MUON, "Muon", comm={"compress": {"name": name}})
+        for name in ("Int8", "Int4", "Int2", "Sign")
+    },
     **{name: GPT[name] for name in ("LocalSGD(AdamW)", "SignMomentum(AdamW)", "SlowMo(AdamW)", "DiLoCo(AdamW)")},
     "LocalSGD(AdamW) H=15": outer("LocalSGD", against="AdamW"),
     "SignMomentum(AdamW) H=15": outer("SignMomentum", outer_weight_decay=0.1, outer_lr=2.0, outer_betas=[0.0, 0.0]),
