@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import sys
 import time
@@ -16,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from convergence_rank import configure, train_language
+from convergence_rank import configure
 from convergence_tasks import TASKS
 from tuned import METHODS
 
 from commopt.optim import NotFinite
+from commopt.train.loop import train
 from commopt.train.world import open_world
 
 
@@ -35,9 +35,12 @@ def main() -> None:
             method = replace(method, optim={**method.optim, "lr": run["lr"]})
             begin, where = time.monotonic(), folder / str(i)
             try:
-                record = train_language(configure(task, method, run["seed"], where))
+                ended = train(configure(task, method, run["seed"], where))
+                if not ended["finished"]:  # a signal
+                    raise SystemExit(f"{run} was stopped; the next call begins it anew")
+                record = {name: ended[name] for name in ("heldout_loss", "bytes", "fp32_bytes")}
             except NotFinite:
-                record = {"heldout_loss": math.inf, "bytes": 0, "fp32_bytes": 0}
+                record = {"heldout_loss": None, "bytes": 0, "fp32_bytes": 0}
             if world.is_main:
                 shutil.rmtree(where, ignore_errors=True)
                 seconds = time.monotonic() - begin

@@ -1,0 +1,69 @@
+"""scripts/tuned.py: what is run next, which learning rate is the best, and what its table says. No run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import tuned
+
+
+def ran(method: str, lr: float, seed: int, loss: float, steps: int = tuned.STEPS) -> dict[str, Any]:
+    run = {"method": method, "lr": lr, "seed": seed, "steps": steps}
+    return {**run, "heldout_loss": loss, "bytes": 1, "fp32_bytes": 4}
+
+
+def grid_of(method: str, losses: list[float]) -> list[dict[str, Any]]:
+    return [ran(method, lr, tuned.TUNING_SEED, loss) for lr, loss in zip(tuned.grid(method), losses)]
+
+
+def test_every_method_has_a_grid_of_the_same_size_and_a_counterpart_before_it():
+    names = list(tuned.METHODS)
+    assert not [name for name in names if "," in name]
+    for i, name in enumerate(names):
+        assert len(set(tuned.grid(name))) == len(tuned.RATES)
+        counterpart = tuned.METHODS[name].counterpart
+        assert counterpart is None or counterpart in names[:i], name
+
+
+def test_first_the_grid_then_the_seeds_and_nothing_twice():
+    methods = ["AdamW", "Muon"]
+    todo = tuned.missing([], methods, [0, 1], 600)
+    assert [run["seed"] for run in todo] == [tuned.TUNING_SEED] * 10
+    records = grid_of("AdamW", [5, 4, 3, 4, 5])
+    assert {run["method"] for run in tuned.missing(records, methods, [0, 1], 600)} == {"Muon"}
+    records += grid_of("Muon", [5, 4, 4, 3, float("inf")])
+    todo = tuned.missing(records, methods, [0, 1], 2000)
+    assert [(run["method"], run["seed"], run["steps"]) for run in todo] == [
+        ("AdamW", 0, 2000), ("Muon", 0, 2000), ("AdamW", 1, 2000), ("Muon", 1, 2000)
+    ]  # fmt: skip
+    assert [run["lr"] for run in todo[:2]] == [tuned.grid("AdamW")[2], tuned.grid("Muon")[3]]
+    records += [ran(**{**run, "loss": 1.0}) for run in todo]
+    assert tuned.missing(records, methods, [0, 1], 2000) == []
+
+
+def test_a_row_is_of_the_best_rate_and_of_seeds_that_both_have():
+    adam, onebit = tuned.grid("AdamW"), tuned.grid("OneBitAdam")
+    records = [*grid_of("AdamW", [5, 4, 3, 4, 5]), *grid_of("OneBitAdam", [1, 2, 3, 4, 5])]
+    records += [ran("AdamW", adam[2], seed, loss) for seed, loss in ((0, 3.0), (1, 3.2), (2, 9.0))]
+    records += [ran("OneBitAdam", onebit[0], seed, loss) for seed, loss in ((0, 3.1), (1, 3.4))]
+    records += [ran("AdamW", adam[0], 0, 0.1), ran("AdamW", adam[2], 0, 0.1, steps=2000)]
+    plain, compressed = tuned.rows(records, tuned.STEPS)
+    assert (plain["loss"], plain["edge"], plain["against"]) == (pytest.approx(15.2 / 3), False, None)
+    assert (compressed["edge"], compressed["against"], compressed["sent"]) == (True, "AdamW", 0.25)
+    assert compressed["gap"] == pytest.approx(0.15)
+    assert "| OneBitAdam | 0.0008 (edge) | 2 | 3.250 | 0.300 | AdamW | +0.150 | yes | 25.0 % |" in tuned.table(
+        [plain, compressed]
+    )
+
+
+def test_the_figures_that_are_kept_are_whole_runs():
+    for record in tuned.read():
+        assert record["method"] in tuned.METHODS
+        assert record["lr"] in tuned.grid(record["method"])
+        assert record["fp32_bytes"] * 600 == record["steps"] * 493_056_000
