@@ -24,12 +24,10 @@ from pathlib import Path
 
 from marked import put
 
-from commopt.bucket import ROW_MULTIPLE
-from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
-from commopt.compress import Compressor, Int4, TopK
-from commopt.outer.rounds import ROUND_BYTES
+from commopt.compress import Int4, TopK
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.fit import Line
+from commopt.probe.rounds import Mean, Message, full, gathered, two_ways, whole_round
 
 PAGE = Path(__file__).parents[1] / "docs" / "outer.md"
 MARKS = ("<!-- scale: made by scripts/rounds_at_scale.py --update-docs -->", "<!-- /scale -->")
@@ -68,57 +66,30 @@ class Run:
         return Clock(Costs(self.ranks, link, dict.fromkeys(link, none), 0.0, {}, {}))
 
 
-Ways = list[tuple[str, int]]
-"""The collectives of a mean, and the bytes that a rank sends in each."""
-
-
-def full(run: Run, params: int) -> Ways:
-    """An all-reduce of float32."""
-    return [("all_reduce", all_reduce_bytes(4 * params, run.ranks))]
-
-
-def two_ways(compressor: Compressor) -> Callable[[Run, int], Ways]:
-    """A compressed mean: to who averages a share, and from there to all."""
-
-    def ways(run: Run, params: int) -> Ways:
-        share = -(-params // (run.ranks * ROW_MULTIPLE)) * ROW_MULTIPLE
-        nbytes = (run.ranks - 1) * compressor.nbytes(share)
-        return [("all_to_all", nbytes), ("all_gather", nbytes)]
-
-    return ways
-
-
-def gathered(compressor: Compressor) -> Callable[[Run, int], Ways]:
-    """The messages of all ranks, gathered by all."""
-    return lambda run, params: [("all_gather", (run.ranks - 1) * compressor.nbytes(params))]
-
-
-def rows(run: Run, nbytes: int) -> tuple[str, int]:
-    """A small row of each rank, of ``nbytes``."""
-    return "all_gather", (run.ranks - 1) * nbytes
-
-
 def every_step(run: Run) -> float:
     """Share of computing where gradients are averaged at every step, after backward."""
     clock = run.clock()
     clock.compute(run.step)
-    (way,) = full(run, run.params)
+    (way,) = full(run.ranks, run.params)
     clock.wait(clock.send(*way))
     return run.step / clock.now
 
 
-def waited_for(run: Run, ways: Callable[[Run, int], Ways]) -> float:
+def waited_for(run: Run, mean: Mean) -> float:
     """Share of computing with rounds that are waited for."""
     clock = run.clock()
     clock.compute(run.period * run.step)
-    for way in [rows(run, ROUND_BYTES - CONFIRMATION_BYTES), *ways(run, run.params), rows(run, CONFIRMATION_BYTES)]:
-        clock.wait(clock.send(*way))
+    for message in whole_round(mean, run.ranks, run.params):
+        clock.wait(clock.send(*message))
     return run.period * run.step / clock.now
 
 
-def streamed(run: Run, ways: Callable[[Run, int], Ways]) -> float:
+def streamed(run: Run, mean: Mean) -> float:
     """Share of computing with streamed rounds: nobody waits but where a fragment is merged."""
-    clock, flights = run.clock(), list[tuple[int, list[float], Ways]]()  # the step of the merge, arrivals, what follows
+    clock, flights = (
+        run.clock(),
+        list[tuple[int, list[float], list[Message]]](),
+    )  # the step of the merge, arrivals, what follows
     ends = {run.period * (p + 1) // run.fragments for p in range(run.fragments)}
     begin = 0.0
 
@@ -138,9 +109,9 @@ def streamed(run: Run, ways: Callable[[Run, int], Ways]) -> float:
                 arrivals.append(clock.send(*rest.pop(0)))
         merge(step)
         if (step - 1) % run.period + 1 in ends:
-            first, *rest = ways(run, -(-run.params // run.fragments))
-            arrival = max(clock.send(*rows(run, ROUND_BYTES - CONFIRMATION_BYTES)), clock.send(*first))
-            flights.append((step + run.delay, [arrival], [*rest, rows(run, CONFIRMATION_BYTES)]))
+            agreement, first, *rest = whole_round(mean, run.ranks, -(-run.params // run.fragments))
+            arrival = max(clock.send(*agreement), clock.send(*first))
+            flights.append((step + run.delay, [arrival], rest))
             merge(step)  # if there is no delay
     return (CYCLES - SETTLED) * run.period * run.step / (clock.now - begin)
 

@@ -37,16 +37,16 @@ def test_streamed_rounds_wait_only_where_the_link_is_full(ranks: int) -> None:
         assert scale.waited_for(run(ranks), ways) < scale.streamed(run(ranks), ways) <= 1
     assert scale.streamed(run(ranks), scale.INT4) == 1
     full = run(ranks, rate=1e6)  # the bytes of a cycle take longer than the cycle
-    busy = 8 * sum(nbytes for _, nbytes in scale.INT4(full, full.params)) / 1e6
+    busy = 8 * sum(nbytes for _, nbytes in scale.INT4(full.ranks, full.params)) / 1e6
     assert scale.streamed(full, scale.INT4) == pytest.approx(7.5 / busy, rel=0.1)
 
 
 def test_what_all_ranks_gather_grows_with_them_and_two_ways_do_not() -> None:
     few, many = run(8), run(1000)
     gathered, both = scale.gathered(scale.TOP_K), scale.two_ways(scale.TOP_K)
-    assert gathered(many, many.params)[0][1] == pytest.approx(999 / 7 * gathered(few, few.params)[0][1])
+    assert gathered(many.ranks, many.params)[0][1] == pytest.approx(999 / 7 * gathered(few.ranks, few.params)[0][1])
     # all but one rank's share, of rows that are filled up to whole blocks
-    assert sum(n for _, n in both(many, many.params)) < 1.3 * sum(n for _, n in both(few, few.params))
+    assert sum(n for _, n in both(many.ranks, many.params)) < 1.3 * sum(n for _, n in both(few.ranks, few.params))
 
 
 def test_it_is_near_what_was_measured() -> None:

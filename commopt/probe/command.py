@@ -42,6 +42,7 @@ from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
 from commopt.probe.predict import Model, break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
+from commopt.probe.rounds import predict_rounds
 
 PATIENCE = timedelta(minutes=2)
 """Time that a rank waits for another before it gives up."""
@@ -184,6 +185,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         mean_rehearsal=(fastest, mean.params, took, rehearse_mean(costs, model, fastest, mean.shapes)),
         break_even={name: break_even(costs, model, name) for name in (*OURS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
+        rounds=predict_rounds(costs, model.params, options.step_time),
         advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors),
         cut=cut,
     )

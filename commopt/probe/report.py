@@ -18,6 +18,7 @@ from commopt.probe.local import Local
 from commopt.probe.measure import Sample
 from commopt.probe.options import Options
 from commopt.probe.predict import Model, adamw_seconds
+from commopt.probe.rounds import NEARLY_ALL, Round
 
 WIDTH = 96
 COLLECTIVES = {
@@ -49,6 +50,7 @@ class Result:
             predicted.
         break_even: bit/s, by method; see :func:`commopt.probe.predict.break_even`.
         run: how much faster than DDP a run is with 20 and with 15 % warm-up, by method.
+        rounds: of local steps, by method.
         advice: the recommendation.
         cut: of a model that FSDP2 cuts over all ranks; None if that was not asked for.
     """
@@ -69,6 +71,7 @@ class Result:
     mean_rehearsal: tuple[str, int, float, float]
     break_even: dict[str, float | None]
     run: dict[str, tuple[float, float]]
+    rounds: dict[str, Round]
     advice: str
     cut: Cut | None = None
 
@@ -105,6 +108,8 @@ def render(result: Result) -> str:
         *(_step(result, name) for name in steps if name not in result.model.compressors),
         "",
         *_gradients(result),
+        "",
+        *_rounds(result),
         "",
         *_check(result),
         *_break_even(result),
@@ -199,6 +204,19 @@ def _gradient(result: Result, name: str) -> str:
         f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>10.4g}{step.wire:>9.4g}"
         f"{step.nbytes / 1e6:>9.4g}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
     )
+
+
+def _rounds(result: Result) -> list[str]:
+    """What rounds of local steps would cost."""
+    head = f"{'rounds of local steps':36}{'a round':>10}{'MB sent':>10}{f'{NEARLY_ALL:.0%} computing':>17}"
+    return [
+        head,
+        *(
+            f"{name:36}{seconds(each.seconds):>10}{each.nbytes / 1e6:>10.4g}{f'from period {each.period}':>17}"
+            for name, each in result.rounds.items()
+        ),
+        "each learns less in a step than averages of gradients do: it is for networks on which these are too much",
+    ]
 
 
 def _cut(result: Result) -> list[str]:

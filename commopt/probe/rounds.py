@@ -1,0 +1,102 @@
+"""What a round of local steps costs: how long all wait for it, what a rank sends, and the period from which on nearly
+all of the time is spent computing.
+
+A round that is not streamed is an agreement, the messages of its mean, and a confirmation, one after the other. Where
+all ranks gather what each has chosen (SparseLoCo), a rank sends W - 1 rows; where a mean is made on the way, and chosen
+from once more (DiLoCo with ``TopK``), 2 (W - 1) / W of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from commopt.bucket import ROW_MULTIPLE
+from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
+from commopt.compress import Compressor, Int4, TopK
+from commopt.outer.rounds import ROUND_BYTES
+from commopt.probe.clock import Costs
+
+Message = tuple[str, int]
+"""A collective, and the bytes that a rank sends in it."""
+
+Mean = Callable[[int, int], list[Message]]
+"""The messages of a mean, by the number of ranks and that of the parameters, in order."""
+
+
+def full(ranks: int, params: int) -> list[Message]:
+    """An all-reduce of float32."""
+    return [("all_reduce", all_reduce_bytes(4 * params, ranks))]
+
+
+def two_ways(compressor: Compressor) -> Mean:
+    """A compressed mean: to who averages a share, and from there to all."""
+
+    def messages(ranks: int, params: int) -> list[Message]:
+        share = -(-params // (ranks * ROW_MULTIPLE)) * ROW_MULTIPLE
+        nbytes = (ranks - 1) * compressor.nbytes(share)
+        return [("all_to_all", nbytes), ("all_gather", nbytes)]
+
+    return messages
+
+
+def gathered(compressor: Compressor) -> Mean:
+    """The messages of all ranks, gathered by all."""
+    return lambda ranks, params: [("all_gather", (ranks - 1) * compressor.nbytes(params))]
+
+
+def rows(ranks: int, nbytes: int) -> Message:
+    """A small row of each rank, of ``nbytes``."""
+    return "all_gather", (ranks - 1) * nbytes
+
+
+def whole_round(mean: Mean, ranks: int, params: int) -> list[Message]:
+    """All messages of a round, in order."""
+    before, after = ROUND_BYTES - CONFIRMATION_BYTES, CONFIRMATION_BYTES
+    return [rows(ranks, before), *mean(ranks, params), rows(ranks, after)]
+
+
+ROUNDS: dict[str, tuple[Mean, str | None]] = {
+    "DiLoCo": (full, None),
+    "DiLoCo, Int4()": (two_ways(Int4()), "gradients_int4"),
+    "DiLoCo, TopK(), outer_momentum=0": (two_ways(TopK()), "gradients_topk"),
+    "SparseLoCo": (gathered(TopK()), "gradients_topk"),
+}
+"""By how one writes it: the mean, and the compressor whose computing has been measured."""
+
+NEARLY_ALL = 0.95
+"""Share of computing that a period is stated for."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A predicted round.
+
+    Attributes:
+        seconds: for which nobody computes steps.
+        nbytes: that a rank sends.
+        period: the least number of local steps with which 95 % of the time is spent computing them.
+    """
+
+    seconds: float
+    nbytes: int
+    period: int
+
+
+def predict_rounds(costs: Costs, params: int, step_time: float) -> dict[str, Round]:
+    """By name. Compressing is counted as of gradients; what the ranks do with the mean, and streaming, are not.
+
+    Args:
+        costs: what was measured.
+        params: of the model, or of the part that a rank holds.
+        step_time: seconds of a local step.
+    """
+    out = {}
+    for name, (mean, compressor) in ROUNDS.items():
+        messages = whole_round(mean, costs.world_size, params)
+        computing = sum(costs.means[compressor].values()) * params if compressor is not None else 0.0
+        seconds = computing + sum(costs.link[collective](nbytes) for collective, nbytes in messages)
+        period = max(1, math.ceil(seconds * NEARLY_ALL / (1 - NEARLY_ALL) / step_time))
+        out[name] = Round(seconds, sum(nbytes for _, nbytes in messages), period)
+    return out

@@ -1,0 +1,67 @@
+"""Rounds in the probe: bytes are those of real rounds, seconds those of the lines, and periods do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from worlds import on_threads
+
+import commopt
+from commopt.comm import ThreadBackend
+from commopt.compress import Int4, TopK
+from commopt.probe.clock import Costs
+from commopt.probe.fit import Line
+from commopt.probe.rounds import NEARLY_ALL, ROUNDS, predict_rounds, whole_round
+
+MADE = {
+    "DiLoCo": lambda params, **given: commopt.DiLoCo(params, torch.optim.SGD, lr=0.1, **given),
+    "DiLoCo, Int4()": lambda params, **given: commopt.DiLoCo(
+        params, torch.optim.SGD, lr=0.1, compressor=Int4(), **given
+    ),
+    "DiLoCo, TopK(), outer_momentum=0": lambda params, **given: commopt.DiLoCo(
+        params, torch.optim.SGD, lr=0.1, compressor=TopK(), outer_momentum=0, **given
+    ),
+    "SparseLoCo": lambda params, **given: commopt.SparseLoCo(params, torch.optim.SGD, lr=0.1, **given),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+def test_bytes_are_those_of_a_round(name: str, ranks: int) -> None:
+    params = 3 * 4096
+
+    def run(backend: ThreadBackend) -> int:
+        x = torch.nn.Parameter(torch.zeros(params))
+        optimizer = MADE[name]([x], period=1, backend=backend, guard=commopt.Guard(check_every=None))
+        for _ in range(2):
+            x.grad = torch.randn(params)
+            optimizer.step()
+        sent: int = optimizer.comm_stats()["step"]["bytes"]
+        return sent
+
+    mean, _ = ROUNDS[name]
+    assert on_threads(ranks, run) == [sum(nbytes for _, nbytes in whole_round(mean, ranks, params))] * ranks
+
+
+def costs(ranks: int, latency: float = 0.1, rate: float = 20e6) -> Costs:
+    line, none = Line(latency, 8 / rate), Line(0.0, 0.0)
+    link = {"all_reduce": line, "all_to_all": line, "all_gather": line}
+    means = {f"gradients_{name}": {"out": 1e-9, "end": 2e-9} for name in ("int4", "topk")}
+    return Costs(ranks, link, dict.fromkeys(link, none), 0.0, {}, {}, means)
+
+
+def test_a_round_takes_its_messages_and_its_computing() -> None:
+    found = predict_rounds(costs(4), 1_000_000, 0.5)
+    assert found["DiLoCo"].seconds == pytest.approx(3 * 0.1 + 8 * found["DiLoCo"].nbytes / 20e6)
+    assert found["DiLoCo, Int4()"].seconds == pytest.approx(4 * 0.1 + 8 * found["DiLoCo, Int4()"].nbytes / 20e6 + 3e-3)
+    for each in found.values():
+        share = each.period * 0.5 / (each.period * 0.5 + each.seconds)
+        shorter = (each.period - 1) * 0.5 / ((each.period - 1) * 0.5 + each.seconds)
+        assert shorter < NEARLY_ALL <= share
+
+
+def test_from_where_on_a_second_selection_sends_less() -> None:
+    for ranks in (2, 3, 8, 100):
+        found = predict_rounds(costs(ranks), 10**7, 1.0)
+        gathered, two_ways = found["SparseLoCo"].nbytes, found["DiLoCo, TopK(), outer_momentum=0"].nbytes
+        assert gathered / two_ways == pytest.approx(ranks / 2, rel=0.05)
