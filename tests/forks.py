@@ -30,9 +30,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 FOLDER = "COMMOPT_TESTS_FORKS"
@@ -201,13 +202,52 @@ def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores
 def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    dynamic_rendezvous = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
+    # What torchrun logs has names from inspect.stack(), which looks through all modules, for half a second in all.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "what is imported has started a thread"
     gc.collect()
     gc.freeze()  # else a process looks through all this again, and copies it, when it ends
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is not None:
+        end(outcome(*request))
+
+
+def outcome(*request: Any) -> int:
+    """What the interpreter ends with after ``become(*request)``, and prints of its errors."""
+    try:
         become(*request)
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or 0
+        print(exit_.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    else:
+        return 0
+    return 1
+
+
+def end(code: int) -> NoReturn:
+    """As an interpreter ends, but for the memory, which goes with the process: to tidy up all that was imported, in
+    pages that a fork has to copy first, takes half a second of processor time. MPI ends where the interpreter does."""
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads; closed
+            code = 120 if code == 0 and stream is sys.stdout and not stream.closed else code
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

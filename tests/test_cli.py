@@ -151,7 +151,7 @@ def test_python_m_commopt_trains(tiny: Make, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run")))
     done = subprocess.run(
-        [sys.executable, "-m", "commopt", "train", str(config), "--train.steps=4"],
+        [python(), "-m", "commopt", "train", str(config), "--train.steps=4"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -138,7 +138,8 @@ def test_the_first_program_says_what_the_page_says(tmp_path: Path) -> None:
     [said] = re.findall(r"(?ms)^torchrun [^\n]* swap\.py\n```\n\n```\n(.*?)^```$", text)
     (tmp_path / "swap.py").write_text(program, encoding="utf-8")
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "swap.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHON_EXEC": python()}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
     def without_loss(lines: str) -> list[str]:
