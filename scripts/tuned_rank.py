@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from convergence_rank import configure
 from convergence_tasks import TASKS
-from tuned import METHODS
+from tuned import METHODS, optim_of
 
 from commopt.optim import NotFinite
 from commopt.train.loop import train
@@ -32,7 +32,7 @@ def main() -> None:
         for i, run in enumerate(runs):
             method = METHODS[run["method"]]
             task = replace(TASKS["gpt"], steps=run["steps"])
-            method = replace(method, optim={**method.optim, "lr": run["lr"]})
+            method = replace(method, optim=optim_of(run["method"], run["lr"]))
             begin, where = time.monotonic(), folder / str(i)
             try:
                 ended = train(configure(task, method, run["seed"], where))

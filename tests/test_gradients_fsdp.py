@@ -159,7 +159,7 @@ def test_another_world_owes_the_same_together(pool, saved, loaded):
 @pytest.mark.parametrize(
     ("saved", "loaded", "compressor"),
     [
-        ((2, 2), [(2, 2), (4, 1), (1, 3), (3, 1), (1, 1), None], Int8(block=8)),
+        ((2, 2), [(2, 2), (4, 1), (1, 3), (1, 1), None], Int8(block=8)),
         ((3, 1), [(2, 2)], TopBlocks(0.5, block=8)),
         (None, [(2, 2)], Int8(block=8)),
     ],

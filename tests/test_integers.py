@@ -90,13 +90,13 @@ def test_what_is_sent_and_what_stays_are_what_was_there(kind, rounding, rotate, 
 # providers ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(**checks.ANY)
 def check_native(**case):
     checks.check(torch.ops.commopt, "cpu", **case)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(**checks.COLUMNS)
 def check_native_columns(**case):
     checks.check_columns(torch.ops.commopt, "cpu", **case)

@@ -161,7 +161,7 @@ def test_the_first_optimizer_of_a_process(kind):
 
 # processes ------------------------------------------------------------------------------------------------------------
 
-TIMES = 40
+TIMES = 20
 
 
 def standing(store: Any, models: list[nn.Module]) -> dict[str, int]:

@@ -57,7 +57,6 @@ SAME = [
     ("gpt", WARM, {"shard": 2}),
     ("bert", ROUNDS, {"shard": 2}),
     ("gpt", WARM, {"tensor": 2}),
-    ("bert", UNCLIPPED, {"shard": 2, "tensor": 2}),
     ("bert", BASELINE, {"shard": 2, "tensor": 2}),
     ("llama", UNCLIPPED, {"shard": 2, "tensor": 2}),
 ]
