@@ -20,7 +20,7 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, Sign
+from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
 from commopt.optim import join_state_dict
 
@@ -239,6 +239,27 @@ def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(co
 
     results = on_threads(3, run)
     assert all(same_bits(results[0], r) for r in results)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "reduction"), [(TopK(2, 16), "mean"), (TopBlocks(0.5, 16), "mean"), (Int8(16), "sum")], ids=repr
+)
+def test_a_mean_beyond_the_range_of_float16_is_not_finite_and_leaves_nothing(compressor, reduction):
+    """What was kept back, or a sum of ranks, can be larger than any gradient of float16."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(1024,)]).half()
+        handle = commopt.compress_gradients(model, compressor, backend=backend, reduction=reduction)
+        for _ in range(8):
+            before = handle.state_dict()["residuals"]["state"]
+            model.backward([torch.full((1024,), 40000.0, dtype=torch.float16)])
+            if not model.take()[0].isfinite().all():
+                break
+        assert handle.comm_stats()["not_finite"] == 1
+        after = handle.state_dict()["residuals"]["state"]
+        assert all(same_bits(before[i].values(), after[i].values()) for i in before)
+
+    on_threads(2, run)
 
 
 @pytest.mark.parametrize("half", [1, 4])

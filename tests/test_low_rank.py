@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from worlds import on_threads, same_bits
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend, all_reduce_bytes
-from commopt.compress import ACP, PowerSGD
+from commopt.compress import ACP, PowerSGD, Sign
 from commopt.optim import join_state_dict
 
 SIZES = [(12, 9), (5,), (9, 2, 8), (3, 3), ()]
@@ -27,6 +28,21 @@ Matrix = list[list[float]]
 def grads(step: int, rank: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(size, generator=g, dtype=torch.float64) for size in SIZES]
+
+
+def test_ranks_that_multiply_with_other_numbers_of_threads_are_refused(monkeypatch):
+    """Each makes the same products, which torch rounds by the number of its threads: replicas would drift apart."""
+
+    def run(backend: ThreadBackend, method: Any) -> None:
+        monkeypatch.setattr("commopt.gradients.handle.torch.get_num_threads", lambda: 1 + ranks[threading.get_ident()])
+        ranks[threading.get_ident()] = backend.rank
+        commopt.compress_gradients(Given([(12, 9)]), method, backend=backend)
+
+    ranks: dict[int, int] = {}
+    for method in METHODS:
+        with pytest.raises(ValueError, match=r"get_num_threads.*rank 1 has 2, rank 0 has 1; .*OMP_NUM_THREADS"):
+            on_threads(2, lambda backend, method=method: run(backend, method))
+    on_threads(2, lambda backend: run(backend, Sign(16)))
 
 
 # the papers' loops on lists -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
-from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
+from commopt.optim.setup import LISTS, THREADS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
 
@@ -185,7 +186,8 @@ def compress_gradients(
         check_exchanges(compressor, inside, weights, groups, params, topology, reduction, grouped)
     except ValueError as caught:
         error = caught
-    _agree(topology, params, error, f"{compressor!r}, {feedback=}, {inside=}, {weights=}, {bucket_mb=}, {reduction=}")
+    settings = f"{compressor!r}, {feedback=}, {inside=}, {weights=}, {bucket_mb=}, {reduction=}"
+    _agree(topology, params, error, settings, isinstance(compressor, LowRank))
     elsewhere = {id(p) for group in groups[0] for p in group.params}
     method = _method(compressor, feedback, inside)
     mean = GradientMean(params, topology, method, bucket_mb, reduction, elsewhere)
@@ -227,11 +229,15 @@ def _ranks(model: Any, process_group: Any, backend: Backend | None, params: Sequ
     return resolve_backend(process_group, backend, params)
 
 
-def _agree(topology: Topology, params: Sequence[Tensor], error: Exception | None, settings: str) -> None:
-    """Raises, on every rank, if any of them has found an error, or if they differ."""
+def _agree(
+    topology: Topology, params: Sequence[Tensor], error: Exception | None, settings: str, multiplies: bool
+) -> None:
+    """Raises, on every rank, if any of them has found an error, or if they differ. ``multiplies``: each makes the same
+    products of matrices, which torch rounds by the number of its threads."""
     devices = sorted({p.device.type for p in params})
     facts = {
         **versions(devices),
+        **({THREADS: str(torch.get_num_threads())} if multiplies and "cpu" in devices else {}),
         LISTS: "\n".join(describe(0, i, p) for i, p in enumerate(params)),
         "settings or kernel providers": f"{settings} {ops.providers(devices)}",
     }

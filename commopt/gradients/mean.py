@@ -10,6 +10,7 @@ any of them stands for inf or NaN, no residual changes on any rank, and the grad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Sequence
 
 import torch
@@ -157,6 +158,7 @@ class GradientMean:
             self._pipeline.finish()  # each is written as it comes, while the others are on their way
             parts = [mine for part in self.parts if (mine := part.sound) is not None]
             here = sound = all(bool(x) for x in [*parts, *(received.sound for received, _ in self._received)])
+            here = sound = sound and all(_in_range(outs) for _, outs in self._received)
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
                 sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
@@ -252,3 +254,10 @@ class GradientMean:
             if id(p) not in here and id(p) not in self._nowhere:
                 p.grad = like(out, p)
         return outs
+
+
+def _in_range(outs: Sequence[Tensor]) -> bool:
+    """Whether all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
+    what is sent."""
+    halves = [out for out in outs if out.dtype == torch.float16 and out.numel()]
+    return not halves or bool(torch.stack(torch._foreach_norm(halves, math.inf)).isfinite().all())

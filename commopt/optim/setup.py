@@ -25,6 +25,9 @@ PAYLOAD_FORMAT = 1
 LISTS = "parameter lists"
 """The fact of which parameters there are: one a line."""
 
+THREADS = "numbers of threads of torch (torch.get_num_threads())"
+"""The fact of how many threads multiply matrices."""
+
 OF_STAGE = (LISTS, "names of the parameters")
 """Facts that are equal on the ranks of one stage of a pipeline only."""
 
@@ -35,6 +38,7 @@ _REMEDIES = {
     "versions of commopt": "install the same one on every rank",
     "versions of torch": "install the same one on every rank",
     "instruction sets of torch (ATEN_CPU_CAPABILITY)": "set ATEN_CPU_CAPABILITY to the lesser one on every rank",
+    THREADS: "every rank multiplies the same matrices, and rounds by that: set OMP_NUM_THREADS alike on all",
 }
 """What to do about facts that differ."""
 
