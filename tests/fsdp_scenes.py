@@ -487,6 +487,36 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
     return out
 
 
+def loop_of_differences(rank: int, world_size: int) -> list[bool]:
+    """Whether what each forward computes with, of one matrix, is w <- w + C[x - w] of every rank's piece x; w begins as
+    x."""
+    net = fully_shard(nn.Linear(8, 2 * world_size, bias=False, dtype=torch.float64))
+    compressor = Int4(block=8)
+    commopt.compress_gradients(net, Int8(), weights=Differences(compressor))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    w = torch.zeros(world_size, 16, dtype=torch.float64)
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        used = net(torch.eye(8, dtype=torch.float64))
+        (used * images(step, rank, torch.float64)[:, :1].repeat(2, 1)).sum().backward()
+        x = whole(net.weight).detach().view(world_size, 16)
+        if step == 0:
+            w.copy_(x)
+        for mine, piece in zip(w, x):
+            difference = (piece - mine).unsqueeze(0)
+            payload = torch.empty(1, compressor.nbytes(16, torch.float64), dtype=torch.uint8)
+            compressor.compress(difference, payload)
+            back = torch.empty(1, 16, dtype=torch.float64)
+            compressor.decompress(payload, back)
+            mine.add_(back[0])
+        found.append(
+            torch.equal(used.detach().t().contiguous().view(world_size, 16), w) and (step == 0 or bool((w != x).any()))
+        )
+        optimizer.step()
+    return found
+
+
 def gathered(handle: Any) -> int:
     """Bytes of all-gathers so far."""
     found = handle.comm_stats()["total"]["by_collective"].get("all_gather", {"bytes": 0})

@@ -242,6 +242,10 @@ def test_weights_on_the_wire(pool):
         assert all(sent == (later[0][0], 0) for sent in later)
 
 
+def test_differences_of_weights_are_the_papers_loop(pool):
+    assert pool.over_gloo(3, fsdp_scenes.loop_of_differences) == [[True] * 6] * 3
+
+
 def test_weights_that_fsdp_gathers_from_fewer_ranks_in_backward_are_those_of_the_forward(pool):
     """``reshard_after_forward=2``."""
     assert max(pool.over_gloo(4, fsdp_scenes.gathered_back_inside)) == 0

@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from given import Given
 from oracle_lans import LansOracle
 from torch import nn
-from worlds import Toy
+from worlds import Toy, on_threads, same_bits, some_grads
 
+import commopt
 from commopt import Lans
+from commopt.compress import Sign
 
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
 HYPER = {"lr": 0.02, "eps": 1e-3, "betas": (0.9, 0.98)}
@@ -49,6 +52,37 @@ def test_every_step_is_that_of_the_paper_on_lists(normalize, decay, maximize, bo
             torch.testing.assert_close(
                 p.detach().flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
             )
+
+
+def test_clan_is_lans_on_compressed_means():
+    """``compress_gradients`` and Lans: every step of every rank is the oracle's on the means that have come, which the
+    ranks have alike, and whose sum stays near that of the gradients."""
+    steps, sizes = 6, [(12, 3), (5,), (9,)]
+
+    def run(backend):
+        model = Given(sizes)
+        handle = commopt.compress_gradients(model, Sign(16, norm="l1"), backend=backend)
+        optimizer = Lans(model.parameters(), **HYPER, weight_decay=0.05)
+        oracle = LansOracle([p.flatten().tolist() for p in model.params], lr=0.02, b1=0.9, b2=0.98, eps=1e-3, wd=0.05)
+        came = torch.zeros(sum(math.prod(size) for size in sizes), dtype=torch.float64)
+        for step in range(steps):
+            model.backward(some_grads(sizes, step, backend.rank))
+            came += torch.cat([p.grad.flatten() for p in model.params])
+            oracle.step([p.grad.flatten().tolist() for p in model.params])
+            optimizer.step()
+            model.take()
+            for p, expected in zip(model.params, oracle.x):
+                torch.testing.assert_close(
+                    p.detach().flatten(), torch.tensor(expected, dtype=p.dtype), rtol=1e-11, atol=1e-13
+                )
+        return [p.detach() for p in model.params], came, handle.comm_stats()["ratio"]
+
+    ranks = on_threads(2, run)
+    assert all(same_bits(ranks[0][0], params) for params, _, _ in ranks)
+    exact = [torch.cat([g.flatten() for g in some_grads(sizes, t, r)]) for t in range(steps) for r in range(2)]
+    mean = torch.stack(exact).sum(0) / 2
+    assert 0 < float((ranks[0][1] - mean).norm()) < float(mean.norm())
+    assert ranks[0][2] > 2
 
 
 def test_a_tensor_of_zeros_takes_a_step_of_lr_times_the_update():

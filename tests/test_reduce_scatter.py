@@ -12,7 +12,7 @@ from torch import Tensor
 from worlds import on_threads
 
 from commopt.comm import NodesBackend, Topology
-from commopt.compress import Int4, Int8, Sign
+from commopt.compress import Int4, Int8, Sign, TopK
 from commopt.gradients import LoCo
 from commopt.gradients.fsdp import Place
 from commopt.gradients.reduce_scatter import GroupMean
@@ -141,8 +141,8 @@ def cut_over(backend: Any, grid: list[tuple[int, int]] = ALIKE) -> tuple[ShardGr
 @pytest.mark.parametrize("compressor", [Int4(block=8), Int8(block=8, rotate=True)], ids=["int4", "int8"])
 @pytest.mark.parametrize(
     ("grid", "inside"),
-    [(ALIKE, None), (TWO_NODES, None), (TWO_NODES, Int8(block=8)), (ACROSS, Int4(block=8))],
-    ids=["alike", "nodes", "int8 inside", "across"],
+    [(ALIKE, None), (TWO_NODES, None), (TWO_NODES, Int8(block=8)), (ACROSS, Int4(block=8)), (TWO_NODES, TopK(4, 16))],
+    ids=["alike", "nodes", "int8 inside", "across", "top-k inside"],
 )
 def test_it_is_the_loop_of_the_papers(compressor, feedback, grid, inside):
     def run(backend):
