@@ -35,7 +35,13 @@ def four() -> Iterator[Pool]:
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp, signs": (2, {"comm": {"compress": {"name": "Sign", "args": {"block": 64}}}, "train": {"accumulate": 2}}),
+    "ddp, both levels": (
+        4,
+        {
+            "comm": {"compress": {"name": "Sign", "args": {"block": 64}, "inside": "Int8"}, "ranks_per_node": 2},
+            "train": {"accumulate": 2},
+        },
+    ),
     "ddp, factors": (2, {"comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}}}}),
     "sharded over all": (
         2,
@@ -86,7 +92,7 @@ def test_stopped_and_resumed_is_never_stopped_and_it_learns(four: Pool, tiny: Ma
 
 def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny: Make, tmp_path: Path) -> None:
     """What is owed is kept; what lives in the checkpoint must be the same."""
-    settings = {"optim": BASE, "comm": WAYS["ddp, signs"][1]["comm"]}
+    settings = {"optim": BASE, "comm": {"compress": {"name": "Sign", "args": {"block": 64}}}}
     four.run(run_and_stop, tiny(tmp_path, **settings), 6, 1, ranks=2)
     other = {**settings, "comm": {"compress": {"name": "Sign", "args": {"block": 128}}}}
     with pytest.raises(CheckpointError, match=r"comm\.compress"):
@@ -164,7 +170,11 @@ def test_feedback_on_the_command_line() -> None:
         ),
         (
             {"comm": {"compress": {"weights": "Int8"}}},
-            r"comm\.compress\.weights='Int8' is not allowed with parallel\.shard=1: FSDP2 must cut the model",
+            r"comm\.compress\.weights='Int8' is not allowed with parallel\.shard=1: FSDP2 must cut the model$",
+        ),
+        (
+            {"comm": {"compress": {"inside": "Int8"}}},
+            r"comm\.compress\.inside='Int8' .*: FSDP2 must cut the model, or comm\.ranks_per_node say how many",
         ),
         (
             {"comm": {"compress": {"inside": "Differences"}}, "parallel": {"shard": 2}},

@@ -131,8 +131,9 @@ class GradientsConfig(CompressorConfig):
     """true: what compression loses is kept, and sent with the next gradients (error feedback). false: it is lost. Or
     what keeps it otherwise, an attribute of commopt.gradients: LoCo, or name and args of it."""
     inside: str | dict[str, Any] | None = None
-    """With parallel.shard: compressor of what FSDP2 reduces inside a replica, or inside a node where it cuts the model
-    over all ranks (comm.ranks_per_node), a name, or name and args, such as Int8; null for full precision."""
+    """Compressor inside a machine, a name, or name and args, such as Int8; null for full precision. With
+    parallel.shard: of what FSDP2 reduces inside a replica, or inside a node where it cuts the model over all ranks;
+    without, of what the ranks of a node send each other (comm.ranks_per_node)."""
     weights: str | dict[str, Any] | None = None
     """With parallel.shard: compressor of the weights that FSDP2 gathers, such as Int8, or Differences (with args:
     {compressor: ...}); null for full precision."""

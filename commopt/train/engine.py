@@ -150,7 +150,7 @@ class DataParallel:
 
     def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
         """Has means of the gradients compressed."""
-        return compress_gradients(self.module, backend=LocalBackend() if self.alone else None, **plan)
+        return compress_gradients(self.module, backend=LocalBackend() if self.alone else world.backend, **plan)
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """Bytes of a step, on this rank."""

@@ -105,9 +105,10 @@ def plan_compression(config: Config) -> dict[str, Any] | None:
     for name, value in (("inside", given.inside), ("weights", given.weights)):
         if value is not None:
             out[name] = plan_exchange(value, f"{key}.{name}", differences=name == "weights")
-            if config.parallel.shard == 1:
+            if config.parallel.shard == 1 and (name == "weights" or config.comm.ranks_per_node == 1):
+                nodes = "" if name == "weights" else ", or comm.ranks_per_node say how many ranks are a machine"
                 raise ConfigError(
-                    f"{key}.{name}={value!r} is not allowed with parallel.shard=1: FSDP2 must cut the model"
+                    f"{key}.{name}={value!r} is not allowed with parallel.shard=1: FSDP2 must cut the model{nodes}"
                 )
     return out
 
@@ -175,10 +176,9 @@ def check_plan(config: Config) -> None:
             check_arguments(cls, {"process_group": None}, "parallel")
         return
     nodes = config.comm.ranks_per_node
-    of_fsdp = config.comm.compress is not None and config.parallel.shard > 1
     for key, value, allowed in (
         ("backend", config.comm.backend if own is not None else None, "auto, gloo and nccl"),
-        ("ranks_per_node", None if nodes == 1 or of_fsdp else nodes, "1"),
+        ("ranks_per_node", None if nodes == 1 or config.comm.compress is not None else nodes, "1"),
     ):
         if value is not None:
             raise ConfigError(
@@ -199,10 +199,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that a config names, over two named parameter groups."""
     cls, args = plan_optimizer(config)
-    if backend is not None and mesh is None:
-        args["backend"] = backend
-    if mesh is not None and issubclass(cls, OURS):
-        args["process_group"] = mesh
+    if issubclass(cls, OURS):
+        if mesh is not None:
+            args["process_group"] = mesh
+        elif backend is not None:
+            args["backend"] = backend
     groups = parameter_groups(model, config.weight_decay)
     if "outer_weight_decay" in inspect.signature(cls).parameters:  # biases and norms are decayed by nobody
         groups[1]["outer_weight_decay"] = 0.0
