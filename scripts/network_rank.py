@@ -242,11 +242,12 @@ class Trainee:
             self.optimizer.flights.land_all()
 
     def warm_up(self, seconds: float) -> None:
-        """Past every warm-up; decides how many steps make a block of about ``seconds``."""
+        """Past every warm-up; decides how many steps make a block of about ``seconds``: at most 50, or 10 rounds."""
         for _ in range(WARMUP):
             self.step()
         took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle, self.land)["seconds"]
-        count = torch.tensor([max(1, min(50, round(seconds / took)) // self.cycle)])
+        most = 10 * PERIOD if self.cycle == PERIOD else 50
+        count = torch.tensor([max(1, min(most, round(seconds / took)) // self.cycle)])
         dist.broadcast(count, 0)
         self.count = int(count) * self.cycle
         if isinstance(self.optimizer, CommOptimizer) and dist.get_world_size() > 1:
