@@ -37,7 +37,10 @@ class Run:
         return self.number(f"rounds {name}")
 
     def send(self, name: int, which: signal.Signals) -> None:
-        os.kill(self.number(f"pid {name}"), which)
+        pid = self.number(f"pid {name}")
+        if not pid:  # 0 would be all processes of this test
+            raise ProcessLookupError(f"rank {name} has not said its pid yet")
+        os.kill(pid, which)
 
     def go_on(self, names: list[int], rounds: int = 2, seconds: float = 40.0) -> float:
         """Waits until each has ended so many more rounds; the seconds until it had ended the first."""
@@ -119,11 +122,11 @@ def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_end
         run.go_on([0, 1, 2], seconds=60)
         for name, left in ((1, [0, 2]), (0, [2]), (2, [])):
             store.set(f"leave {name}", "")
-            assert run.said(name, 30, code=0) == ""
+            assert run.said(name, 60, code=0) == ""
             run.go_on(left)
         run.replicas_equal()
         run.start(3)
-        assert "LeftOut the run of this store has ended: all its members have left" in run.said(3, 30)
+        assert "LeftOut the run of this store has ended: all its members have left" in run.said(3, 60)
     finally:
         run.close()
 
