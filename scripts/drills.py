@@ -181,7 +181,8 @@ DRILLS = (
     ),
     Drill(
         "ranks-come-and-go",
-        "SIGKILL to members in a round, between two, and where they agree; SIGSTOP; joins; a network that is cut",
+        "to processes: SIGKILL in a round, between two, and where they agree; SIGSTOP; joins; `leave()`. On threads: a "
+        "network that is cut",
         "the others go on, and nothing is lost but that rank's round; one that comes back joins anew",
         (
             "test_members_processes.py",

@@ -3,7 +3,7 @@
     member_rank.py NAME PORT RANKS PATIENCE
 
 It trains, and leaves word in the store of its number and of each round that has ended. Where the store says so, it
-kills itself: "in NAME" in an exchange, "view" while it publishes a view.
+kills itself: "in NAME" in an exchange, "view" while it publishes a view; or it leaves after a round: "leave NAME".
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def main() -> None:
             digest = zlib.crc32(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes())
             store.set(f"after {NAME} {group['rounds']}", f"{digest} {len(members.names)}")
             store.set(f"rounds {NAME}", f"{group['rounds']}")
+            if store.check([f"leave {NAME}"]):
+                return members.leave()
 
 
 try:

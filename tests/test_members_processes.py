@@ -1,4 +1,4 @@
-"""Members in processes over Gloo, that are killed, stopped and cut off, and others that join."""
+"""Members in processes over Gloo: that are killed, stopped, or leave; that join; and whose store dies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RANK = str(Path(__file__).with_name("member_rank.py"))
 class Run:
     """Processes that train, and what they have left word of."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.processes = port, {}
+    def __init__(self, port: int, patience: float = PATIENCE) -> None:
+        self.port, self.patience, self.processes = port, patience, {}
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
     def start(self, name: int, ranks: int = 0) -> None:
-        words = [python(), RANK, str(name), str(self.port), str(ranks), str(PATIENCE)]
+        words = [python(), RANK, str(name), str(self.port), str(ranks), str(self.patience)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes[name] = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -37,7 +37,10 @@ class Run:
         return self.number(f"rounds {name}")
 
     def send(self, name: int, which: signal.Signals) -> None:
-        os.kill(self.number(f"pid {name}"), which)
+        pid = self.number(f"pid {name}")
+        if not pid:  # 0 would be all processes of this test
+            raise ProcessLookupError(f"rank {name} has not said its pid yet")
+        os.kill(pid, which)
 
     def go_on(self, names: list[int], rounds: int = 2, seconds: float = 40.0) -> float:
         """Waits until each has ended so many more rounds; the seconds until it had ended the first."""
@@ -52,10 +55,10 @@ class Run:
         """The names of those that run."""
         return [name for name, process in self.processes.items() if process.poll() is None]
 
-    def said(self, name: int, seconds: float) -> str:
-        """What a rank says that ends by itself, within so many seconds."""
+    def said(self, name: int, seconds: float, code: int = 1) -> str:
+        """What a rank says that ends by itself, within so many seconds, with that exit code."""
         process = self.processes[name]
-        assert process.wait(seconds) == 1
+        assert process.wait(seconds) == code
         assert process.stdout is not None
         return process.stdout.read()
 
@@ -107,6 +110,25 @@ def test_ranks_that_are_killed_or_stopped_and_ranks_that_join():
     finally:
         run.close()
     print({name: f"{seconds:.2f} s" for name, seconds in took.items()})
+
+
+def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_ended():
+    """They would have the patience for longer than this test has."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run = Run(store.port, patience=300.0)
+    try:
+        for name in range(3):
+            run.start(name, 3)
+        run.go_on([0, 1, 2], seconds=60)
+        for name, left in ((1, [0, 2]), (0, [2]), (2, [])):
+            store.set(f"leave {name}", "")
+            assert run.said(name, 60, code=0) == ""
+            run.go_on(left)
+        run.replicas_equal()
+        run.start(3)
+        assert "LeftOut the run of this store has ended: all its members have left" in run.said(3, 60)
+    finally:
+        run.close()
 
 
 def test_when_the_host_of_the_store_dies_all_say_so():

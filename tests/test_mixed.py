@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from oracle_outer import OuterOracle
+from oracle_streaming import StreamingOracle
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
 import commopt
-from commopt import DiLoCo, Mixed
+from commopt import DiLoCo, Mixed, Streaming
 from commopt.comm import LocalBackend
-from commopt.compress import Sign
+from commopt.compress import Int4, Sign
 from commopt.optim import join_state_dict, split_state_dict
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
@@ -51,8 +52,8 @@ def in_order(tensors: list[Tensor]) -> list[float]:
 class ByHand:
     """One of torch's optimizers as the base of a rank of the oracle, which has lists."""
 
-    def __init__(self, which: str) -> None:
-        self.params = made(which)
+    def __init__(self, which: str, only: slice = slice(None)) -> None:
+        self.params = made(which)[only]
         self.optimizer = BASES[which](self.params)
 
     def step(self, x: list[float], grad: list[float], lr: float) -> None:
@@ -352,3 +353,134 @@ def test_ranks_with_other_optimizers_are_told(classes: Any) -> None:
         return str(caught.value)
 
     assert all("rank 1" in text for text in on_threads(2, run))
+
+
+# streamed -------------------------------------------------------------------------------------------------------------
+
+LATE = [Streaming(2, 2), Streaming(3, 2, "mix"), Streaming(2, merge="eager")]
+every_late = pytest.mark.parametrize("streaming", LATE, ids=["corrected", "mix", "eager"])
+
+
+def ours(model: nn.Module, backend: Any, streaming: Streaming | None) -> DiLoCo:
+    """MuLoCo of Muon as it is here, compressed, in several buckets."""
+    hidden, rest = commopt.sort_parameters(model, head=["embedding"], rest=["pos*", "unused"])
+    base = Mixed(commopt.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=1e-2))
+    settings = {"period": 6, "outer_momentum": 0.6, "compressor": Int4(64), "bucket_mb": 2e-4}
+    return DiLoCo(base, backend=backend, streaming=streaming, **settings)
+
+
+def test_one_fragment_without_a_delay_is_muloco_as_it_is_to_the_bit() -> None:
+    def run(backend: Any) -> None:
+        models = [Toy(), Toy()]
+        pair = [ours(model, backend, streaming) for model, streaming in zip(models, (None, Streaming(1, 0)))]
+        for step in range(14):
+            for model, optimizer in zip(models, pair):
+                train(model, optimizer, range(step, step + 1), backend.rank, 2)
+            assert same_bits(*map(params_of, models)), step
+            assert same_bits(*(tensors_in(optimizer.state_dict()) for optimizer in pair)), step
+
+    on_threads(2, run)
+
+
+Run = tuple[str, slice]
+"""Whose parameters are in a bucket, and which of them."""
+
+
+def streamed(backend: Any, streaming: Streaming) -> tuple[dict[str, list[nn.Parameter]], DiLoCo]:
+    params = {which: made(which) for which in SIZES}
+    base = Mixed(*(BASES[which](params[which]) for which in SIZES))
+    optimizer = DiLoCo(base, period=4, outer_momentum=0.6, bucket_mb=1, streaming=streaming, backend=backend)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    return params, optimizer
+
+
+def gradients(run: Run, step: int, rank: int) -> list[Tensor]:
+    which, only = run
+    return [gradient(which, step, rank, i) for i in range(len(SIZES[which]))[only]]
+
+
+def streamed_on_lists(streaming: Streaming) -> tuple[list[Run], StreamingOracle]:
+    """What each bucket has, and the oracle of two ranks with a piece for each."""
+    params, optimizer = streamed(LocalBackend(), streaming)
+    places = {id(p): (which, i) for which in SIZES for i, p in enumerate(params[which])}
+    at = [[places[id(p)] for p in reversed(bucket.params)] for bucket in optimizer.buckets]
+    runs = [(some[0][0], slice(some[0][1], some[-1][1] + 1)) for some in at]
+    numbers = [bucket.fragment for bucket in optimizer.buckets]
+    assert set(numbers) == set(range(streaming.fragments))
+    oracle = StreamingOracle(
+        [(p, in_order(made(which)[only]), [0]) for p, (which, only) in zip(numbers, runs)],
+        "diloco", 2, 4, "sgd", {"lr": 0.7, "momentum": 0.6}, 0,
+        streaming.fragments, streaming.delay, streaming.merge, streaming.alpha,
+    )  # fmt: skip
+    for piece, run in zip(oracle.pieces, runs):
+        piece.bases = [ByHand(*run) for _ in range(2)]
+    return runs, oracle
+
+
+STREAMS = [Streaming(1, 2), Streaming(2, 1, "mix", 0.25), Streaming(2, merge="eager")]
+
+
+@pytest.mark.parametrize("streaming", STREAMS, ids=["corrected", "mix", "eager"])
+def test_streamed_muloco_is_muon_and_adamw_by_hand_and_streams_on_lists(streaming: Streaming) -> None:
+    (runs, oracle), expected = streamed_on_lists(streaming), []
+    for step in range(14):
+        oracle.step([[in_order(gradients(run, step, rank)) for rank in range(2)] for run in runs], 0.01)
+        if step == 9:
+            oracle.synchronize()
+        expected.append([[list(x) for x in piece.x] for piece in oracle.pieces])
+
+    def on_rank(backend: Any) -> None:
+        params, optimizer = streamed(backend, streaming)
+        for step in range(14):
+            for which in SIZES:
+                for p, g in zip(params[which], gradients((which, slice(None)), step, backend.rank)):
+                    p.grad = g
+            optimizer.step()
+            if step == 9:
+                optimizer.synchronize()
+            for (which, only), right in zip(runs, expected[step]):
+                found = in_order(params[which][only])
+                assert max(abs(a - b) for a, b in zip(found, right[backend.rank])) <= 1e-12, (step, which)
+
+    on_threads(2, on_rank)
+
+
+@every_late
+def test_a_streamed_run_is_resumed_in_flight_and_its_replicas_are_equal_in_the_end(streaming: Streaming) -> None:
+    stops, last = (3, 4, 7), 11
+
+    def finished(model: nn.Module, optimizer: DiLoCo) -> list[Tensor]:
+        optimizer.synchronize()
+        assert not optimizer.replicas_differ
+        return params_of(model)
+
+    def straight(backend: Any) -> Any:
+        model, saved = Toy(), {}
+        optimizer = ours(model, backend, streaming)
+        for step in range(last):
+            if step in stops:
+                saved[step] = through_a_file([model.state_dict(), *split_state_dict(optimizer.state_dict())])
+                assert optimizer.comm_stats()["in_flight"], step
+            train(model, optimizer, range(step, step + 1), backend.rank, 2)
+        return params_of(model), tensors_in(optimizer.state_dict()), finished(model, optimizer), saved
+
+    results = on_threads(2, straight)
+    assert not same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][2], results[1][2])
+
+    def resumed(backend: Any) -> None:
+        params, state, end, _ = results[backend.rank]
+        for step in stops:
+            model = Toy(seed=5)
+            weights, replicated, _ = results[0][3][step]
+            model.load_state_dict(weights)
+            optimizer = ours(model, backend, streaming)
+            parts = [saved[step][2] for *_, saved in results]
+            optimizer.load_state_dict(join_state_dict(replicated, parts, backend.rank, 2))
+            train(model, optimizer, range(step, last), backend.rank, 2)
+            assert same_bits(params_of(model), params), step
+            assert same_bits(tensors_in(optimizer.state_dict()), state), step
+            assert same_bits(finished(model, optimizer), end), step
+
+    on_threads(2, resumed)

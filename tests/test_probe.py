@@ -407,6 +407,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
         "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even, as bandwidth", "elements/s", "check: ",
         "AdamW, gradients by", "faster than DDP\n", "a transformer 64 wide (--width)", "check: a mean of the gradients",
         "found by: the fastest whole run", *(label for label, _ in COMPRESSORS.values()),
+        "receives fewer bytes than SparseLoCo from 3 ranks on (here 2)",
         "cut over all ranks by FSDP2", *(way.words for way in WAYS.values()), "recommendation, cut over all ranks: ",
     ):  # fmt: skip
         assert words in done.stdout

@@ -11,7 +11,7 @@ from commopt.comm import ThreadBackend
 from commopt.compress import Int4, TopK
 from commopt.probe.clock import Costs
 from commopt.probe.fit import Line
-from commopt.probe.rounds import NEARLY_ALL, ROUNDS, predict_rounds, whole_round
+from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, ROUNDS, fewer_from, predict_rounds, whole_round
 
 MADE = {
     "DiLoCo": lambda params, **given: commopt.DiLoCo(params, torch.optim.SGD, lr=0.1, **given),
@@ -65,3 +65,19 @@ def test_from_where_on_a_second_selection_sends_less() -> None:
         found = predict_rounds(costs(ranks), 10**7, 1.0)
         gathered, two_ways = found["SparseLoCo"].nbytes, found["DiLoCo, TopK(), outer_momentum=0"].nbytes
         assert gathered / two_ways == pytest.approx(ranks / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("params", [1, 64, 1000, 1500, 2000, 3000, 3 * 4096, 10**5, 10**9])
+def test_from_how_many_ranks_on_both_ways_receive_fewer_bytes(params: int) -> None:
+    """It is so with each number of ranks from there on, and with none below."""
+
+    def nbytes(name: str, ranks: int) -> int:
+        return sum(sent for _, sent in whole_round(ROUNDS[name][0], ranks, params))
+
+    first = fewer_from(params)
+    for ranks in [*range(2, 200), 1000, 10**4]:
+        assert (nbytes(BOTH_WAYS, ranks) < nbytes(GATHERED, ranks)) == (first is not None and ranks >= first), ranks
+
+
+def test_that_is_from_three_on_but_for_small_models() -> None:
+    assert [fewer_from(params) for params in (64, 1000, 1500, 2000, 3000, 10**5, 10**9)] == [None, None, 6, 8, 3, 3, 3]

@@ -18,7 +18,7 @@ from commopt.probe.local import Local
 from commopt.probe.measure import Sample
 from commopt.probe.options import Options
 from commopt.probe.predict import Model, adamw_seconds
-from commopt.probe.rounds import NEARLY_ALL, Round
+from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, Round, fewer_from
 
 WIDTH = 96
 COLLECTIVES = {
@@ -215,8 +215,16 @@ def _rounds(result: Result) -> list[str]:
             f"{name:36}{seconds(each.seconds):>10}{each.nbytes / 1e6:>10.4g}{f'from period {each.period}':>17}"
             for name, each in result.rounds.items()
         ),
+        _fewer_bytes(result),
         "each learns less in a step than averages of gradients do: it is for networks on which these are too much",
     ]
+
+
+def _fewer_bytes(result: Result) -> str:
+    """From how many ranks on two compressed ways receive less than what is gathered from all."""
+    ranks = fewer_from(result.model.params)
+    when = "with no number of ranks" if ranks is None else f"from {ranks} ranks on (here {result.costs.world_size})"
+    return f"{BOTH_WAYS}: receives fewer bytes than {GATHERED} {when}"
 
 
 def _cut(result: Result) -> list[str]:

@@ -57,11 +57,14 @@ def whole_round(mean: Mean, ranks: int, params: int) -> list[Message]:
     return [rows(ranks, before), *mean(ranks, params), rows(ranks, after)]
 
 
+GATHERED, BOTH_WAYS = "SparseLoCo", "DiLoCo, TopK(), outer_momentum=0"
+"""The same compressor: rows that all ranks gather, and those of a mean that is compressed once more."""
+
 ROUNDS: dict[str, tuple[Mean, str | None]] = {
     "DiLoCo": (full, None),
     "DiLoCo, Int4()": (two_ways(Int4()), "gradients_int4"),
-    "DiLoCo, TopK(), outer_momentum=0": (two_ways(TopK()), "gradients_topk"),
-    "SparseLoCo": (gathered(TopK()), "gradients_topk"),
+    BOTH_WAYS: (two_ways(TopK()), "gradients_topk"),
+    GATHERED: (gathered(TopK()), "gradients_topk"),
 }
 """By how one writes it: the mean, and the compressor whose computing has been measured."""
 
@@ -82,6 +85,27 @@ class Round:
     seconds: float
     nbytes: int
     period: int
+
+
+def fewer_from(params: int) -> int | None:
+    """From how many ranks on a rank receives fewer bytes in a round of ``BOTH_WAYS`` than in one of ``GATHERED``.
+
+    A rank receives as many bytes as it sends in either. Only the rows differ: for each other rank one of all
+    parameters, or two of a share, which shrinks as ranks are added, and no further than ``ROW_MULTIPLE`` elements.
+
+    Args:
+        params: of the model, or of the part that a rank holds, >= 1.
+
+    Returns:
+        that number of ranks; None if the parameters are too few to be worth it on any.
+    """
+
+    def nbytes(name: str, ranks: int) -> int:
+        return sum(sent for _, sent in whole_round(ROUNDS[name][0], ranks, params))
+
+    most = max(2, -(-params // ROW_MULTIPLE))
+    fewer = (ranks for ranks in range(2, most + 1) if nbytes(BOTH_WAYS, ranks) < nbytes(GATHERED, ranks))
+    return next(fewer, None)
 
 
 def predict_rounds(costs: Costs, params: int, step_time: float) -> dict[str, Round]:
