@@ -3,6 +3,10 @@
 optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)        # was torch.optim.Adam(...)
 """
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from commopt.attach import attach
 from commopt.gradients import compress_gradients
 from commopt.optim import (
@@ -48,3 +52,12 @@ __all__ = [
     "compress_gradients",
     "sort_parameters",
 ]
+
+
+if not TYPE_CHECKING:  # to a type checker every name would be there
+
+    def __getattr__(name: str) -> ModuleType:
+        """``commopt.integrations``, imported when it is asked for."""
+        if name == "integrations":
+            return importlib.import_module("commopt.integrations")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

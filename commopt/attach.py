@@ -143,8 +143,9 @@ def attach(model: nn.Module, optimizer: Any) -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """What frameworks have wrapped, that is the optimizer of commopt where there is one inside."""
-    while not isinstance(optimizer, Ours) and hasattr(optimizer, "optimizer"):
+    """What frameworks have wrapped, that is the optimizer of commopt where there is one inside; also where the class of
+    the wrapper is derived from the optimizer's, as Lightning's and Fabric's are."""
+    while hasattr(optimizer, "optimizer") and (not isinstance(optimizer, Ours) or "_optimizer" in vars(optimizer)):
         optimizer = optimizer.optimizer
     return optimizer
 

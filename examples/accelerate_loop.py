@@ -38,7 +38,7 @@ def main() -> None:
 
     bare = optimizer.optimizer
     model.eval()
-    with bare.averaged(), torch.no_grad():
+    with bare.averaged(model), torch.no_grad():
         accuracy = (model(inputs.to(accelerator.device)).argmax(1).cpu() == targets).float().mean()
     if accelerator.is_main_process:
         stats = bare.comm_stats()

@@ -76,13 +76,24 @@ class Run:
         return [t for optimizer in self.optimizers for t in tensors_in(optimizer.state_dict())]
 
 
+def connect_with(buffers):
+    from accelerate import Accelerator
+
+    from commopt.integrations.accelerate import connect
+
+    accelerator, model = Accelerator(cpu=True), Tied()
+    connect(accelerator, *accelerator.prepare(model, DiLoCo(model.parameters())), buffers=buffers)
+
+
 def resumed(folder, rank, make, count=1):
     """What a run of 8 steps has, saved after 5; and what one has that takes it up."""
     torch.manual_seed(rank)
     first = Run(make, count)
     attached = all(optimizer.optimizer._attachment is not None for optimizer in first.optimizers)
     before = first.train(range(5), rank)[-1]
+    own = buffers_of(first.models[0])
     first.accelerator.save_state(folder)
+    buffers_left = buffers_of(first.models[0])
     first.accelerator.wait_for_everyone()
     expected = first.train(range(5, 8), rank)
     second = Run(make, count)
@@ -97,6 +108,9 @@ def resumed(folder, rank, make, count=1):
         "same state": same_bits(first.states(), second.states()),
         "after": found[-1],
         "saved": saved_weights(folder, first.models[0]),
+        "own buffers": own,
+        "saved buffers": saved_buffers(folder, first.models[0]),
+        "left": same_bits(buffers_left, own),
         "stats": [optimizer.optimizer.comm_stats() for optimizer in second.optimizers],
     }
 
@@ -106,6 +120,17 @@ def saved_weights(folder, model):
 
     saved = load_file(Path(folder, "model.safetensors"))
     return [saved[name] for name, _ in model.module.named_parameters()]
+
+
+def saved_buffers(folder, model):
+    from safetensors.torch import load_file
+
+    saved = load_file(Path(folder, "model.safetensors"))
+    return [saved[name] for name, _ in model.module.named_buffers()]
+
+
+def buffers_of(model):
+    return [buffer.clone() for buffer in model.buffers()]
 
 
 def llama():
@@ -209,6 +234,8 @@ def scenes(folder, rank, world_size):
             "diloco": resumed(f"{folder}/diloco", rank, lambda params: DiLoCo(params, lr=1e-2, period=3)),
             "said": logged,
         }
+    with pytest.raises(ValueError, match="buffers must be 'mean' or 'broadcast', got 'own'"):
+        connect_with("own")
     with pytest.raises(ValueError, match="got SGD"):
         Run(lambda params: torch.optim.SGD(params, lr=0.1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -251,6 +278,16 @@ def test_the_mean_model_is_saved_while_replicas_differ(ranks):
         assert same_bits(rank["diloco"]["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
 
 
+def test_buffers_of_the_mean_model_are_saved_and_those_of_rank_0_where_replicas_are_equal(ranks):
+    for which in ("diloco", "one bit"):
+        mine, other = (rank[which]["own buffers"] for rank in ranks)
+        assert not same_bits(mine, other)
+        mean = [(a + b) / 2 if a.is_floating_point() else a for a, b in zip(mine, other)]
+        for rank in ranks:
+            assert rank[which]["left"]
+            torch.testing.assert_close(rank[which]["saved buffers"], mean if which == "diloco" else mine)
+
+
 def test_fsdp2_that_accelerate_cuts_is_adamw_and_resumes_to_the_bit(ranks):
     expected = under_adamw()
     for rank in ranks:
@@ -272,6 +309,33 @@ OPTIMIZERS = {
     "CSER": lambda params, backend: CSER(params, lr=1e-2, period=3, backend=backend),
     "LocalSGD": lambda params, backend: LocalSGD(params, lr=1e-2, period=3, backend=backend),
 }
+
+
+@pytest.mark.parametrize("buffers", ["mean", "broadcast"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_mean_model_has_the_same_buffers_on_all_ranks(name, buffers):
+    def rank(backend):
+        model = Toy()
+        model.register_buffer("statistics", torch.full((3,), 1.0 + 2 * backend.rank))
+        first, second = [model.embedding], [model.positions, model.weight, model.bias, model.gain]
+        optimizers = [OneBitAdam(first, freeze_step=9, backend=backend), OPTIMIZERS[name](second, backend)]
+        for step in range(2):
+            model.zero_grad()
+            model(tokens(step, backend.rank, 2)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        own = params_of(model)
+        with common.mean_model(optimizers, model, buffers):
+            inside, mean = model.statistics.clone(), params_of(model)
+        return own, mean, inside.tolist(), same_bits(own, params_of(model)), model.statistics.tolist()
+
+    (own, mean, *mine), (others, same, *theirs) = on_threads(2, rank)
+    assert same_bits(mean, same)
+    torch.testing.assert_close(mean, [(a + b) / 2 for a, b in zip(own, others)], rtol=1e-6, atol=1e-7)
+    everywhere = [2.0 if buffers == "mean" else 1.0] * 3
+    local = name != "OneBitAdam"
+    assert mine == [everywhere if local else [1.0] * 3, True, [1.0] * 3]
+    assert theirs == [everywhere if local else [3.0] * 3, True, [3.0] * 3]
 
 
 def saved_by(world_size, make, folder):

@@ -27,8 +27,8 @@ APART = NAMES[1:]
 SAVED, STEPS = 5, 9
 
 
-def make(name: str, params: Any) -> Any:
-    return EVERY[name](params, lr=1e-2, bucket_mb=3e-4)
+def make(name: str, params: Any, **settings: Any) -> Any:
+    return EVERY[name](params, lr=1e-2, bucket_mb=3e-4, **settings)
 
 
 def by_hand(name: str, rank: int, world: int) -> tuple[list[Any], list[Any], list[list[Any]]]:
@@ -53,23 +53,31 @@ def module_class(rank: int, world: int) -> Any:
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
-        def __init__(self, name: str, seed: int = 0, fails: bool = False) -> None:
+        def __init__(self, name: str, seed: int = 0, fails: bool = False, **settings: Any) -> None:
             super().__init__()
-            self.name, self.fails, self.net = name, fails, Used(seed=seed)
+            self.name, self.fails, self.net, self.settings = name, fails, Used(seed=seed), settings
+            self.norm = torch.nn.BatchNorm1d(3, affine=False)
             self.validated: list[list[Any]] = []
+            self.validated_buffers: list[list[Any]] = []
 
         def training_step(self, batch: Any, index: int) -> Any:
+            self.norm(torch.arange(6.0).reshape(2, 3) * (1 + self.global_step + 10 * rank))
             return self.net(tokens(self.global_step, rank, world))
 
         def validation_step(self, batch: Any, index: int) -> None:
             self.validated.append(params_of(self.net))
+            self.validated_buffers.append(buffers_of(self))
             if self.fails:
                 raise ArithmeticError("of a validation")
 
         def configure_optimizers(self) -> Any:
-            return make(self.name, self.net.parameters())
+            return make(self.name, self.net.parameters(), **self.settings)
 
     return Module
+
+
+def buffers_of(module: Any) -> list[Any]:
+    return [buffer.clone() for buffer in module.buffers()]
 
 
 def trainer(*callbacks: Any, steps: int = STEPS, **settings: Any) -> Any:
@@ -91,6 +99,8 @@ VALIDATED = {
     "check_val_every_n_epoch": None,
 }
 DATA = [0] * 100
+BUFFERS: dict[str, Any] = {**dict.fromkeys(NAMES, "mean"), "CSER": "broadcast"}
+STATISTICS = [name for name, _ in torch.nn.BatchNorm1d(3, affine=False).named_buffers()]
 
 
 def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
@@ -101,15 +111,17 @@ def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
     from commopt.integrations.lightning import CommoptCallback
 
     weights = folder / f"{name}-weights.ckpt"
+    own: list[list[Any]] = []
 
     class SaveWeights(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == SAVED:
+                own.append(buffers_of(trainer.lightning_module))
                 trainer.save_checkpoint(weights, weights_only=True)
 
     saving = ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     once, resumed = module(name), module(name, seed=1)
-    never, again = trainer(CommoptCallback(), SaveWeights(), saving, **VALIDATED), trainer()
+    never, again = trainer(CommoptCallback(BUFFERS[name]), SaveWeights(), saving, **VALIDATED), trainer()
     with listening() as said:
         never.fit(once, DATA, [0])
     saved = folder / name / f"step={SAVED}.ckpt"
@@ -121,6 +133,8 @@ def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
         "resumed": [params_of(resumed.net), tensors_in(again.optimizers[0].state_dict())],
         "saved": [[state[f"net.{key}"] for key, _ in once.net.named_parameters()] for state in read],
         "validated": once.validated[0],
+        "own buffers": own[0],
+        "buffers": [once.validated_buffers[0], *([state[f"norm.{key}"] for key in STATISTICS] for state in read)],
     }
 
 
@@ -138,7 +152,30 @@ def trainers(folder: Path, rank: int, world: int) -> dict[str, Any]:
                 module("OneBitAdam"), DATA
             )
     out["several"] = several(module, trainer())
+    overlapped = module("OneBitAdam", overlap=True)
+    trainer().fit(overlapped, DATA)
+    out["overlapped"] = [params_of(overlapped.net), overlapped.trainer.optimizers[0].overlap]
+    out["attached"] = attached(module)
+    with pytest.raises(ValueError, match="buffers must be 'mean' or 'broadcast', got 'own'"):
+        CommoptCallback("own")
     return out
+
+
+def attached(module: Any) -> list[Any]:
+    """What a module has that attaches what Lightning itself has wrapped, without the callback."""
+    import lightning.pytorch as pl
+
+    seen = []
+
+    class Attaching(module):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            optimizer, ddp = self.optimizers(), self.trainer.strategy.model
+            attach(ddp, optimizer)
+            seen.extend([type(optimizer).__name__, optimizer.optimizer._attachment.is_of(ddp)])
+
+    one = Attaching("OneBitAdam")
+    trainer(pl.Callback(), enable_checkpointing=False).fit(one, DATA)
+    return [*seen, params_of(one.net)]
 
 
 def failing(module: Any, trainer: Any) -> list[list[Any]]:
@@ -176,7 +213,8 @@ def fabrics(folder: Path, rank: int, world: int) -> dict[str, Any]:
         def begin(seed: int, name: str = name) -> tuple[Any, Any]:
             net = Used(seed=seed)
             model, optimizer = fabric.setup(net, make(name, net.parameters()))
-            attach(model._forward_module, optimizer.optimizer)
+            attach(model, optimizer)  # what Fabric has wrapped
+            assert optimizer.optimizer._attachment.is_of(model._forward_module)
             return model, optimizer
 
         def steps(model: Any, optimizer: Any, which: range) -> None:
@@ -258,6 +296,33 @@ def test_the_mean_is_validated_and_saved(ranks: list[Any], name: str) -> None:
         for tensors in (mine["validated"], *mine["saved"]):
             assert close(tensors, mean)
         assert same_bits(mine["saved"][0], mine["validated"])
+
+
+@every
+def test_buffers_of_the_mean_are_the_same_on_all_ranks(ranks: list[Any], name: str) -> None:
+    own = [rank[name]["own buffers"] for rank in ranks]
+    assert not same_bits(*own)
+    wanted = [(a + b) / 2 if a.is_floating_point() else a for a, b in zip(*own)]
+    if name not in APART or BUFFERS[name] == "broadcast":  # the former as Lightning alone has them: DDP sends rank 0's
+        wanted = own[0]
+    for rank in ranks:
+        for found in rank[name]["buffers"]:
+            torch.testing.assert_close(found, wanted)
+
+
+def test_overlap_in_a_fit_is_the_same_to_the_bit(ranks: list[Any]) -> None:
+    for rank in ranks:
+        params, overlaps = rank["overlapped"]
+        assert overlaps
+        assert same_bits(params, rank["by hand"]["OneBitAdam"][0])
+
+
+def test_what_lightning_has_wrapped_is_attached(ranks: list[Any]) -> None:
+    for rank in ranks:
+        kind, its_own, params = rank["attached"]
+        assert kind == "LightningOneBitAdam"
+        assert its_own
+        assert same_bits(params, rank["by hand"]["OneBitAdam"][0])
 
 
 def test_a_validation_that_fails_leaves_each_rank_its_own(ranks: list[Any]) -> None:

@@ -39,6 +39,7 @@ with warnings.catch_warnings(), empty_torchvision():  # of what timm imports
     from timm.optim import create_optimizer_v2, list_optimizers
     from timm.optim._param_groups import param_groups_layer_decay
     from timm.scheduler import CosineLRScheduler
+    from timm.utils import ModelEmaV2, ModelEmaV3
 
     from commopt.integrations.timm import ADAPTIVE, MOMENTUM, OUTER, WITHOUT_EPS, register
 
@@ -151,3 +152,23 @@ def test_layers_decay(name: str) -> None:
     for (params, lrs), right in zip(on_threads(2, ours), on_threads(2, by_hand)):
         assert same_bits(params, right)
         assert {round(lr, 6) for lr in lrs} == {0.01, 0.005, 0.0025, 0.00125}
+
+
+@pytest.mark.parametrize("ema_class", [ModelEmaV2, ModelEmaV3])
+def test_a_moving_average_of_timm_is_the_mean_of_all_ranks_within_averaged(ema_class: type) -> None:
+    def run(backend: ThreadBackend) -> tuple[list[Any], list[Any], bool]:
+        model = vit()
+        optimizer, ema = make("localsgd", model, period=50, backend=backend), ema_class(model, decay=0.5)
+        for _ in range(3):
+            train(model, optimizer, backend.rank, steps=1)
+            ema.update(model)
+        own = params_of(ema)
+        with optimizer.averaged(nn.ModuleList([model, ema])):
+            mean = params_of(ema)
+        return own, mean, same_bits(own, params_of(ema))
+
+    (mine, mean, back), (others, same, _) = on_threads(2, run)
+    assert not same_bits(mine, others)
+    assert back
+    assert same_bits(mean, same)
+    torch.testing.assert_close(mean, [(a + b) / 2 for a, b in zip(mine, others)], rtol=1e-6, atol=1e-7)

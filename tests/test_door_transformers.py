@@ -41,7 +41,7 @@ def recorder():
 
     class Recorder(TrainerCallback):
         def __init__(self):
-            self.stepped, self.evaluated, self.attached = {}, {}, None
+            self.stepped, self.evaluated, self.buffers, self.attached = {}, {}, {}, None
 
         def on_step_begin(self, args, state, control, optimizer=None, **_):
             if self.attached is None:
@@ -49,14 +49,16 @@ def recorder():
 
         def on_step_end(self, args, state, control, model=None, **_):
             self.stepped[state.global_step] = params_of(model)
+            model.steps += 1 + torch.distributed.get_rank()
 
         def on_prediction_step(self, args, state, control, model=None, **_):
             self.evaluated[state.global_step] = params_of(model)
+            self.buffers[state.global_step] = float(model.steps)
 
     return Recorder()
 
 
-def trained(folder, resume=None, callbacks=None, model=None, quiet=True, **settings):
+def trained(folder, resume=None, callbacks=None, model=None, quiet=True, buffers="mean", **settings):
     """The trainer after its training, and what the recorder has."""
     from transformers import Trainer, TrainingArguments
 
@@ -71,7 +73,7 @@ def trained(folder, resume=None, callbacks=None, model=None, quiet=True, **setti
         report_to=[], disable_tqdm=True, dataloader_pin_memory=False, weight_decay=0.1, learning_rate=1e-2, **settings,
     )  # fmt: skip
     recorded = recorder()
-    mine = [CommoptCallback()] if callbacks is None else callbacks
+    mine = [CommoptCallback(buffers)] if callbacks is None else callbacks
     trainer = Trainer(
         model or gpt2(), args, train_dataset=samples(48), eval_dataset=samples(4), callbacks=[*mine, recorded], **given
     )
@@ -85,6 +87,12 @@ def saved_weights(folder, model):
 
     saved = load_file(Path(folder, "model.safetensors"))
     return [saved[name] for name, _ in model.named_parameters()]
+
+
+def saved_buffer(folder):
+    from safetensors.torch import load_file
+
+    return float(load_file(Path(folder, "model.safetensors"))["steps"])
 
 
 def one_bit(folder):
@@ -146,6 +154,7 @@ def diloco(folder):
         "at 4": whole.stepped[4],
         "evaluated": whole.evaluated[4],
         "saved": saved_weights(f"{folder}/checkpoint-4", first.model),
+        "buffers": [whole.buffers[4], saved_buffer(f"{folder}/checkpoint-4"), float(first.model.steps)],
         "same": [same_bits(whole.stepped[step], resumed.stepped[step]) for step in range(5, 9)],
         "same end": same_bits(params_of(first.model), params_of(second.model)),
         "end": params_of(first.model),
@@ -164,14 +173,17 @@ def best(folder):
     }
     model = gpt2()
     optimizer = LocalSGD(model.parameters(), lr=1e-2, period=4)
-    trainer, recorded = trained(folder, model=model, optimizers=(optimizer, None), **settings)
+    trainer, recorded = trained(folder, model=model, optimizers=(optimizer, None), buffers="broadcast", **settings)
     step = trainer.state.best_global_step
     saved = saved_weights(trainer.state.best_model_checkpoint, trainer.model)
+    assert recorded.buffers[step] == saved_buffer(trainer.state.best_model_checkpoint) == step  # rank 0's
     return same_bits(saved, params_of(trainer.model)) and same_bits(saved, recorded.evaluated[step])
 
 
 def refused(folder):
-    """An optimizer that sends nothing."""
+    """An optimizer that sends nothing, and another word for the buffers."""
+    with pytest.raises(ValueError, match="buffers must be 'mean' or 'broadcast', got 'own'"):
+        trained(folder, max_steps=1, buffers="own")
     with pytest.raises(ValueError, match=r"got AdamW; for any other there is commopt.compress_gradients\(\)"):
         trained(folder, max_steps=1, save_steps=4)
 
@@ -231,6 +243,11 @@ def test_the_mean_model_is_evaluated_and_saved(ranks):
         assert same_bits(rank["diloco"]["evaluated"], mean)
         assert same_bits(rank["diloco"]["saved"], mean)
         assert not [text for text in rank["said"] if "is evaluated" in text]
+
+
+def test_buffers_of_the_mean_model_are_the_mean_too(ranks):
+    for rank, own in zip(ranks, (8.0, 16.0)):  # 1 a step on rank 0, 2 on rank 1
+        assert rank["diloco"]["buffers"] == [6.0, 6.0, own]
 
 
 def test_the_best_model_is_left_at_the_end(ranks):

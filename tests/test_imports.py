@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import commopt
+from commopt import integrations
 
 ROOMS = [
     "ops",
@@ -60,10 +65,37 @@ def test_an_upward_import_would_be_seen():
 
 
 def test_doors_are_not_opened_before_they_are_asked_for():
-    assert len(ast.parse((PACKAGE / "integrations" / "__init__.py").read_text()).body) == 1
+    assert imported_rooms((PACKAGE / "integrations" / "__init__.py").read_text()) == set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "integrations":
             assert "integrations" not in imported_rooms(path.read_text()), path
+
+
+DOORS = """
+import sys
+import commopt
+def opened():
+    return [name for name in sys.modules if name.startswith("commopt.integrations")]
+assert not opened()
+assert not hasattr(commopt, "integration")
+assert opened() == []
+assert not hasattr(commopt.integrations, "keras")
+assert opened() == ["commopt.integrations"]
+assert commopt.integrations.accelerate.connect
+assert "commopt.integrations.accelerate" in opened() and "commopt.integrations.lightning" not in opened()
+"""
+
+
+def test_a_door_opens_when_it_is_asked_for_by_its_name():
+    pytest.importorskip("accelerate")
+    done = subprocess.run([sys.executable, "-c", DOORS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_door_is_known_by_its_name():
+    doors = {path.stem for path in (PACKAGE / "integrations").glob("*.py")}
+    shared = {"__init__", "advice", "common", "parts", "shards"}
+    assert set(integrations._DOORS) == doors - shared
 
 
 def test_no_test_imports_a_test_as_it_is_loaded():

@@ -271,7 +271,7 @@ class Drill:
             self.out["killed"] = {"error": failure(lambda: self.go_on(trained)), "said": lines}
         self.meet("killed", self.world - 1)
 
-    def join(self, attached: bool) -> None:
+    def join(self, attached: bool, outer: bool = False) -> None:
         """torch's Join around uneven batches: rank 2 has fewer."""
         from torch.distributed.algorithms import Join
 
@@ -279,7 +279,11 @@ class Drill:
 
         group = dist.new_group(list(range(self.world)), timedelta(seconds=TIMEOUT))
         model: Any = nn.parallel.DistributedDataParallel(Used(), process_group=group, find_unused_parameters=True)
-        optimizer = OneBitAdam(model.parameters(), process_group=group, **SETTINGS)
+        optimizer: Any = (
+            LocalSGD(model.parameters(), process_group=group, period=50)
+            if outer
+            else OneBitAdam(model.parameters(), process_group=group, **SETTINGS)
+        )
         if attached:
             attach(model, optimizer)
         steps, said = 0, ""
@@ -290,8 +294,8 @@ class Drill:
                     steps += 1
         except RuntimeError as error:
             said = str(error)
-        self.out[f"join {attached}"] = {"steps": steps, "error": said, "said": lines}
-        self.meet(f"join {attached}", self.world)
+        self.out[f"join {attached} {outer}"] = {"steps": steps, "error": said, "said": lines}
+        self.meet(f"join {attached} {outer}", self.world)
 
 
 def rank_main(rank: int, world: int, port: int, scenes: str, folder: str) -> None:
@@ -332,7 +336,7 @@ def drill(*scenes: str, world: int = 3) -> tuple[list[dict[str, Any]], list[int]
 
 SCENES = (
     "late false", "late true", "absent false", "absent true", "late_construction", "join true", "join false",
-    "stopped 2 1", "stopped 0 1",
+    "join true true", "join false true", "stopped 2 1", "stopped 0 1",
 )  # fmt: skip
 
 
@@ -395,8 +399,9 @@ def test_over_gloo_a_rank_that_was_killed_while_it_waited_has_gone_though_it_has
 def test_uneven_batches_under_join_are_an_error_and_no_abort(world):
     for rank in (0, 1):
         for attached in (True, False):  # or by the first step
-            assert world[rank][f"join {attached}"]["steps"] == 0
-            assert "drop_last=True" in world[rank][f"join {attached}"]["error"]
+            for outer in (True, False):
+                assert world[rank][f"join {attached} {outer}"]["steps"] == 0
+                assert "drop_last=True" in world[rank][f"join {attached} {outer}"]["error"]
 
 
 # MPI ------------------------------------------------------------------------------------------------------------------

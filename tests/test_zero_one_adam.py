@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from zero_one import SIZES, SYNC, VARIANCE, fixed_gradients, grad, kind, leaves,
 from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Identity, Sign
-from commopt.optim import SyncPolicy, VariancePolicy
+from commopt.optim import SyncPolicy, VariancePolicy, zero_one_adam
 from commopt.optim.policies import count_steps
 
 # schedules -----------------------------------------------------------------------------------------------------------
@@ -283,3 +284,54 @@ def test_learning_is_about_as_good_as_with_32_bits():
     plain = on_threads(1, partial(run, variance=VariancePolicy(1000, 1000)))[0]  # the mean over two is that of one
     ours = on_threads(2, partial(run, variance=VariancePolicy(8, 60)))[0]
     assert first - ours > 0.95 * (first - plain), (first, plain, ours)
+
+
+# what is said of a variance that stands too early, or never -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stop", "beta2", "said"), [(8, 0.999, 1), (1000, 0.999, 0), (8, 0.8, 0), ("auto", 0.999, 0)])
+def test_a_variance_that_stops_before_it_averages_enough_is_reported(caplog, stop, beta2, said):
+    def run(backend):
+        ZeroOneAdam(Toy().parameters(), betas=(0.9, beta2), variance=VariancePolicy(stop=stop), backend=backend)
+
+    on_threads(1, run)
+    assert not caplog.text  # one rank alone freezes nothing
+    on_threads(2, run)
+    text = "ZeroOneAdam: VariancePolicy(stop=8) is less than 1 / (1 - beta2) = 1000 steps"
+    assert caplog.text.count(text) == caplog.text.count("Take VariancePolicy(stop=1000) or more") == said
+
+
+def growing(backend, variance, steps=61):
+    """A run whose gradients grow so that the variance never settles."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = ZeroOneAdam([p], betas=(0.9, 0.5), variance=variance, backend=backend)
+    for t in range(steps):
+        p.grad = torch.full_like(p, 1.1**t * (1 + backend.rank))
+        optimizer.step()
+
+
+def test_a_variance_that_does_not_settle_is_reported_after_long_and_at_the_end_of_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(zero_one_adam, "LONG", 20)
+    on_threads(1, partial(growing, variance=VariancePolicy(stop="auto")))
+    gc.collect()
+    assert not caplog.text
+    on_threads(2, partial(growing, variance=VariancePolicy(1000, "auto")))
+    assert caplog.text.count("ZeroOneAdam: after 40 steps the variance has not settled (the squares") == 1
+    assert caplog.text.count("VariancePolicy(stop=<an int>) lets local steps begin at a step of your choice") >= 1
+    gc.collect()
+    assert caplog.text.count("ZeroOneAdam: the run ends after 61 steps in which ranks sent something at each") == 1
+
+
+def test_the_end_of_a_run_whose_variance_stands_says_nothing(caplog):
+    def run(backend, variance):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = ZeroOneAdam([p], betas=(0.9, 0.5), variance=variance, backend=backend)
+        for _ in range(90):
+            p.grad = torch.full_like(p, 1.0 + backend.rank)
+            optimizer.step()
+        return optimizer.phase
+
+    assert on_threads(2, partial(run, variance=VariancePolicy(1000, "auto"))) == ["frozen"] * 2
+    assert on_threads(2, partial(run, variance=VariancePolicy(stop=1000))) == ["refreshing"] * 2  # as it was asked to
+    gc.collect()
+    assert "not settled" not in caplog.text

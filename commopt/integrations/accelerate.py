@@ -16,12 +16,13 @@ from torch import nn
 
 from commopt.integrations import common, parts
 from commopt.optim import binding
+from commopt.optim.model_buffers import HowBuffers, check_how
 
 _connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 """How many optimizers of each are connected."""
 
 
-def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:
     """Lets ``optimizer`` decide when ``model`` averages gradients, and ``save_state()`` and ``load_state()`` resume to
     the bit.
 
@@ -31,17 +32,21 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     * a DDP model is attached (:func:`commopt.attach`);
     * parameters that FSDP2 has put in place of those that the optimizer was made with are taken over;
     * ``save_state()``, which all ranks call, writes each rank's own part of the optimizer's state beside the rest, and
-      the mean model where replicas differ;
+      the mean model where replicas differ; with local steps its buffers, such as BatchNorm's running statistics, are
+      ``buffers``, too;
     * ``load_state()`` gives every rank its own part again. In a world of another size each starts from the mean.
 
     Args:
         accelerator: whose ``prepare()`` it was.
         model: what it gave for the model.
         optimizer: what it gave for an optimizer of commopt.
+        buffers: "mean" of the ranks' buffers, or "broadcast", rank 0's. Those of a sharded model are each rank's own.
 
     Raises:
-        ValueError: if it is no optimizer of commopt that communicates; and what :func:`commopt.attach` raises.
+        ValueError: for another word; if it is no optimizer of commopt that communicates; and what
+            :func:`commopt.attach` raises.
     """
+    check_how(buffers)
     ours = common.bare(optimizer)
     if binding.exchanged(ours):
         ours.rebind()
@@ -54,8 +59,8 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
         if ours.own_in_state:  # FSDP2: saved already, by all ranks together
             return
         parts.save(ours, folder, index)
-        if ours.replicas_differ and weights:
-            with ours.averaged():
+        if common.takes_local_steps(ours) and weights:  # after a round buffers differ still
+            with common.mean_model([ours], model, buffers):
                 for i, inner in enumerate(models):  # accelerate knows a DDP model by what is in it
                     if inner in wrapped:
                         weights[i] = copy.deepcopy(inner.state_dict())  # which keeps tied weights tied

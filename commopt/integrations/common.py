@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from commopt.attach import attach, ddp_models_in, unwrapped
+from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -39,12 +43,37 @@ def takes_local_steps(optimizer: PackedOptimizer) -> bool:
     return local and optimizer.topology.copies > 1
 
 
-def of_the_mean(method: Callable[..., Any], optimizer: PackedOptimizer) -> Callable[..., Any]:
-    """``method`` within ``optimizer.averaged()``."""
+@contextlib.contextmanager
+def mean_model(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
+    """``averaged()`` of all ``optimizers`` of ``model``; ``averaged(model, buffers)`` of one that takes local steps.
+
+    Without local steps nothing is sent: buffers are as the framework has them, and one rank may save alone. Else all
+    ranks must enter it. Where ranks hold parts of the model, or come and go, ``averaged()`` takes no model, and buffers
+    are each rank's own.
+    """
+    last = next(filter(_takes_model, optimizers), None)
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            if optimizer is not last:
+                stack.enter_context(optimizer.averaged())
+        if last is not None:  # by now parameters that it does not hold are equal, if another optimizer does
+            stack.enter_context(last.averaged(model, buffers))
+        yield
+
+
+def _takes_model(optimizer: PackedOptimizer) -> bool:
+    come_and_go = getattr(optimizer, "members", None) is not None
+    return takes_local_steps(optimizer) and not optimizer.topology.is_sharded and not come_and_go
+
+
+def of_the_mean(
+    method: Callable[..., Any], optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers
+) -> Callable[..., Any]:
+    """``method`` within :func:`mean_model`."""
 
     @functools.wraps(method)
     def with_mean(*args: Any, **kwargs: Any) -> Any:
-        with optimizer.averaged():
+        with mean_model([optimizer], model, buffers):
             return method(*args, **kwargs)
 
     return with_mean

@@ -16,8 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.attach import ddp_models_in
 from commopt.integrations import advice
-from commopt.integrations.common import attach_once
+from commopt.integrations.common import attach_once, mean_model
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
+from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -27,15 +28,24 @@ class CommoptCallback(Callback):
 
     * Before the first step the optimizer is attached to the model (:func:`commopt.attach`).
     * While replicas differ, validation, tests, predictions and checkpoints are of their mean
-      (``optimizer.averaged()``); training continues from each rank's own, and resumes from it, to the bit.
+      (``optimizer.averaged(module, buffers)``); training continues from each rank's own, and resumes from it, to the
+      bit. With local steps that goes for buffers, such as BatchNorm's running statistics, too; what a validation writes
+      into a buffer is undone.
     * When training ends, replicas are made equal (``optimizer.synchronize()``).
     * ``gradient_clip_val`` is reported once: each rank would clip its own gradient. So is a model that FSDP2 shards
       over all ranks of ``data_parallel``: there are no replicas to average.
 
-    Raises ValueError when fitting begins, if a DDP model has several optimizers of commopt: it has one hook.
+    Args:
+        buffers: "mean" of the ranks' buffers, or "broadcast", rank 0's. Those of a sharded model are each rank's own.
+
+    Raises:
+        ValueError: for another word; and when fitting begins, if a DDP model has several optimizers of commopt: it has
+            one hook.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: HowBuffers = "mean") -> None:
+        check_how(buffers)
+        self._buffers: HowBuffers = buffers
         self._mean = contextlib.ExitStack()  # open while the parameters are the mean
         self._warned = False
         self._told_of_shards = False
@@ -55,10 +65,10 @@ class CommoptCallback(Callback):
             self._warned = True
             advice.for_lightning(trainer.gradient_clip_val, optimizers[0])
         # not by on_save_checkpoint(): Lightning leaves it out where only weights are saved
-        trainer.save_checkpoint = functools.partial(_save_mean, trainer)  # type: ignore[method-assign]
+        trainer.save_checkpoint = functools.partial(_save_mean, trainer, self._buffers)  # type: ignore[method-assign]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mean.enter_context(_averaged(trainer))
+        self._mean.enter_context(_averaged(trainer, self._buffers))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mean.close()
@@ -78,14 +88,10 @@ def _ours(trainer: Trainer) -> list[PackedOptimizer]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PackedOptimizer)]
 
 
-@contextlib.contextmanager
-def _averaged(trainer: Trainer) -> Any:
-    with contextlib.ExitStack() as stack:
-        for optimizer in _ours(trainer):
-            stack.enter_context(optimizer.averaged())
-        yield
+def _averaged(trainer: Trainer, buffers: HowBuffers) -> contextlib.AbstractContextManager[None]:
+    return mean_model(_ours(trainer), trainer.lightning_module, buffers)
 
 
-def _save_mean(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    with _averaged(trainer):
+def _save_mean(trainer: Trainer, buffers: HowBuffers, *args: Any, **kwargs: Any) -> None:
+    with _averaged(trainer, buffers):
         Trainer.save_checkpoint(trainer, *args, **kwargs)

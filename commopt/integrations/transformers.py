@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from commopt.attach import unwrapped
 from commopt.integrations import advice, common, parts
 from commopt.optim import binding
+from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -25,14 +26,23 @@ class CommoptCallback(TrainerCallback):
 
     Before the first step it attaches the DDP model (:func:`commopt.attach`). Each checkpoint gets every rank's own part
     of the optimizer's state, so that ``train(resume_from_checkpoint=...)`` continues to the bit. While replicas differ
-    (local steps), ``evaluate()``, ``save_model()`` and checkpoints have the mean model; the last round ends with the
-    training. Settings of Trainer that work against the optimizer are warned of.
+    (local steps), ``evaluate()``, ``save_model()`` and checkpoints have the mean model, with such optimizers also its
+    buffers, as BatchNorm's running statistics are; the last round ends with the training. Settings of Trainer that work
+    against the optimizer are warned of.
+
+    Args:
+        buffers: "mean" of the ranks' buffers, or "broadcast", rank 0's. Those of a sharded model are each rank's own.
 
     Raises:
-        ValueError: as training begins, if the optimizer is no optimizer of commopt that communicates.
+        ValueError: for another word; and as training begins, if the optimizer is no optimizer of commopt that
+            communicates.
     """
 
     _trainer: Trainer | None = None
+
+    def __init__(self, buffers: HowBuffers = "mean") -> None:
+        check_how(buffers)
+        self._buffers: HowBuffers = buffers
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """FSDP2 exchanges the parameters, and a resume asks for the optimizer's state before it asks a callback."""
@@ -58,7 +68,8 @@ class CommoptCallback(TrainerCallback):
         if folder is not None and not ours.own_in_state and Path(folder, "optimizer.pt").exists():
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in ("evaluate", "save_model"):  # all events come after these
-            setattr(self._trainer, name, common.of_the_mean(getattr(self._trainer, name), ours))
+            method, model = getattr(self._trainer, name), self._trainer.model
+            setattr(self._trainer, name, common.of_the_mean(method, ours, model, self._buffers))
         if state.is_world_process_zero:
             advice.for_transformers(args, ours, self._trainer.model_wrapped)
 

@@ -162,20 +162,21 @@ class Diagnostics:
                 self.optimizer, len(named), len(moves), listed(named, groups), later,
             )  # fmt: skip
 
-    def early_freeze(self, freeze_step: int, beta2: float) -> None:
-        """The variance will be frozen before it is one of as many gradients as it averages."""
+    def early_freeze(self, setting: str, step: int, beta2: float) -> None:
+        """The variance will be frozen after ``step``, before it is one of as many gradients as it averages; ``setting``
+        is the word for that step, with %d in it."""
         if self._once("early freeze"):
             window = round(1 / (1 - beta2))
             logger.warning(
-                "%s: freeze_step=%d is less than 1 / (1 - beta2) = %d steps, over which the variance averages: it will "
+                "%s: %s is less than 1 / (1 - beta2) = %d steps, over which the variance averages: it will "
                 "stand as what the first %d gradients make of it, and where that is too small, weights grow while the "
-                "loss falls. Take freeze_step=%d or more, a smaller beta2, or \"auto\"",
-                self.optimizer, freeze_step, window, freeze_step, window,
+                "loss falls. Take %s or more, a smaller beta2, or \"auto\"",
+                self.optimizer, setting % step, window, step, setting % window,
             )  # fmt: skip
 
-    def long_warmup(self, step: int, change: float, lr_rises: bool) -> None:
+    def long_warmup(self, step: int, change: float, lr_rises: bool, until: str) -> None:
         """The variance has not settled for a long time: from one window to the next the gradients' squares have
-        changed by exp(``change``)."""
+        changed by exp(``change``); ``until`` says what goes on until then, and how to end it."""
         if self._once("long warm-up"):
             why = (
                 "the learning rate still rises"
@@ -184,9 +185,8 @@ class Diagnostics:
                 "since the last look, 1.5 is allowed"
             )
             logger.warning(
-                "%s: after %d steps the variance has not settled (%s), and everything is still sent in full precision; "
-                "freeze_step=<an int> ends the warm-up at a step of your choice",
-                self.optimizer, step, why,
+                "%s: after %d steps the variance has not settled (%s), and %s",
+                self.optimizer, step, why, until,
             )  # fmt: skip
 
     def frozen_too_early(self, freeze_steps: Sequence[Any], goes_back: bool, for_good: bool) -> None:
@@ -242,6 +242,18 @@ def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:
             "%s: the run ends after %d steps, and none was compressed: its warm-up, freeze_step=%r, has not ended. A "
             "fifth of the steps of a run is usual",
             optimizer, run["warmup"], run["freeze_step"],
+        )  # fmt: skip
+
+
+def tell_if_never_settled(optimizer: str, run: Mapping[str, Any]) -> None:
+    """At the end of a run of 0/1 Adam: that it has taken no local steps, if it was still ``run["waiting"]`` for the
+    variance, and that for ``run["enough"]`` steps or more."""
+    if run["waiting"] and run["waited"] >= run["enough"]:
+        logger.warning(
+            "%s: the run ends after %d steps in which ranks sent something at each: the variance has not settled, as "
+            "VariancePolicy(stop='auto') waits for. VariancePolicy(stop=<an int>) lets local steps begin at a step of "
+            "your choice",
+            optimizer, run["waited"],
         )  # fmt: skip
 
 

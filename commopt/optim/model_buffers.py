@@ -21,6 +21,12 @@ logger = logging.getLogger("commopt")
 HowBuffers = Literal["mean", "broadcast"]
 
 
+def check_how(how: HowBuffers) -> None:
+    """Raises ValueError for another word."""
+    if how not in ("mean", "broadcast"):
+        raise ValueError(f"buffers must be 'mean' or 'broadcast', got {how!r}")
+
+
 @contextlib.contextmanager
 def same_buffers(
     topology: Topology, model: nn.Module | None, how: HowBuffers, held: Collection[int] = ()
@@ -33,8 +39,7 @@ def same_buffers(
     Raises:
         ValueError: for another ``how``, or if ranks hold parts of the model.
     """
-    if how not in ("mean", "broadcast"):
-        raise ValueError(f"buffers must be 'mean' or 'broadcast', got {how!r}")
+    check_how(how)
     buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
     if buffers and topology.is_sharded:
         raise ValueError("buffers of a sharded model are each rank's own: call averaged() without the model")

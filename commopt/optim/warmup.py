@@ -33,6 +33,7 @@ from commopt.optim.state_bucket import StateBucket
 
 LONG = 1000
 """Steps of warm-up after which it is said that the variance has not settled."""
+UNTIL = "everything is still sent in full precision; freeze_step=<an int> ends the warm-up at a step of your choice"
 
 
 def warmup_defaults(freeze_step: Any, thaw_when: Any) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class WarmupOptimizer(CommOptimizer):
         for group in groups:
             steps, beta2 = group["freeze_step"], group["betas"][1]
             if self.topology.nodes > 1 and steps != "auto" and steps < round(1 / (1 - beta2)):
-                self._diagnostics.early_freeze(steps, beta2)
+                self._diagnostics.early_freeze("freeze_step=%d", steps, beta2)
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
@@ -140,7 +141,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def _still_warms_up(self, step: int, change: settling.Change, lr_rises: bool) -> None:
         if step >= LONG and math.isfinite(change.size):
-            self._diagnostics.long_warmup(step, change.size, lr_rises)
+            self._diagnostics.long_warmup(step, change.size, lr_rises, UNTIL)
 
     def _count(self) -> None:
         """Notes what is said at the end of a run."""

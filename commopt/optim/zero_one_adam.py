@@ -45,6 +45,8 @@ the
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -57,6 +59,7 @@ from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks, replicas, settling
 from commopt.optim.anchored import Interval, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
+from commopt.optim.diagnostics import tell_if_never_settled
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
@@ -66,9 +69,14 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.warmup import LONG
 
 logger = logging.getLogger("commopt")
 
+UNTIL = (
+    "ranks still send something in every step; VariancePolicy(stop=<an int>) lets local steps begin at a step of your "
+    "choice"
+)
 _POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
 
 
@@ -198,6 +206,19 @@ class ZeroOneAdam(CommOptimizer):
         for name in ("exp_avg", "exp_avg_sq", "mean_momentum", "anchor"):
             bucket.buffers[name] = bucket.zeros()
 
+    def _restart(self) -> None:
+        super()._restart()
+        self._run: dict[str, Any] = {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
+        if self.topology.rank == 0:
+            weakref.finalize(self, tell_if_never_settled, type(self).__name__, self._run)
+
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+        super()._register(groups, error)
+        for group in groups:
+            stop, beta2 = group["variance_stop"], group["betas"][1]
+            if self.topology.nodes > 1 and stop != "auto" and stop < round(1 / (1 - beta2)):
+                self._diagnostics.early_freeze("VariancePolicy(stop=%d)", stop, beta2)
+
     # schedule ---------------------------------------------------------------------------------------------------------
 
     def kind_of(self, group: dict[str, Any]) -> str:
@@ -242,13 +263,22 @@ class ZeroOneAdam(CommOptimizer):
     def after_step(self) -> None:
         """Counts the local steps since the last round, and stops a variance that has settled (``stop="auto"``)."""
         refreshing = [group for group in self.param_groups if self.phase_of(group) == "refreshing"]
-        settling.stop_where_settled(self, refreshing, "variance_stop")
+        settling.stop_where_settled(self, refreshing, "variance_stop", self._still_refreshes)
+        waiting = [group["betas"][1] for group in refreshing if group["variance_stop"] == "auto"]
+        self._run["waiting"] = bool(waiting)
+        if waiting:
+            self._run["waited"] += 1
+            self._run["enough"] = min(round(1 / (1 - max(waiting))), 100)
         for group in self.param_groups:
             if self._kind(group, group["step"]) == "local":
                 now = next_interval(group)
                 group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
             else:
                 self._end_interval([group])
+
+    def _still_refreshes(self, step: int, change: settling.Change, lr_rises: bool) -> None:
+        if step >= LONG and math.isfinite(change.size):
+            self._diagnostics.long_warmup(step, change.size, lr_rises, UNTIL)
 
     # the step ---------------------------------------------------------------------------------------------------------
 
