@@ -134,7 +134,7 @@ def as_unsharded(rank: int, world_size: int) -> dict[str, Any]:
 KINDS = ("OneBitAdam", "ZeroOneAdam", "CSER, signs", "QSparseLocalSGD", "DiLoCo")
 """Those whose states have other things in them."""
 FORMS = {False: [name for name in COMMUNICATING if name not in KINDS], True: KINDS}
-"""What goes on from its state as it is, on the same mesh, and from that flattened; KINDS go to other meshes both ways."""
+"""What goes on from its state as it is, on the same mesh, and flattened; KINDS go to other meshes both ways."""
 
 SAVED, LATER = 7, 10
 """Steps when a checkpoint is written, between two rounds, and when what was resumed is compared."""
