@@ -174,6 +174,10 @@ def table(records: list[Record]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows(records))])
 
 
+def update_docs(records: list[Record], root: Path = ROOT) -> None:
+    put(table(records), root / "docs" / "onebit_adam.md", MARKS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", help="task,seed,steps,lr,beta2,method")
@@ -188,7 +192,7 @@ def main() -> None:
             args.json.write_text(json.dumps(records, indent=1) + "\n")
             print(records[-1], flush=True)
     if args.update_docs:
-        put(table(records), ROOT / "docs" / "onebit_adam.md", MARKS)
+        update_docs(records)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,11 @@ FAST: dict[str, Any] = {"betas": [0.9, 0.98]}
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
 LOCAL: dict[str, Any] = {"base": "AdamW", "base_args": SLOW, "period": 16}
 """Rounds end where evaluations are: the mean model is there, and need not be made."""
+MUON_ARGS: dict[str, Any] = {"adamw": SLOW}
+SIGN_STEP = 2e-3
+"""Of SignMomentum: outer_lr lr, at which a step of its signs is best on the GPT, see scripts/convergence_tasks.py."""
+LIONS = 0.2
+"""Of Adam's learning rate, and its inverse of the weight decay: Lion's steps are signs, see scripts/tuned.py."""
 
 ADAMW = {"name": "AdamW", **ADAM, "args": SLOW}
 ROUNDS = {
@@ -118,6 +123,19 @@ METHODS: dict[str, Method] = {
         "as the two above",
         0.06,
     ),
+    "onebit_lion": Method(
+        "OneBitLion",
+        own("OneBitLion", {"lr": LIONS * ADAM["lr"], "weight_decay": ADAM["weight_decay"] / LIONS}, {}),
+        "scripts/tuned.py: a 5th of Adam's lr, 5 times its decay",
+        0.035,
+    ),
+    "muon_int4": Method(
+        "Muon on Int4()",
+        own("Muon", ADAM, MUON_ARGS),
+        f"{QUICK}: lr and decay as Adam's, as in scripts/tuned.py",
+        0.13,
+        {"name": "Int4"},
+    ),
     "zero_one_adam": Method("ZeroOneAdam", own("ZeroOneAdam", ADAM, {**SLOW, **ROUNDS}), QUICK, 0.16),
     "lamb": Method("DDP, Lamb", own("Lamb", LAMB, FAST), QUICK),
     "onebit_lamb": Method("OneBitLamb", own("OneBitLamb", LAMB, {**FAST, "freeze_step": FREEZE}), QUICK, 0.28),
@@ -163,10 +181,24 @@ METHODS: dict[str, Method] = {
         0.01,
         stretch=1.5,
     ),
+    "muloco_int4": Method(
+        "DiLoCo(Muon), 16 steps, Int4()",
+        own("DiLoCo", ADAM, {**LOCAL, "base": "Muon", "base_args": MUON_ARGS, "outer_lr": 0.7, "outer_momentum": 0.5},
+            compressor={"name": "Int4"}),
+        "as DiLoCo and Muon",
+        0.01,
+        stretch=1.5,
+    ),
+    "sparse_loco": Method(
+        "SparseLoCo(AdamW), 16 steps", own("SparseLoCo", ADAM, LOCAL), "as LocalSGD; the class's own", 0.001,
+        stretch=1.5,
+    ),
     "sign_momentum": Method(
         "SignMomentum(AdamW), 16 steps",
-        own("SignMomentum", ADAM, {**LOCAL, "outer_lr": 1.0, "outer_betas": [0.5, 0.8], "outer_weight_decay": 0.1}),
-        f"{TASKS}: shorter memory than in 2411.17866, for fewer rounds",
+        own("SignMomentum", ADAM, {
+            **LOCAL, "outer_lr": SIGN_STEP / ADAM["lr"], "outer_betas": [0.0, 0.0], "outer_weight_decay": 0.1,
+        }),
+        f"{TASKS}: no second momentum, a step of 2e-3",
         0.06,
         stretch=2.0,
     ),

@@ -24,6 +24,7 @@ sys.path.insert(0, str(SCRIPTS))
 import netbed  # noqa: E402
 import time_to_loss  # noqa: E402
 import time_to_loss_report as report  # noqa: E402
+from convergence_tasks import TASKS  # noqa: E402
 from time_to_loss_methods import METHODS, Share  # noqa: E402
 
 from commopt.train.data import Corpus  # noqa: E402
@@ -178,6 +179,13 @@ def test_all_methods_have_the_same_model_samples_and_evaluations(monkeypatch: py
         assert (plan_compression(config) is None) == (METHODS[name].compress is None)
     other = time_to_loss.make_run(2, "1gbit", "ddp", 1, given).config
     assert not torch.equal(make_samples(other, corpus).train_batch(range(160, 176))[0], batch[0])
+
+
+def test_a_step_of_signs_is_as_long_as_where_it_was_found_to_be_best() -> None:
+    ours, found = METHODS["sign_momentum"].optim, TASKS["gpt"].methods["SignMomentum(AdamW)"].optim
+    assert ours["args"]["outer_betas"] == found["args"]["outer_betas"] == [0.0, 0.0]
+    steps = [optim["lr"] * optim["args"]["outer_lr"] for optim in (ours, found)]
+    assert steps[0] == pytest.approx(steps[1])
 
 
 def test_steps_are_shares_of_a_methods_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

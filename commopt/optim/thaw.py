@@ -1,4 +1,4 @@
-"""Back to the warm-up, once, where the variance was frozen too early.
+"""Back to the warm-up where the variance was frozen too early: once, and a second time for the rest of the run.
 
 A frozen v is right as long as gradients stay what they were. Where learning begins only then, those of some tensors
 grow a thousandfold, the steps lr m / sqrt(v) of these grow with them, and the run falls back to where it was, or worse.
@@ -24,8 +24,9 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
 * Residuals are of a momentum that had run away: sent later they would bring it back.
 * A0 takes care of what is no growth: gradients of one rank are noisier than the mean, whose squares v has.
 * What has grown no faster than lr fell since is no danger; an lr that rises (a restart) is meant to lengthen steps.
-* Once: what has gone back warms up by the same rule as at first. Should that be too early as well, it goes back for the
-  rest of the run.
+* What has gone back warms up by the same rule as at first, so that it compresses again. Should that be too early as
+  well, it goes back once more, and for the rest of the run: a rule that was wrong twice is not asked again. Of the runs
+  in benchmarks/freeze.json none has gone back twice.
 * A tensor that a rank lacks a gradient of is left out.
 
 ``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
@@ -59,7 +60,7 @@ TOO_MUCH = 1.0
 JUMP = 1.0
 """The most by which a counts as larger than A."""
 TIMES = 2
-"""How often a group goes back; the last time it stays."""
+"""How often a group goes back at most: once to warm up again, and once to stay. Each time all ranks do, and log it."""
 
 DEFAULTS = {
     "watch_looks": 0,

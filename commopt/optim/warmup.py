@@ -7,8 +7,8 @@ A ``warmup_compressor`` compresses the gradients of the warm-up, with error feed
 precision). The residuals are those of the compressed phase, of the momentum: what is sent is (1-b1) g_i.
 
 ``freeze_step="auto"``: :mod:`commopt.optim.settling` says when the variance has settled, and
-:mod:`commopt.optim.thaw` when it had not: then all ranks go back to the warm-up, once. Groups of the same age decide
-together.
+:mod:`commopt.optim.thaw` when it had not: then all ranks go back to the warm-up, which ends as at first; if that was
+too early as well, they go back for the rest of the run. Groups of the same age decide together.
 """
 
 from __future__ import annotations
