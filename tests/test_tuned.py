@@ -84,6 +84,11 @@ def test_sign_momentum_has_the_same_outer_step_at_every_rate():
     assert tuned.optim_of("AdamW", 0.1) == {**tuned.METHODS["AdamW"].optim, "lr": 0.1}
 
 
+def test_the_page_has_the_table_of_the_figures_that_are_kept():
+    page = (tuned.ROOT / "docs" / "convergence.md").read_text()
+    assert tuned.table(tuned.rows(tuned.read(), tuned.STEPS)) in page
+
+
 def test_the_figures_that_are_kept_are_whole_runs():
     for record in tuned.read():
         assert record["method"] in tuned.METHODS
