@@ -37,8 +37,8 @@ STEPS = 600
 GPT = TASKS["gpt"].methods
 SIGN_STEP = 2e-3
 """Of SignMomentum: outer_lr lr, as in scripts/convergence_tasks.py."""
-LIONS = 0.2
-"""Of AdamW's learning rate: the middle of Lion's, whose steps are signs."""
+LIONS = 1.0
+"""Of AdamW's learning rate: the middle of OneBitLion's, whose steps are shorter than Lion's (docs/onebit_lion.md)."""
 
 Record = dict[str, Any]
 
