@@ -196,6 +196,13 @@ def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], me
         check_plan(tiny(tmp_path, **{"optim": BASE, **settings}))
 
 
+def test_what_does_not_go_with_the_ranks_is_an_error_of_the_config(tiny: Make, tmp_path: Path) -> None:
+    given = {"name": "ACP", "inside": "Int8"}
+    config = tiny(tmp_path, optim=BASE, comm={"compress": given, "ranks_per_node": 2})
+    with open_world() as world, pytest.raises(ConfigError, match=r"comm\.compress: inside="):
+        make_engine(config, torch.nn.Linear(3, 2), world)
+
+
 def test_nodes_are_of_models_that_are_cut_over_all_ranks(tiny: Make, tmp_path: Path) -> None:
     """Else replicas are the nodes."""
     settings: dict[str, Any] = {"optim": BASE, "parallel": {"shard": 2}}

@@ -157,8 +157,8 @@ class GradientMean:
                 self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
             self._pipeline.finish()  # each is written as it comes, while the others are on their way
             parts = [mine for part in self.parts if (mine := part.sound) is not None]
-            here = sound = all(bool(x) for x in [*parts, *(received.sound for received, _ in self._received)])
-            here = sound = sound and all(_in_range(outs) for _, outs in self._received)
+            means = (bool(received.sound) and _in_range(outs) for received, outs in self._received)
+            here = sound = all(map(bool, parts)) and all(means)
             if self.topology.is_sharded:  # those that hold another part have seen other bytes
                 row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
                 sound = bool(gather_rows(self._control, row, "whether all means are finite").all())

@@ -48,6 +48,7 @@ from commopt.comm import (
 from commopt.compress import Compressor, Sign
 from commopt.optim import binding, checks, comparing, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
+from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.digest import digest_of_all
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -280,9 +281,7 @@ class CommOptimizer(PackedOptimizer):
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         step = self.step_in_flight()
         try:
             self._take(step)

@@ -13,6 +13,8 @@ from commopt.optim.agreement import LARGEST_NORM
 
 logger = logging.getLogger("commopt")
 
+LONG = 1000
+"""Steps after which it is said that the variance has not settled."""
 IN_A_ROW = 3
 """How often norms must be alike before it is no chance."""
 
@@ -162,11 +164,11 @@ class Diagnostics:
                 self.optimizer, len(named), len(moves), listed(named, groups), later,
             )  # fmt: skip
 
-    def early_freeze(self, setting: str, step: int, beta2: float) -> None:
-        """The variance will be frozen after ``step``, before it is one of as many gradients as it averages; ``setting``
-        is the word for that step, with %d in it."""
-        if self._once("early freeze"):
-            window = round(1 / (1 - beta2))
+    def freeze_at(self, setting: str, step: Any, beta2: float) -> None:
+        """The variance will be frozen after ``step``, or "auto": whether it is one of as many gradients as it averages
+        then. ``setting`` is the word for that step, with %d in it."""
+        window = round(1 / (1 - beta2))
+        if step != "auto" and step < window and self._once("early freeze"):
             logger.warning(
                 "%s: %s is less than 1 / (1 - beta2) = %d steps, over which the variance averages: it will "
                 "stand as what the first %d gradients make of it, and where that is too small, weights grow while the "
@@ -174,10 +176,10 @@ class Diagnostics:
                 self.optimizer, setting % step, window, step, setting % window,
             )  # fmt: skip
 
-    def long_warmup(self, step: int, change: float, lr_rises: bool, until: str) -> None:
-        """The variance has not settled for a long time: from one window to the next the gradients' squares have
-        changed by exp(``change``); ``until`` says what goes on until then, and how to end it."""
-        if self._once("long warm-up"):
+    def unsettled(self, step: int, change: float, lr_rises: bool, until: str) -> None:
+        """The variance has not settled after ``step``: from one window to the next the gradients' squares have changed
+        by exp(``change``). Warns if that is :data:`LONG`; ``until`` says what goes on until then, and how to end it."""
+        if step >= LONG and math.isfinite(change) and self._once("long warm-up"):
             why = (
                 "the learning rate still rises"
                 if lr_rises

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.optim import checks
+from commopt.optim.closure import loss_of
 from commopt.sharding import cut, is_sharded, local, settle
 
 ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
@@ -102,10 +103,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             what the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         todo: list[_Matrix] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

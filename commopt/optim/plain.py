@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commopt.bucket import buffer_dtype
 from commopt.optim import checks
+from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
 from commopt.sharding import is_sharded
 
@@ -88,10 +89,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         Returns:
             what the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         checks.check_gradients([p for group in self.param_groups for p in group["params"]])
         self._make_state()
         for group in self.param_groups:

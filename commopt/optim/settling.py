@@ -34,7 +34,7 @@ of which that was true was lost within three steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def stop_where_settled(
     optimizer: CommOptimizer,
     groups: Sequence[dict[str, Any]],
     key: str,
-    unsettled: Callable[[int, Change, bool], None] = lambda step, change, lr_rises: None,
+    until: str,
 ) -> list[dict[str, Any]]:
     """Looks at those of ``groups`` whose ``key`` is "auto", if this is a step to look at: where the variance has
     settled, the step takes its place. Groups of one age decide together. All ranks call it after each step.
@@ -120,7 +120,7 @@ def stop_where_settled(
         optimizer: of the groups.
         groups: those whose variance moves.
         key: of the step after which it stands.
-        unsettled: is told of each cohort that goes on: its step, its change, and whether lr has risen.
+        until: what goes on until then, and how to end it, for the warning where that is long.
 
     Returns:
         the groups whose variance stands from now on.
@@ -136,7 +136,7 @@ def stop_where_settled(
             if ends_warmup(cohort, change):
                 stopped += cohort
             else:
-                unsettled(step, change, lr_rises)
+                optimizer._diagnostics.unsettled(step, change.size, lr_rises, until)
     chosen = {id(group) for group in stopped}
     for bucket, group in optimizer.grouped_buckets() if stopped else ():
         if id(group) in chosen:

@@ -31,8 +31,6 @@ from commopt.optim.exchange import averaged_gradients
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
 
-LONG = 1000
-"""Steps of warm-up after which it is said that the variance has not settled."""
 UNTIL = "everything is still sent in full precision; freeze_step=<an int> ends the warm-up at a step of your choice"
 
 
@@ -88,9 +86,8 @@ class WarmupOptimizer(CommOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         super()._register(groups, error)
         for group in groups:
-            steps, beta2 = group["freeze_step"], group["betas"][1]
-            if self.topology.nodes > 1 and steps != "auto" and steps < round(1 / (1 - beta2)):
-                self._diagnostics.early_freeze("freeze_step=%d", steps, beta2)
+            if self.topology.nodes > 1:
+                self._diagnostics.freeze_at("freeze_step=%d", group["freeze_step"], group["betas"][1])
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
@@ -136,12 +133,8 @@ class WarmupOptimizer(CommOptimizer):
         self._count()
         self._watch_frozen()
         moving = [g for g in self.param_groups if self.phase_of(g) == "warmup" and thaw.may_freeze(g)]
-        for group in settling.stop_where_settled(self, moving, "freeze_step", self._still_warms_up):
+        for group in settling.stop_where_settled(self, moving, "freeze_step", UNTIL):
             thaw.begin(group, chosen=True)
-
-    def _still_warms_up(self, step: int, change: settling.Change, lr_rises: bool) -> None:
-        if step >= LONG and math.isfinite(change.size):
-            self._diagnostics.long_warmup(step, change.size, lr_rises, UNTIL)
 
     def _count(self) -> None:
         """Notes what is said at the end of a run."""

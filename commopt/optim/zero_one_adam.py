@@ -45,7 +45,6 @@ the
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict
@@ -69,7 +68,6 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.optim.warmup import LONG
 
 logger = logging.getLogger("commopt")
 
@@ -215,9 +213,8 @@ class ZeroOneAdam(CommOptimizer):
     def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
         super()._register(groups, error)
         for group in groups:
-            stop, beta2 = group["variance_stop"], group["betas"][1]
-            if self.topology.nodes > 1 and stop != "auto" and stop < round(1 / (1 - beta2)):
-                self._diagnostics.early_freeze("VariancePolicy(stop=%d)", stop, beta2)
+            if self.topology.nodes > 1:
+                self._diagnostics.freeze_at("VariancePolicy(stop=%d)", group["variance_stop"], group["betas"][1])
 
     # schedule ---------------------------------------------------------------------------------------------------------
 
@@ -263,7 +260,7 @@ class ZeroOneAdam(CommOptimizer):
     def after_step(self) -> None:
         """Counts the local steps since the last round, and stops a variance that has settled (``stop="auto"``)."""
         refreshing = [group for group in self.param_groups if self.phase_of(group) == "refreshing"]
-        settling.stop_where_settled(self, refreshing, "variance_stop", self._still_refreshes)
+        settling.stop_where_settled(self, refreshing, "variance_stop", UNTIL)
         waiting = [group["betas"][1] for group in refreshing if group["variance_stop"] == "auto"]
         self._run["waiting"] = bool(waiting)
         if waiting:
@@ -275,10 +272,6 @@ class ZeroOneAdam(CommOptimizer):
                 group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
             else:
                 self._end_interval([group])
-
-    def _still_refreshes(self, step: int, change: settling.Change, lr_rises: bool) -> None:
-        if step >= LONG and math.isfinite(change.size):
-            self._diagnostics.long_warmup(step, change.size, lr_rises, UNTIL)
 
     # the step ---------------------------------------------------------------------------------------------------------
 

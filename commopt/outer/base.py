@@ -29,6 +29,7 @@ from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, saving, wrapped
+from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
@@ -353,10 +354,8 @@ class OuterOptimizer(PackedOptimizer):
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
-        loss, error = None, None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        error = None
+        loss = loss_of(closure)
         self.follow()
         self.flights.progress()
         local_steps.begin_rounds(self)

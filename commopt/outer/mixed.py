@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from commopt.optim.closure import loss_of
 from commopt.optim.packed import PackedOptimizer
 from commopt.outer.wrap import check_base, step_base
 
@@ -86,10 +87,7 @@ class Mixed(torch.optim.Optimizer):
         Returns:
             what the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.follow()
         for part in self.parts:
             step_base(part)

@@ -17,6 +17,7 @@ from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor, Int4, TopK
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.probe.clock import Costs
+from commopt.probe.predict import row_bytes
 
 Message = tuple[str, int]
 """A collective, and the bytes that a rank sends in it."""
@@ -34,8 +35,7 @@ def two_ways(compressor: Compressor) -> Mean:
     """A compressed mean: to who averages a share, and from there to all."""
 
     def messages(ranks: int, params: int) -> list[Message]:
-        share = -(-params // (ranks * ROW_MULTIPLE)) * ROW_MULTIPLE
-        nbytes = (ranks - 1) * compressor.nbytes(share)
+        nbytes = row_bytes(params, ranks, compressor)
         return [("all_to_all", nbytes), ("all_gather", nbytes)]
 
     return messages

@@ -149,8 +149,15 @@ class DataParallel:
         self.gradients = None if plan is None else self.compress(plan, world)
 
     def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
-        """Has means of the gradients compressed."""
-        return compress_gradients(self.module, backend=LocalBackend() if self.alone else world.backend, **plan)
+        """Has means of the gradients compressed. Raises ConfigError for what does not go with these ranks."""
+        try:
+            return compress_gradients(self.module, **self.ranks(world), **plan)
+        except ValueError as error:
+            raise ConfigError(f"comm.compress: {error}") from error
+
+    def ranks(self, world: World) -> dict[str, Any]:
+        """Between whom, as :func:`commopt.compress_gradients` takes it."""
+        return {"backend": LocalBackend() if self.alone else world.backend}
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """Bytes of a step, on this rank."""
@@ -228,15 +235,12 @@ class Hybrid(DataParallel):
     mesh; or over the ranks of a replica, and compressed means are taken between these, or inside the only one. Bytes
     are those between the replicas, or inside the only one what is compressed."""
 
-    def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
+    def ranks(self, world: World) -> dict[str, Any]:
         mesh = world.mesh
         if isinstance(world.backend, NodesBackend):  # the model is cut over all ranks
             shape = world.backend.inter_node.world_size, world.backend.intra_node.world_size
             mesh = make_mesh(shape, ("node", "place"), world.device, self.timeout)
-        try:
-            return compress_gradients(self.module, process_group=mesh, **plan)
-        except ValueError as error:  # what does not go with how many replicas there are
-            raise ConfigError(f"comm.compress: {error}") from error
+        return {"process_group": mesh}
 
     def bytes_of(self, model: nn.Module, world: World) -> int:
         """An all-reduce of this rank's pieces in every step."""

@@ -1,0 +1,16 @@
+"""The closure that ``step()`` takes, as torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What ``closure`` returns, called once, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
