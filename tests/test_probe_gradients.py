@@ -17,7 +17,8 @@ import commopt
 from commopt.comm import ThreadBackend
 from commopt.compress import ACP, Int8, PowerSGD, Sign
 from commopt.gradients import Differences
-from commopt.probe.advice import recommend
+from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
+from commopt.probe.advice import OURS, TOO_COARSE, over_run, recommend
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
 from commopt.probe.cut import WAYS, costs_of, predict_cut, recommend_cut
@@ -38,6 +39,7 @@ from commopt.probe.messages import (
 from commopt.probe.options import ProbeError, parse
 from commopt.probe.predict import Model, break_even, gradients, methods, predict, rehearse_mean
 from commopt.probe.report import verdict
+from commopt.probe.rounds import Round
 
 NOTHING = Line(0.0, 0.0)
 VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
@@ -340,18 +342,21 @@ def test_of_fsdp2_too_what_loses_more_must_gain_more(speeds: dict[str, float], w
 # recommendations ------------------------------------------------------------------------------------------------------
 
 
-def advice(bf16: bool = False, shard: int = 1, **speeds: float) -> str:
-    """With speeds of a step, as multiples of DDP's; all others have 0.1."""
-    names = ["ddp_bf16", "onebit_adam", "onebit_adam_overlap", *COMPRESSORS]
+def advice(bf16: bool = False, shard: int = 1, rounds: float | None = None, **speeds: float) -> str:
+    """With speeds of a step, as multiples of DDP's; all others have 0.1. ``rounds``: seconds of a round."""
+    names = ["none", "ddp_bf16", *OURS, *COMPRESSORS]
     steps = {name: Step(1 / speeds.get(name, 0.1), 0.0, 0) for name in names}
-    return recommend(steps | {"ddp": Step(1.0, 0.25, 0)}, bf16, shard, compressors(2048))
+    apart = {} if rounds is None else {"DiLoCo": Round(rounds, 0, 1)}
+    return recommend(steps | {"ddp": Step(1.0, 0.25, 0)}, bf16, shard, compressors(2048), apart)
 
 
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
         ({}, "do not compress: communication is 25% of a step of DDP"),
-        ({"gradients_sign": 1.04}, "do not compress: .* AdamW on Sign\\(\\), the fastest, would be 1.04 x"),
+        ({"gradients_int4": 1.04}, "do not compress: .* AdamW on Int4\\(\\), the fastest, would be 1.04 x as fast.$"),
+        # and what loses very much is named beside
+        ({"gradients_sign": 9.0}, "do not compress: .* Faster, .* takes more of them: AdamW on Sign\\(\\) 9.00 x.$"),
         (
             {"gradients_int8": 1.06},
             "use AdamW on Int8\\(\\) \\(compress_gradients\\): .* 1.06 x .* little for a predic",
@@ -362,11 +367,25 @@ def advice(bf16: bool = False, shard: int = 1, **speeds: float) -> str:
         ({"gradients_int8": 2.0, "gradients_int4": 2.09}, "use AdamW on Int8\\(\\)"),
         ({"gradients_int4": 4.0, "gradients_acp4": 4.1, "gradients_topk": 4.1}, "use AdamW on Int4\\(\\)"),
         # a run of OneBitAdam is a fifth warm-up: 5 times as fast is 1 / (0.2 + 0.8 / 5) = 2.78
-        ({"onebit_adam": 5.0, "gradients_sign": 2.9}, "use OneBitAdam: .* 5.00 x .* warm-up 2.78 to 3.12 x"),
-        ({"onebit_adam": 5.0, "gradients_int8": 2.7}, "use AdamW on Int8\\(\\) .* with OneBitAdam would be 2.78 x"),
+        ({"onebit_adam": 5.0, "gradients_sign": 2.9}, "use OneBitAdam: .* 5.00 x .* warm-up 2.78 to 3.12 x.$"),
         (
-            {"onebit_adam": 5.0, "gradients_int8": 2.0, "gradients_acp4": 9.0},
-            "use AdamW on ACP\\(4\\) .* 9.00 x .* without warm-up. It loses much .* compare losses. "
+            {"onebit_adam": 5.0, "gradients_sign": 3.0, "gradients_topk": 3.5},
+            "use OneBitAdam: .* 2.78 to 3.12 x. Faster, .*: AdamW on TopK\\(\\) 3.50 x.$",
+        ),
+        ({"onebit_adam": 5.0, "gradients_int8": 2.7}, "use AdamW on Int8\\(\\) .* with OneBitAdam would be 2.78 x"),
+        # by Int8() that is 1 / (0.2 / 2.5 + 0.8 / 5) = 4.17
+        (
+            {"onebit_adam": 5.0, "onebit_adam_int8": 5.0, "gradients_int8": 2.5},
+            "use OneBitAdam, warm-up by Int8\\(\\): .* 5.00 x .* warm-up 4.17 to 4.35 x",
+        ),
+        ({"onebit_adam": 5.0, "zero_one_adam": 2.9}, "use OneBitAdam: .* 2.78 to 3.12 x"),
+        (
+            {"onebit_adam": 5.0, "zero_one_adam": 3.0},
+            "use ZeroOneAdam: on average, a step .* 3.00 x as fast, from",
+        ),
+        (
+            {"onebit_adam": 5.0, "gradients_int8": 2.0, "gradients_int4": 9.0},
+            "use AdamW on Int4\\(\\) .* 9.00 x .* without warm-up. It loses some .* compare losses. "
             "Runs that lose less: with AdamW on Int8\\(\\) 2.00 x and with OneBitAdam 2.78 x.$",
         ),
     ],
@@ -381,10 +400,33 @@ def test_the_bf16_hook_is_one_of_them_where_there_is_one() -> None:
     assert "HSDP takes 1 s" in advice(shard=4, gradients_int8=2.0)
 
 
+def test_rounds_are_named_beside_where_they_are_faster() -> None:
+    """30 steps of a 5th of DDP's and a round of 3 s: 1 / (0.2 + 0.1)."""
+    said = advice(gradients_int8=3.0, gradients_sign=4.0, none=5.0, rounds=3.0)
+    assert said.endswith(
+        " Faster, and learning less in a step, so that it takes more of them: AdamW on Sign() 4.00 x, "
+        "rounds of 30 local steps (DiLoCo) 3.33 x."
+    )
+    assert "Faster" not in advice(gradients_int8=3.2, none=5.0, rounds=3.0)
+
+
+def test_a_run_of_zero_one_adam_is_the_mean_of_its_steps() -> None:
+    """Of 10,000 steps 111 are exact, by the policies, and none is local."""
+    model, slow = large(), costs(Line(1e-4, 8e-9))
+    steps = predict(slow, model)
+    counts = count_steps(VariancePolicy(16, 2000), SyncPolicy(), 10_000)
+    assert counts == (111, 9889, 0)
+    mean = (111 * steps["ddp"].seconds + 9889 * steps["onebit_adam"].seconds) / 10_000
+    assert steps["zero_one_adam"].seconds == pytest.approx(mean)
+    assert over_run(steps, "zero_one_adam")[0] == pytest.approx(steps["ddp"].seconds / mean)
+
+
 def test_what_is_coarse_follows_from_the_errors() -> None:
     errors = {name: error(spec) for name, (_, spec) in COMPRESSORS.items()}
     fine = {name for name, lost in errors.items() if lost < FINE}
     assert {"gradients_bfloat16", "gradients_int8", "gradients_float8"} <= fine
+    too_coarse = {name for name, lost in errors.items() if lost >= TOO_COARSE}
+    assert errors.keys() - fine - too_coarse == {"gradients_int4"}
     order = ["bfloat16", "int8", "float8", "int4", "int2", "sign", "topk", "acp4"]
     values = [errors[f"gradients_{name}"] for name in order]
     assert values == sorted(values)

@@ -18,7 +18,7 @@ from commopt.bucket import bucket_bytes
 from commopt.comm import CollectiveError, TorchBackend
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
-from commopt.probe.advice import OURS, over_run, recommend
+from commopt.probe.advice import OURS, STEPS, over_run, recommend
 from commopt.probe.clock import Costs
 from commopt.probe.compressors import compressors
 from commopt.probe.cut import measure_cut
@@ -161,7 +161,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     mean = Mean(sample_of(model.shapes, local.params), stand)
     means = {name: mean.costs(spec, capacity) for name, spec in model.compressors.items()}
     costs = fit_costs(stand.world_size, samples, lost, local, means, copies=options.shard == 1)
-    steps = predict(costs, model)
+    steps, rounds = predict(costs, model), predict_rounds(costs, model.params, options.step_time)
     fastest = min(model.compressors, key=lambda name: steps[name].seconds)
     cut = None
     if options.fsdp:
@@ -183,10 +183,10 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         steps=steps,
         rehearsal=(local.rehearsal, rehearse(costs, model, local.params).seconds),
         mean_rehearsal=(fastest, mean.params, took, rehearse_mean(costs, model, fastest, mean.shapes)),
-        break_even={name: break_even(costs, model, name) for name in (*OURS, *model.compressors)},
+        break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
-        rounds=predict_rounds(costs, model.params, options.step_time),
-        advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors),
+        rounds=rounds,
+        advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors, rounds),
         cut=cut,
     )
 

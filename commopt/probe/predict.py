@@ -24,6 +24,7 @@ from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor
 from commopt.gradients.method import OfGradients
 from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.fit import Line
 from commopt.probe.messages import Exchange, Shapes, buckets_of, exchanges, presence_bytes, turns
@@ -170,15 +171,31 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     return clock.step()
 
 
+RUN, FROZEN = 10_000, 2_000
+"""Steps of the run that 0/1 Adam is predicted for, and after how many its variance stands still."""
+
+
+def zero_one(costs: Costs, model: Model) -> Step:
+    """ZeroOneAdam, its policies as they come but for the stop: the mean of the steps of a run. An exact step is taken
+    for one of DDP."""
+    counts = count_steps(VariancePolicy(stop=FROZEN), SyncPolicy(), RUN)
+    return mean_of([(counts.exact, ddp(costs, model)), (counts.compressed, onebit(costs, model)),
+                    (counts.local, plain(costs, model))])  # fmt: skip
+
+
 def gradients(costs: Costs, model: Model, name: str) -> Step:
     """AdamW on compressed means of gradients: the mean of the steps that take turns."""
-    count = turns(model.compressors[name])
-    steps = [one_mean(costs, model, name, turn) for turn in range(count)]
+    return mean_of([(1, one_mean(costs, model, name, turn)) for turn in range(turns(model.compressors[name]))])
+
+
+def mean_of(steps: Sequence[tuple[int, Step]]) -> Step:
+    """The mean step, of so many of each."""
+    count = sum(times for times, _ in steps)
     return Step(
-        sum(step.seconds for step in steps) / count,
-        sum(step.communication for step in steps) / count,
-        sum(step.nbytes for step in steps) // count,
-        sum(step.wire for step in steps) / count,
+        sum(times * step.seconds for times, step in steps) / count,
+        sum(times * step.communication for times, step in steps) / count,
+        sum(times * step.nbytes for times, step in steps) // count,
+        sum(times * step.wire for times, step in steps) / count,
     )
 
 
@@ -255,8 +272,10 @@ METHODS: dict[str, Callable[[Costs, Model], Step]] = {
     "ddp_bf16": lambda costs, model: ddp(costs, model, "all_reduce_bf16", 2),
     "onebit_adam": onebit,
     "onebit_adam_overlap": lambda costs, model: onebit(costs, model, overlap=True),
+    "onebit_adam_int8": onebit,
+    "zero_one_adam": zero_one,
 }
-"""The methods by name, but for compressed gradients."""
+"""The methods by name, but for compressed gradients. "onebit_adam_int8" has another warm-up than "onebit_adam"."""
 
 
 def methods(model: Model) -> dict[str, Callable[[Costs, Model], Step]]:
@@ -322,6 +341,7 @@ def break_even(costs: Costs, model: Model, method: str = "onebit_adam") -> float
     return low
 
 
-def whole_run(warm: float, compressed: float, share: float) -> float:
-    """Speed over DDP's of a run of which ``share`` is warm-up at DDP's price."""
-    return warm / (share * warm + (1 - share) * compressed)
+def whole_run(ddp: float, compressed: float, share: float, warm: float | None = None) -> float:
+    """Speed over DDP's of a run of which ``share`` is warm-up, whose steps take ``warm`` seconds, or as long as
+    DDP's."""
+    return ddp / (share * (ddp if warm is None else warm) + (1 - share) * compressed)

@@ -104,7 +104,7 @@ def render(result: Result) -> str:
         "",
         *_device(result),
         "",
-        f"{'a step of your model':28}{'seconds':>10}{'network':>10}{'MB sent':>10}{versus:>18}{'15-20 % warm-up':>18}",
+        f"{'a step of your model':30}{'seconds':>10}{'network':>10}{'MB sent':>10}{versus:>18}{'15-20 % warm-up':>18}",
         *(_step(result, name) for name in steps if name not in result.model.compressors),
         "",
         *_gradients(result),
@@ -177,9 +177,9 @@ def _device(result: Result) -> list[str]:
 
 def _step(result: Result, name: str) -> str:
     step, run = result.steps[name], result.run.get(name)
-    over_run = f"{min(run):.2f}-{max(run):.2f}" if run else ""
+    over_run = "" if not run else f"{run[0]:.2f}" if run[0] == run[1] else f"{min(run):.2f}-{max(run):.2f}"
     return (
-        f"{_names(result)[name]:28}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
+        f"{_names(result)[name]:30}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
         f"{result.steps['ddp'].seconds / step.seconds:>18.2f}{over_run:>18}"
     )
 
