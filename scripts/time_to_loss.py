@@ -37,7 +37,7 @@ from typing import Any
 from bench_network import DISTURBED, machine, positive
 from netbed import BedError, Loopback, NetBed, exit_on_signals, parse_rate
 from time_to_loss_methods import METHODS, SCHEDULE, resolved
-from time_to_loss_report import MARGIN, RIVAL, draw, page, tables, update_page
+from time_to_loss_report import BOUND, MARGIN, RIVAL, draw, page, tables, update_page
 
 from commopt.train.config import CommConfig, Config, OptimConfig
 from commopt.train.errors import UserError
@@ -102,14 +102,14 @@ def make_run(hosts: int, rate: str, name: str, seed: int, args: argparse.Namespa
 
 
 def plan(args: argparse.Namespace) -> list[Run]:
-    """All runs that were asked for, once each, the rival's first: it says what is to be reached, and in which time."""
-    names = [RIVAL, *(name for name in args.methods if name != RIVAL)]
+    """All runs that were asked for, once each, the rival's first: it says what is to be reached, and in which time.
+    With seeds of which the rival is not run, the bound's, which computes the same."""
     runs = [
         make_run(hosts, rate, name, seed, args)
         for hosts in args.hosts
         for rate in args.rate
         for seed in range(args.seeds)
-        for name in names
+        for name in dict.fromkeys([RIVAL if seed < args.rival_seeds else BOUND, *args.methods])
     ]
     return list({run.name: run for run in runs}.values())
 
@@ -258,6 +258,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="100mbit,1gbit", help="rates, with commas (default: 100mbit,1gbit)")
     parser.add_argument("--methods", type=names, default=list(METHODS), help=f"with commas, of {', '.join(METHODS)}")
     parser.add_argument("--seeds", type=positive(int), default=1, help="how many, from 0 on (default: 1)")
+    parser.add_argument(
+        "--rival-seeds", type=positive(int), default=10**6, help="with how many of them DDP is run on the network (all)"
+    )
     parser.add_argument("--steps", type=positive(int), default=512, help="of DDP with AdamW (default: 512)")
     parser.add_argument("--eval-every", type=positive(int), default=16, help="steps (default: 16)")
     parser.add_argument("--eval-samples", type=positive(int), default=128, help="of an evaluation (default: 128)")
@@ -292,17 +295,20 @@ def run_all(args: argparse.Namespace) -> list[Record]:
     args.runs.mkdir(parents=True, exist_ok=True)
     found: list[Record] = []
     for run in runs:
-        theirs = [r for r in found if (r["method"], r["hosts"], r["seed"]) == (RIVAL, run.hosts, run.seed)]
+        rival = RIVAL if run.seed < args.rival_seeds else BOUND
+        theirs = [r for r in found if (r["method"], r["hosts"], r["seed"]) == (rival, run.hosts, run.seed)]
+        rivals = [r for r in found if (r["method"], r["hosts"]) == (RIVAL, run.hosts)]
         record = find(run, records)
         if record is None:
-            took = [r["curve"][-1]["seconds"] for r in theirs if run.rate in (r["rate"], "none")]
-            record = start(run, args.limit * max(took, default=float("inf")), args.runs, args.timeout)
+            took = [r["curve"][-1]["seconds"] for r in rivals if run.rate in (r["rate"], "none")]
+            limit = float("inf") if run.method == rival else args.limit * max(took, default=float("inf"))
+            record = start(run, limit, args.runs, args.timeout)
             records.append(record)
             add_record(path, record)
             tell(run, record)
             left.pop(run.name)
             print(f"  about {sum(left.values()) / 60:.0f} min left", file=sys.stderr, flush=True)
-        if run.method == RIVAL and not (record["curve"] and record["curve"][-1]["loss"] is not None):
+        if run.method == rival and not (record["curve"] and record["curve"][-1]["loss"] is not None):
             raise BedError(f"{run.name} has no loss at its end that others could reach: {record['ended']}")
         for rival in theirs[:1]:
             check_data(record, rival)

@@ -137,6 +137,12 @@ METHODS: dict[str, Method] = {
         {"name": "Int4"},
     ),
     "zero_one_adam": Method("ZeroOneAdam", own("ZeroOneAdam", ADAM, {**SLOW, **ROUNDS}), QUICK, 0.16),
+    "zero_one_adam_rare": Method(
+        "ZeroOneAdam, rare refreshes, no local steps",
+        own("ZeroOneAdam", ADAM, {**SLOW, "variance": {"kappa": 4, "stop": FREEZE}}),
+        "a quarter of the paper's kappa: short runs have few steps for refreshes; the class's own sync",
+        0.08,
+    ),
     "lamb": Method("DDP, Lamb", own("Lamb", LAMB, FAST), QUICK),
     "onebit_lamb": Method("OneBitLamb", own("OneBitLamb", LAMB, {**FAST, "freeze_step": FREEZE}), QUICK, 0.28),
     "lans": Method("DDP, Lans", own("Lans", LAMB, FAST), "as Lamb"),

@@ -10,8 +10,8 @@ from typing import Any
 
 from marked import put
 
-RIVAL = "ddp"
-"""The method whose last held-out loss is to be reached."""
+RIVAL, BOUND = "ddp", "none"
+"""The method whose last held-out loss is to be reached; and the same without a network, which computes the same."""
 MARGIN = 0.02
 """Nats above that loss which are as good: what runs differ by that compute the same in another order."""
 SHOWN = 7
@@ -45,9 +45,25 @@ def targets(runs: Sequence[Record], margin: float) -> dict[int, float]:
     return {run["seed"]: run["curve"][-1]["loss"] + margin for run in runs if run["method"] == RIVAL}
 
 
+def with_rival(runs: Sequence[Record]) -> list[Record]:
+    """The runs of one setting; where the rival was not run with a seed but the bound was, one of the rival besides,
+    "derived": losses of the bound, seconds and bytes of a step those of the rival's first run."""
+    seeds = {name: {run["seed"] for run in runs if run["method"] == name} for name in (RIVAL, BOUND)}
+    first = next(run for run in runs if run["method"] == RIVAL)
+    per = {key: first["curve"][-1][key] / first["curve"][-1]["step"] for key in ("seconds", "evaluating", "bytes")}
+    derived = [
+        {**first, "seed": run["seed"], "derived": True,
+         "curve": [point | {key: value * point["step"] for key, value in per.items()} for point in run["curve"]]}
+        for run in runs
+        if run["method"] == BOUND and run["seed"] in seeds[BOUND] - seeds[RIVAL]
+    ]  # fmt: skip
+    return [*runs, *derived]
+
+
 def summarise(runs: Sequence[Record], margin: float) -> dict[str, Record]:
     """What each method has taken on one setting, by name: medians over the seeds, in which a run that has not reached
     the loss has taken for ever."""
+    runs = with_rival(runs)
     wanted = targets(runs, margin)
     by_method: dict[str, dict[int, Record]] = {}
     for run in runs:
@@ -61,7 +77,7 @@ def summarise(runs: Sequence[Record], margin: float) -> dict[str, Record]:
         losses = [end["loss"] for end in ends]
         training = sum(end["seconds"] - end["evaluating"] for end in ends)
         out[name] = {
-            "seeds": len(of),
+            "seeds": sum("derived" not in run for run in of.values()),
             "reached": len(there),
             "seconds": statistics.median(times[name].values()),
             "speedup": statistics.median(times[RIVAL][seed] / times[name][seed] for seed in of),
@@ -114,10 +130,14 @@ def table(rows: dict[str, Record], labels: dict[str, list[str]]) -> str:
 
 
 def caveats(runs: Sequence[Record], rows: dict[str, Record], margin: float) -> str:
-    wanted = targets(runs, margin)
+    wanted = targets(with_rival(runs), margin)
     losses = ", ".join(f"{loss:.3f}" for _, loss in sorted(wanted.items()))
     words = f"The loss: {losses} nats per token{' by seed' if len(wanted) > 1 else ''}, which is DDP's last and "
-    words += f"{margin:g}. Evaluation has taken {100 * rows[RIVAL]['evaluating']:.0f} % of DDP's time. "
+    words += f"{margin:g}. "
+    if derived := [str(run["seed"]) for run in with_rival(runs) if "derived" in run]:
+        words += f"With seed {' and '.join(derived)} DDP's losses are those of the run without a network, which "
+        words += "computes the same, and its seconds those of as many steps with seed 0. "
+    words += f"Evaluation has taken {100 * rows[RIVAL]['evaluating']:.0f} % of DDP's time. "
     worst = max(row["others_share"] for row in rows.values())
     words += f"Other processes had up to {100 * worst:.0f} % of the cores"
     return words + (f"; ✗: more than {100 * DISTURBED:.0f} %." if worst > DISTURBED else ".")

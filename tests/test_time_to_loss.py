@@ -90,6 +90,19 @@ def test_times_are_medians_over_the_seeds_and_never_is_for_ever() -> None:
     assert report.summarise(runs, margin=0.6)["ddp"]["seconds"] == 20  # the margin is DDP's, too
 
 
+def test_with_more_seeds_the_bound_stands_for_the_rival() -> None:
+    """Its losses, and the rival's seconds of as many steps; what was derived does not count as a seed that was run."""
+    runs = [run("ddp", curve(5.0, 4.0, 3.9, seconds=10.0)), run("none", curve(5.0, 4.0, 3.9), rate="none")]
+    runs += [run("none", curve(5.0, 3.5, 3.51), 1, rate="none"), run("fast", curve(3.5, seconds=2.0), 1)]
+    rows = report.summarise(runs, margin=0.02)
+    assert rows["ddp"]["seconds"] == 25  # 30 with seed 0; with seed 1 its loss is there after 16 steps
+    assert rows["ddp"]["seeds"] == 1
+    assert rows["none"]["seconds"] == 2.5
+    assert rows["fast"]["speedup"] == 10  # 20 of DDP's
+    assert "With seed 1 DDP's losses are those of the run without a network" in report.caveats(runs, rows, 0.02)
+    assert "3.920, 3.530 nats per token by seed" in report.caveats(runs, rows, 0.02)
+
+
 def test_the_table_says_what_was_reached_and_what_was_not() -> None:
     runs = [
         run("ddp", curve(5.0, 4.0, seconds=10.0)),
@@ -235,13 +248,20 @@ def test_what_has_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp
         file.write('{"key": {"cut off')
     assert again("--methods", "cser,none") == []
     assert again("--methods", "none", "--seeds", "2") == ["2-1gbit-ddp-1 in inf", "2-none-none-1 in 16"]
+    once = ["--seeds", "3", "--rival-seeds", "1"]
+    assert again("--methods", "cser", *once) == [
+        "2-1gbit-cser-1 in 16", "2-none-none-2 in inf", "2-1gbit-cser-2 in 16",
+    ]  # fmt: skip
     records = time_to_loss.run_all(args(monkeypatch, *words, "--methods", "cser", "--", *TINY))
     assert [(r["method"], r["seed"]) for r in records] == [
         ("none", 0),
         ("none", 1),
+        ("none", 2),
         ("ddp", 0),
         ("ddp", 1),
         ("cser", 0),
+        ("cser", 1),
+        ("cser", 2),
     ]
     assert again("--methods", "cser", "--eval-samples", "8") == ["2-1gbit-ddp-0 in inf", "2-1gbit-cser-0 in 16"]
 
