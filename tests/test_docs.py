@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -190,6 +191,12 @@ def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
         assert any(bool(x.any()) for x in owed)
 
     on_threads(2, run)
+
+
+def test_scripts_run_by_their_names() -> None:
+    """Those that say by what they are run, and no others."""
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
+    assert [path.name for path in scripts if path.read_bytes().startswith(b"#!") != os.access(path, os.X_OK)] == []
 
 
 @pytest.mark.parametrize("number", [5, 6], ids=["the model", "its moving average, after one update"])
