@@ -1,5 +1,6 @@
 """Connects an optimizer to a DistributedDataParallel model, so that DDP averages gradients only while that is asked
-for. The first step of an optimizer does it by itself, if it finds such a model around its parameters."""
+for. The first step of an optimizer does it by itself, if it finds such a model around its parameters. And to one that
+FSDP2 shards and averages over replicas (HSDP), so that the optimizer does the latter."""
 
 # No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
 
@@ -19,10 +20,13 @@ from commopt import ops
 from commopt.comm.counting import all_reduce_bytes
 from commopt.comm.torch import ranks_of
 from commopt.gradients.ddp import DDPHook, joining
+from commopt.hsdp import has_replicas, without_replicas
+from commopt.optim import binding
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.outer import OuterOptimizer
+from commopt.sharding import left_dims
 
 logger = logging.getLogger("commopt")
 
@@ -123,9 +127,14 @@ def attach(model: nn.Module, optimizer: Any) -> None:
 
     Within ``model.join()`` step() raises RuntimeError, unless it is ``join(throw_on_early_termination=True)``.
 
+    Of a model that FSDP2 shards inside replicas and averages over them, ``fully_shard(model, mesh=mesh)`` with a mesh
+    of two dimensions (HSDP), the optimizer takes over the average over the replicas: all of it, from the next backward
+    on. That is not left to the first step, which comes after a backward: call this on all ranks before that. Gradients
+    add up over several passes after ``set_requires_gradient_sync(False)``; ``set_requires_all_reduce()`` has no effect.
+
     Args:
         model: a DDP model without a communication hook of its own, or a module with one inside, such as a compiled or
-            a Fabric module; or what ``replicate()`` was applied to, after its first forward.
+            a Fabric module; or what ``replicate()`` was applied to, after its first forward; or a sharded one.
         optimizer: a commopt optimizer of its parameters, over the same ranks; or a framework's wrapper around it, that
             has it as ``.optimizer``.
 
@@ -139,7 +148,23 @@ def attach(model: nn.Module, optimizer: Any) -> None:
         swapped = isinstance(unwrapped(model), Ours)
         hint = "the model comes first" if swapped else "any other has commopt.compress_gradients(model, compressor)"
         raise ValueError(f"attach() connects a commopt optimizer, got {type(optimizer).__name__}; {hint}")
-    _connect(_ddp_of(model, ours), ours)
+    if isinstance(model, nn.Module) and (has_replicas(model) or any(map(left_dims, model.parameters()))):
+        _take_replicas(model, ours)
+    else:
+        _connect(_ddp_of(model, ours), ours)
+
+
+def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
+    now = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not now & {id(p) for p in model.parameters()}:
+        raise ValueError("the optimizer holds none of the model's parameters")
+    give_back = without_replicas(model)
+    try:
+        binding.take_replicas(optimizer)
+    except BaseException:
+        if give_back is not None:
+            give_back()
+        raise
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -32,6 +32,17 @@ def local(t: Tensor) -> Tensor:
     return piece.wait() if hasattr(piece, "wait") and hasattr(piece, "elem") else piece  # of a collective in flight
 
 
+def leave_dims(p: Tensor, dims: tuple[int, ...]) -> None:
+    """Notes that over ``dims`` of its own mesh ranks have the same of ``p``, and nobody averages its gradient: as over
+    dimensions that its mesh lacks."""
+    p._commopt_left_dims = dims  # type: ignore[attr-defined]
+
+
+def left_dims(p: Tensor) -> tuple[int, ...]:
+    """What :func:`leave_dims` has noted."""
+    return getattr(p, "_commopt_left_dims", ())
+
+
 def largest_piece(p: Tensor) -> int:
     """Number of elements of the largest piece of ``p`` on any rank: the same on all of them, however it is cut."""
     if not is_sharded(p):

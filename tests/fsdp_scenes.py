@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import logging
 import weakref
 from typing import Any
@@ -152,22 +154,60 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def beside_hsdp(rank: int, world_size: int) -> dict[str, Any]:
     """Between replicas, with the identity: how far gradients are from those that FSDP averages by itself, which an
-    all-reduce hook would; two backward passes a step; and how many collectives it takes, of how many groups."""
+    all-reduce hook would; two backward passes a step; and how many collectives it takes, of how many groups. Of a model
+    on the shards alone, and of one on both dimensions."""
     mesh, out = grid(2, 2), {}
-    for name, options in POLICIES.items():
+    for (name, options), both in itertools.product(POLICIES.items(), (False, True)):
         ours, theirs = (
-            cut(Odd(torch.float32), mesh=mesh["shard"], **options),
+            cut(Odd(torch.float32), mesh=mesh if both else mesh["shard"], **options),
             cut(Odd(torch.float32), mesh=mesh, **options),
         )
-        handle = commopt.compress_gradients(ours, Identity(), process_group=mesh)
+        handle = commopt.compress_gradients(ours, Identity(), process_group=None if both else mesh)
         for i in range(2):
             theirs.set_requires_all_reduce(i == 1)
             backward(theirs, 1, rank + 4 * i)
             with handle.no_sync() if i == 0 else torch.enable_grad():
                 backward(ours, 1, rank + 4 * i)
         stats = handle.comm_stats()
-        out[name] = apart(theirs, ours), stats["steps"], stats["step"]["calls"]
+        out[name, both] = apart(theirs, ours), stats["steps"], stats["step"]["calls"]
     return out
+
+
+def on_both_dimensions(rank: int, world_size: int, compressor: Any, options: dict[str, Any]) -> dict[str, bool]:
+    """Whether a model on both dimensions of the mesh has the gradients, residuals and traffic of one on the shards
+    alone; whether its state goes into that, and its residuals go on there; whether FSDP averages again in the end; and
+    whether that is undone which an error has stopped."""
+    mesh = grid(2, 2)
+    hybrid, inner, plain = (cut(Odd(), mesh=m) for m in (mesh, mesh["shard"], mesh))
+    handles = [
+        commopt.compress_gradients(net, compressor, process_group=m, **options)
+        for net, m in ((hybrid, None), (inner, mesh))
+    ]
+    out = dict.fromkeys(("gradients", "residuals", "traffic", "resumed"), True)
+    for step in range(6):
+        for net in (hybrid, inner):
+            net.zero_grad()
+            backward(net, step, rank)
+        out["gradients"] &= same(gradients(hybrid), gradients(inner))
+        states = [handle.state_dict()["residuals"]["state"] for handle in handles]
+        out["residuals"] &= same(*([t for i in sorted(s, key=str) for t in s[i].values()] for s in states))
+        out["traffic"] &= handles[0].comm_stats() == handles[1].comm_stats()
+        if step == 3:
+            for here, there in (handles, handles[::-1]):
+                here.load_state_dict(there.state_dict())
+    handles[0].remove()
+    with contextlib.suppress(ValueError):
+        commopt.compress_gradients(hybrid, compressor, weights="none")
+    for net in (hybrid, plain):
+        net.zero_grad()
+        backward(net, 1, rank)
+    out["fsdp again"] = same(gradients(hybrid), gradients(plain))
+    return out
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    pairs = list(zip(ours, theirs, strict=True))
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
 
 def accumulated(rank: int, world_size: int) -> dict[str, Any]:

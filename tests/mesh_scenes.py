@@ -181,13 +181,16 @@ def loaded(
     back: str = "",
     names: Sequence[str] = KINDS,
     later: int = LATER,
+    hybrid: bool = False,
 ) -> dict[str, Any]:
     """What is loaded of that on a mesh of its own; and it is written once more if told where, or else trained on, until
-    step ``later``."""
+    step ``later``. ``hybrid``: of a model on both dimensions of the mesh."""
     mesh, out = grid(world_size // shards, shards), {}
     for name in names:
-        net = sharded(mesh["shard"], seed=1)
+        net = sharded(mesh if hybrid else mesh["shard"], seed=1)
         optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
+        if hybrid:
+            commopt.attach(net, optimizer)
         state = states(net, optimizer, flat)
         dcp.load(state, checkpoint_id=f"{folder}/{name} {flat}")
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -555,15 +558,23 @@ def kept_by_rounds(mesh: DeviceMesh) -> float:
 
 
 def cube(rank: int, world_size: int) -> dict[str, Any]:
-    """FSDP over tensor parallelism over replicas, beside the whole net; and saved and loaded."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    """FSDP over tensor parallelism over replicas, beside the whole net; and saved and loaded. FSDP is on the shards
+    alone, or on the replicas, too, which it leaves to the optimizer."""
+    mesh, out = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor")), {}
     replica, shard, _ = mesh.get_coordinate()
-    net = tensor_parallel(Plain(), mesh["tensor"])
-    fully_shard(net, mesh=mesh["shard"])
-    optimizer = lamb(net.parameters(), process_group=mesh)
-    beside = Beside(net, optimizer, range(4), mesh)
-    number = 2 * replica + shard
-    return {"cube": beside.after(4, lambda step: net(images(step, number)).square().mean().backward())}
+    for name, of_fsdp in (("cube", mesh["shard"]), ("hybrid", mesh["replicate", "shard"])):
+        net = tensor_parallel(Plain(), mesh["tensor"])
+        fully_shard(net, mesh=of_fsdp)
+        optimizer = lamb(net.parameters(), process_group=mesh)
+        if name == "hybrid":
+            commopt.attach(net, optimizer)
+        beside, number = Beside(net, optimizer, range(4), mesh), 2 * replica + shard
+
+        def backward(step: int, net: nn.Module = net, number: int = number) -> None:
+            net(images(step, number)).square().mean().backward()
+
+        out[name] = beside.after(4, backward)
+    return out
 
 
 def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:

@@ -168,9 +168,10 @@ def pretending_fsdp2():
     return accelerator
 
 
-def fsdp2(folder, rank, mesh=None):
+def fsdp2(folder, rank, mesh=None, both=False):
     """8 steps, saved after 5, and what takes them up. With a ``mesh`` of replicas and shards the model is cut before it
-    is prepared; without one, accelerate cuts it over all ranks, after the optimizer was made."""
+    is prepared, inside replicas or, where it is on ``both`` dimensions, as accelerate does it; without one, accelerate
+    cuts it over all ranks, after the optimizer was made."""
     from torch.distributed.fsdp import fully_shard
 
     from commopt.integrations.accelerate import connect
@@ -178,7 +179,7 @@ def fsdp2(folder, rank, mesh=None):
     def prepared():
         accelerator, model = pretending_fsdp2(), llama()
         if mesh is not None:
-            fully_shard(model, mesh=mesh["shard"])
+            fully_shard(model, mesh=mesh if both else mesh["shard"])
         optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, process_group=mesh)
         model, optimizer = accelerator.prepare(model, optimizer)
         if mesh is None:
@@ -240,7 +241,9 @@ def scenes(folder, rank, world_size):
         Run(lambda params: torch.optim.SGD(params, lr=0.1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     out["attached"] = attached_once()
-    return {**out, "fsdp2": fsdp2(f"{folder}/fsdp2", rank), "hybrid": fsdp2(f"{folder}/hybrid", rank, mesh)}
+    out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
+    out["hybrid"], out["both"] = (fsdp2(f"{folder}/hybrid {both}", rank, mesh, both) for both in (False, True))
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +304,9 @@ def test_fsdp2_that_is_cut_before_is_compressed_between_replicas(ranks):
         assert rank["hybrid"]["same"]
         assert rank["hybrid"]["stats"]["phase"] == "compressed"
         assert rank["hybrid"]["stats"]["ratio"] > 10
+        assert same_bits(rank["hybrid"]["params"], rank["both"]["params"])
+        assert rank["both"]["same"]
+        assert rank["hybrid"]["stats"] == rank["both"]["stats"]
     assert same_bits(*(rank["hybrid"]["params"] for rank in ranks))
 
 

@@ -43,10 +43,21 @@ def test_with_the_identity_they_are_fsdps_own(pool):
 def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(pool):
     """By any policy, several groups, and gradients that have added up: in one mean, of one bucket."""
     for found in pool.over_gloo(4, fsdp_scenes.beside_hsdp):
-        for name, (apart, steps, calls) in found.items():
+        for (name, _), (apart, steps, calls) in found.items():
             assert apart < (1e-2 if name in ("half", "both") else 1e-6)
             assert steps == 1
             assert calls == 4  # who has which gradients, out, back, and whether all is finite
+
+
+@pytest.mark.parametrize(
+    ("compressor", "options"),
+    [(Int4(block=8), {"inside": Int8(block=8), "weights": Int8(block=8)}), (PowerSGD(2), {})],
+    ids=repr,
+)
+def test_a_model_on_both_dimensions_is_as_one_on_the_shards(pool, compressor, options):
+    """HSDP: FSDP leaves the replicas to us, and takes them back."""
+    for found in pool.over_gloo(4, fsdp_scenes.on_both_dimensions, compressor, options):
+        assert found == dict.fromkeys(found, True)
 
 
 def test_bytes_are_those_that_the_probe_predicts(pool):

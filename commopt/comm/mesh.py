@@ -5,7 +5,8 @@ What commopt averages is averaged over the dimensions that a parameter's own mes
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])       # parameters are cut over "shard", and lack "replicate"
 
-A plain tensor lacks them all. Where several are lacking, the first is between nodes, the others are inside a node. But
+So it is with dimensions of its own mesh that FSDP2 leaves to commopt (:mod:`commopt.hsdp`). A plain tensor
+lacks them all. Where several are lacking, the first is between nodes, the others are inside a node. But
 over dimensions that other parameters of the model are cut over, ranks hold one replica together: there the gradient of
 a parameter that is not cut is averaged first, in full precision, and then all of them do the same.
 """
@@ -25,7 +26,7 @@ from commopt.comm.backend import Backend, LocalBackend, OfWorld, sends_from
 from commopt.comm.holding import Holding
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.torch import TorchBackend, group_of_ranks, same_on_all
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, left_dims
 
 
 class MeshBackend(OfWorld):
@@ -65,8 +66,19 @@ class MeshBackend(OfWorld):
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
         self._holdings: dict[Any, Holding] = {}
-        self._dims: dict[DeviceMesh, tuple[int, ...] | None] = {}
+        self._dims: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._own: dict[int, MeshBackend] = {}
+
+    def anew(self) -> MeshBackend:
+        """One of the same mesh that no parameter has been asked for yet. All ranks must call this at the same point.
+
+        Raises:
+            ValueError: if parameters are on a mesh of their own.
+        """
+        if self._own:
+            raise ValueError("parameter groups with a mesh of their own keep what was averaged over replicas before")
+        names = self.mesh.mesh_dim_names or ()
+        return MeshBackend(self.mesh, None if self._pipeline is None else names[self._pipeline])
 
     @property
     def devices(self) -> tuple[str, ...] | None:
@@ -131,7 +143,8 @@ class MeshBackend(OfWorld):
         return self._holdings[key]
 
     def dims_of(self, p: Tensor) -> tuple[int, ...]:
-        """The dimensions of the mesh, of several ranks each, that the own mesh of ``p`` is made of.
+        """The dimensions of the mesh, of several ranks each, that the own mesh of ``p`` is made of, less those that
+        were left to us (:mod:`commopt.hsdp`).
 
         Raises:
             ValueError: it is not made of dimensions of this one.
@@ -139,11 +152,12 @@ class MeshBackend(OfWorld):
         if not is_sharded(p):
             return ()
         mesh: DeviceMesh = p.device_mesh  # type: ignore[attr-defined]
-        if mesh not in self._dims:
-            self._dims[mesh] = self._dims_with(sorted(mesh.mesh.flatten().tolist()))
-        if (dims := self._dims[mesh]) is not None:
+        left = left_dims(p)
+        theirs = sorted(_ranks_along(mesh, left))
+        if (mesh, left) not in self._dims:
+            self._dims[mesh, left] = self._dims_with(theirs)
+        if (dims := self._dims[mesh, left]) is not None:
             return dims
-        theirs = sorted(mesh.mesh.flatten().tolist())
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is cut over ranks {theirs} ({mesh}), which are not those "
             f"along dimensions of the mesh given, {self.mesh}; allowed are parameters on slices of it, such as "
@@ -203,6 +217,15 @@ class MeshBackend(OfWorld):
         if len(dims) < 2:
             return every
         return NodesBackend(every, self._over(tuple(dims[1:])), self._over((dims[0],)))
+
+
+def _ranks_along(mesh: DeviceMesh, but: Sequence[int]) -> list[int]:
+    """The ranks of ``mesh`` along all of its dimensions ``but`` some, this one among them."""
+    coordinate: Any = mesh.get_coordinate()
+    ranks: list[int] = (
+        mesh.mesh[tuple(coordinate[i] if i in but else slice(None) for i in range(mesh.ndim))].flatten().tolist()
+    )
+    return ranks
 
 
 def _groups_cut_over(p: Tensor) -> list[dist.ProcessGroup]:

@@ -17,7 +17,7 @@ from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim import checks
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, left_dims
 
 Groups = tuple[list[Group], list[Group]]
 """FSDP's groups of parameters: those that are cut over all ranks, and those of which there are replicas."""
@@ -29,7 +29,9 @@ def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) 
     trained = {id(p) for p in params}
     for group in groups_of(model) if topology.is_sharded else []:
         if group.params and id(group.params[0]) in trained:
-            out[group.params[0].device_mesh.size() < topology.world_size].append(group)  # type: ignore[attr-defined]
+            first = group.params[0]
+            replicated = bool(left_dims(first)) or first.device_mesh.size() < topology.world_size  # type: ignore[attr-defined]
+            out[replicated].append(group)
     return out
 
 
@@ -118,13 +120,12 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
     mesh = getattr(topology.backend, "mesh", None)
     ours = {id(p) for group in groups[0] for p in group.params}
     if mesh is not None and any(
-        is_sharded(p) and id(p) not in ours and p.device_mesh.ndim == mesh.ndim  # type: ignore[attr-defined]
+        is_sharded(p) and id(p) not in ours and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
         for p in params
     ):
         raise ValueError(
-            "the model is sharded over all dimensions of the mesh: FSDP averages over the replicas by itself (HSDP), "
-            "and nothing is left to compress. Shard over the inner dimension only, "
-            'fully_shard(model, mesh=mesh["shard"])'
+            "a parameter is on all dimensions of the mesh, and FSDP2 does not average it over any: nothing is left to "
+            'compress. Put it on the inner dimension only, such as mesh["shard"]'
         )
 
 

@@ -9,7 +9,6 @@ whole parameters see it, which there are from the first forward on.
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt import ops
+from commopt.hsdp import averages_over_replicas, groups_in, modules_of
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Group:
 
     def check(self) -> None:
         """Raises ValueError if FSDP takes no other collectives for it, or has others already."""
-        groups = len(_groups_in(self.module))
+        groups = len(groups_in(self.module))
         if groups > 1:
             raise ValueError(
                 f"{self.name} has {groups} groups of parameters on different meshes (shard_placement_fn), and FSDP "
@@ -235,26 +235,14 @@ class Group:
 
 def groups_of(model: nn.Module) -> list[Group]:
     """The parameter groups of ``model`` that are cut over several ranks and averaged by a reduce-scatter alone."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a model has imported it; it takes a second
-    if fsdp is None:
-        return []
-    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     modules: dict[Any, Any] = {}  # several of one group, fully_shard([norm, head]), have the same
-    for module in sharded:
-        for group in _groups_in(module):
+    for module in modules_of(model):
+        for group in groups_in(module):
             modules.setdefault(group, module)
     return [Group(module, group) for group, module in modules.items() if _is_cut(group)]
 
 
-def _groups_in(module: Any) -> list[Any]:
-    """FSDP's own groups of a module: before torch 2.13 one at most."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 def _is_cut(group: Any) -> bool:
     """Whether FSDP averages it over the ranks that it is cut over, and over no others."""
-    kinds = [kind.__name__ for kind in type(group.mesh_info).__mro__]
-    return "FSDPMeshInfo" in kinds and "DDPMeshInfo" not in kinds and group.mesh_info.shard_mesh_size > 1
+    cut = any(kind.__name__ == "FSDPMeshInfo" for kind in type(group.mesh_info).__mro__)
+    return cut and not averages_over_replicas(group) and group.mesh_info.shard_mesh_size > 1

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
+from commopt.hsdp import without_replicas
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
@@ -48,9 +50,15 @@ class CompressedGradients:
     """
 
     def __init__(
-        self, model: nn.Module, mean: GradientMean, door: DDPHook | ParameterHooks, sharded: ShardedDoor | None = None
+        self,
+        model: nn.Module,
+        mean: GradientMean,
+        door: DDPHook | ParameterHooks,
+        sharded: ShardedDoor | None = None,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
         self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
+        self._give_back = give_back
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -99,11 +107,14 @@ class CompressedGradients:
         self.mean.topology.traffic.leave_out()
 
     def remove(self) -> None:
-        """Ends it: a DistributedDataParallel model averages by itself again, of any other each rank keeps its
-        gradients, or the means of FSDP. What is owed is forgotten."""
+        """Ends it: a DistributedDataParallel model averages by itself again, and so does FSDP2; of any other model each
+        rank keeps its gradients. What is owed is forgotten."""
         self._door.remove()
         if self._sharded is not None:
             self._sharded.remove()
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
         model = self._model()
         if model is not None and _HANDLES.get(model, lambda: None)() is self:
             del _HANDLES[model]
@@ -126,7 +137,7 @@ def compress_gradients(
 
     ::
 
-        model = DistributedDataParallel(model)      # or fully_shard(model, mesh=mesh["shard"]), or as it is
+        model = DistributedDataParallel(model)      # or fully_shard(model, mesh=mesh), or as it is
         handle = commopt.compress_gradients(model, Sign())
 
     After ``backward()`` every rank has the same gradients, to the bit, so that clipping, a GradScaler, schedulers and
@@ -138,6 +149,7 @@ def compress_gradients(
     ================================  ==================================================================================
     ``DistributedDataParallel``       in its stead; ``no_sync()``, ``find_unused_parameters``, ... as always
     sharded by FSDP2 over all ranks   by its reduce-scatters, in one phase
+    sharded by FSDP2 inside replicas  over the replicas, in FSDP2's stead: ``fully_shard(model, mesh=mesh)`` (HSDP)
     sharded, ``process_group=mesh``   over the dimensions that its parameters lack (``docs/sharding.md``)
     any other                         all gradients. Parameters start as rank 0's; buffers are each rank's own
     ================================  ==================================================================================
@@ -172,6 +184,35 @@ def compress_gradients(
             parameters, one whose gradients something else averages or compresses, or ranks that differ.
         RuntimeError: from DDP, if a communication hook is registered already.
     """
+    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction)
+    give_back = without_replicas(model) if isinstance(model, nn.Module) else None
+    try:
+        return _connected(model, given, process_group, backend, give_back)
+    except BaseException:
+        if give_back is not None:
+            give_back()
+        raise
+
+
+@dataclass
+class _Given:
+    """Arguments of :func:`compress_gradients`, the same on all ranks."""
+
+    compressor: OfGradients
+    feedback: bool | LoCo
+    inside: Compressor | None
+    weights: Compressor | Differences | None
+    bucket_mb: float | None
+    reduction: str
+
+
+def _connected(
+    model: nn.Module,
+    given: _Given,
+    process_group: Any,
+    backend: Backend | None,
+    give_back: Callable[[], None] | None,
+) -> CompressedGradients:
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
@@ -179,18 +220,20 @@ def compress_gradients(
     groups: Groups = [], []
     error: Exception | None = None
     try:
-        check_model(model, compressor, feedback, params, topology, bucket_mb, reduction)
+        check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         if model in _HANDLES:
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)
-        check_exchanges(compressor, inside, weights, groups, params, topology, reduction, grouped)
+        check_exchanges(
+            given.compressor, given.inside, given.weights, groups, params, topology, given.reduction, grouped
+        )
     except ValueError as caught:
         error = caught
-    settings = f"{compressor!r}, {feedback=}, {inside=}, {weights=}, {bucket_mb=}, {reduction=}"
-    _agree(topology, params, error, settings, isinstance(compressor, LowRank))
+    settings = ", ".join(f"{field.name}={getattr(given, field.name)!r}" for field in fields(given))
+    _agree(topology, params, error, settings, isinstance(given.compressor, LowRank))
     elsewhere = {id(p) for group in groups[0] for p in group.params}
-    method = _method(compressor, feedback, inside)
-    mean = GradientMean(params, topology, method, bucket_mb, reduction, elsewhere)
+    method = _method(given.compressor, given.feedback, given.inside)
+    mean = GradientMean(params, topology, method, given.bucket_mb, given.reduction, elsewhere)
     sharded: ShardedDoor | None = None
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
@@ -201,10 +244,13 @@ def compress_gradients(
             if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         door = ParameterHooks(rest, mean)
-        if groups[0] or (groups[1] and (inside or weights)):
-            sharded = ShardedDoor(model, topology, groups, compressor, feedback, inside, weights, door.begin, grouped)
+        if groups[0] or (groups[1] and (given.inside or given.weights)):
+            sharded = ShardedDoor(
+                model, topology, groups, given.compressor, given.feedback, given.inside, given.weights, door.begin,
+                grouped,
+            )  # fmt: skip
             mean.parts.append(sharded)
-    handle = CompressedGradients(model, mean, door, sharded)
+    handle = CompressedGradients(model, mean, door, sharded, give_back)
     topology.traffic.leave_out()
     if sharded is None:
         _HANDLES[model] = lambda: handle

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from commopt.integrations import common, parts
-from commopt.optim import binding
 from commopt.optim.model_buffers import HowBuffers, check_how
 
 _connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
@@ -30,7 +29,8 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
     the same order as when they were saved. Then
 
     * a DDP model is attached (:func:`commopt.attach`);
-    * parameters that FSDP2 has put in place of those that the optimizer was made with are taken over;
+    * parameters that FSDP2 has put in place of those that the optimizer was made with are taken over, and so are
+      averages over replicas (``dp_replicate_size``);
     * ``save_state()``, which all ranks call, writes each rank's own part of the optimizer's state beside the rest, and
       the mean model where replicas differ; with local steps its buffers, such as BatchNorm's running statistics, are
       ``buffers``, too;
@@ -48,8 +48,6 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
     """
     check_how(buffers)
     ours = common.bare(optimizer)
-    if binding.exchanged(ours):
-        ours.rebind()
     common.attach_once(model, ours)
     wrapped = set(model.modules())
     index = _connected[accelerator] = _connected.get(accelerator, -1) + 1

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from commopt.attach import attach, ddp_models_in, unwrapped
+from commopt.hsdp import has_replicas
+from commopt.optim import binding
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.packed import PackedOptimizer
 
@@ -29,9 +31,19 @@ def bare(optimizer: Any) -> PackedOptimizer:
     return found
 
 
+def take_over(model: Any, optimizer: PackedOptimizer) -> None:
+    """Takes over what a framework has put in place of the optimizer's parameters, and averages over replicas that FSDP2
+    takes of ``model``."""
+    if isinstance(model, nn.Module) and has_replicas(model):
+        attach(model, optimizer)
+    elif binding.exchanged(optimizer):
+        optimizer.rebind()
+
+
 def attach_once(model: Any, optimizer: PackedOptimizer) -> None:
-    """Attaches ``model`` if it is a DDP model, or has one inside, that is not attached yet; any other needs no
-    attaching."""
+    """:func:`take_over`; and attaches ``model`` if it is a DDP model, or has one inside, that is not attached yet. Any
+    other needs no attaching."""
+    take_over(model, optimizer)
     attachment = optimizer._attachment
     if any(attachment is None or not attachment.is_of(ddp) for ddp in ddp_models_in(model)):
         attach(model, optimizer)

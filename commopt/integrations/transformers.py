@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback
 
 from commopt.attach import unwrapped
 from commopt.integrations import advice, common, parts
-from commopt.optim import binding
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
@@ -54,8 +53,8 @@ class CommoptCallback(TrainerCallback):
 
         def rebound(*args: Any, **kwargs: Any) -> Any:
             ours = unwrapped(trainer.optimizer)
-            if isinstance(ours, PackedOptimizer) and binding.exchanged(ours):
-                ours.rebind()
+            if isinstance(ours, PackedOptimizer):
+                common.take_over(trainer.model, ours)
             return load(*args, **kwargs)
 
         trainer._load_optimizer_and_scheduler = rebound

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from commopt import ops
-from commopt.comm import Backend, Replicas, Topology, message_device, resolve_backend
+from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
 from commopt.optim import checks, saving
 from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
-from commopt.sharding import is_sharded, local
+from commopt.sharding import is_sharded, left_dims, local
 
 if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
@@ -106,6 +106,14 @@ def rebind(optimizer: PackedOptimizer) -> None:
     optimizer.rebound(new)
 
 
+def take_replicas(optimizer: PackedOptimizer) -> None:
+    """As :meth:`rebind`, of parameters that FSDP2 averages over replicas no longer: the optimizer does, from now on."""
+    if isinstance(optimizer.topology.backend, MeshBackend):
+        optimizer.topology = Topology(optimizer.topology.backend.anew(), optimizer.knows_nodes)
+        optimizer._restart()
+    optimizer.rebind()
+
+
 def check_held(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
     """Raises ValueError if ``params`` cannot be trained, or not by these ranks. Communicates nothing."""
     checks.check_params(params, optimizer.devices(), optimizer.topology.is_sharded)
@@ -154,7 +162,6 @@ def register_groups(
         held.setdefault(topology.held(p)[0], []).append(p)
     for ranks in held:
         optimizer.check_replicas(ranks)
-    _report_unaveraged(optimizer, params)
     for ranks, same in held.items():
         if equalize(ranks.world, device, [local(p) for p in same]) and topology.rank == 0:
             logger.warning(
@@ -195,12 +202,12 @@ def _setup(
     )
 
 
-def _report_unaveraged(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
-    """Warns of parameters that nothing is averaged of, though ranks hold the same of them."""
-    topology = optimizer.topology
+def report_unaveraged(optimizer: PackedOptimizer) -> None:
+    """Warns of sharded parameters that nothing is averaged of."""
+    topology, params = optimizer.topology, optimizer.params
     mesh = getattr(topology.backend, "mesh", None)
     dims = None if mesh is None else mesh.ndim  # a mesh with a dimension for replicas, of one today, is fine
-    whole = [p for p in params if is_sharded(p) and p.device_mesh.ndim == dims]  # type: ignore[attr-defined]
+    whole = [p for p in params if is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == dims]  # type: ignore[attr-defined]
     alone = [p for p in whole if topology.held(p)[0].world_size == 1]
     if topology.world_size > 1 and alone and topology.rank == 0:
         twice = any(topology.held(p)[1].copies > 1 for p in alone)

@@ -65,14 +65,15 @@ class Diagnostics:
         if not self._once("nothing to average"):
             return
         what = (
-            "FSDP averages their gradients in full precision by itself"
+            "FSDP averages their gradients in full precision by itself. Call commopt.attach(model, optimizer) before "
+            "the first backward: then the optimizer averages over the replicas, and compresses"
             if by_others
-            else "every rank holds another part of them"
+            else "every rank holds another part of them. To compress between replicas give fully_shard() the inner "
+            'dimension of a mesh, fully_shard(model, mesh=mesh["shard"]), and the optimizer all of it, '
+            "process_group=mesh; commopt.compress_gradients() compresses what FSDP2 itself exchanges"
         )
         logger.warning(
-            "%s: nothing of %d sharded parameters is averaged, nor compressed: %s. To compress between replicas give "
-            "fully_shard() the inner dimension of a mesh, fully_shard(model, mesh=mesh[\"shard\"]), and the "
-            "optimizer all of it, process_group=mesh; this one has %s",
+            "%s: nothing of %d sharded parameters is averaged, nor compressed: %s (ranks: %s)",
             self.optimizer, count, what, getattr(ranks, "mesh", ranks),
         )  # fmt: skip
 

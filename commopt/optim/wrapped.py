@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from commopt.comm import gather_number
 from commopt.comm.torch import ranks_of
+from commopt.optim import binding
 
 if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
@@ -64,10 +65,12 @@ def may_average(optimizer: PackedOptimizer) -> bool:
 
 
 def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
-    """At its first step: attaches ``optimizer`` to the model around its parameters, if all ranks find one."""
+    """At its first step: attaches ``optimizer`` to the model around its parameters, if all ranks find one. Warns of
+    sharded parameters that nothing is averaged of."""
     if optimizer._looked:
         return
     optimizer._looked = True
+    binding.report_unaveraged(optimizer)
     if not _may_be_wrapped(optimizer):
         return
     there = found(optimizer)
