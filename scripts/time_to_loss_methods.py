@@ -129,6 +129,9 @@ METHODS: dict[str, Method] = {
         "scripts/tuned.py: a 5th of Adam's lr, 5 times its decay",
         0.035,
     ),
+    "none_muon": Method(
+        "DDP, Muon, no network", own("Muon", ADAM, MUON_ARGS), f"{QUICK}: lr and decay as Adam's", network=False
+    ),
     "muon_int4": Method(
         "Muon on Int4()",
         own("Muon", ADAM, MUON_ARGS),
@@ -137,6 +140,12 @@ METHODS: dict[str, Method] = {
         {"name": "Int4"},
     ),
     "zero_one_adam": Method("ZeroOneAdam", own("ZeroOneAdam", ADAM, {**SLOW, **ROUNDS}), QUICK, 0.16),
+    "zero_one_adam_every": Method(
+        "ZeroOneAdam, no local steps",
+        own("ZeroOneAdam", ADAM, {**SLOW, "variance": {"kappa": 16, "stop": FREEZE}}),
+        "the paper's kappa; the class's own sync",
+        0.15,
+    ),
     "zero_one_adam_rare": Method(
         "ZeroOneAdam, rare refreshes, no local steps",
         own("ZeroOneAdam", ADAM, {**SLOW, "variance": {"kappa": 4, "stop": FREEZE}}),

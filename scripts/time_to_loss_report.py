@@ -79,6 +79,7 @@ def summarise(runs: Sequence[Record], margin: float) -> dict[str, Record]:
         out[name] = {
             "seeds": sum("derived" not in run for run in of.values()),
             "reached": len(there),
+            "network": any(run["rate"] != "none" for run in of.values()),
             "seconds": statistics.median(times[name].values()),
             "speedup": statistics.median(times[RIVAL][seed] / times[name][seed] for seed in of),
             "bytes": statistics.median(p["bytes"] for p in there) if there else None,
@@ -111,7 +112,7 @@ def table(rows: dict[str, Record], labels: dict[str, list[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for name, row in sorted(rows.items(), key=lambda item: (item[1]["seconds"], item[0] != RIVAL)):
         never = math.isinf(row["seconds"])
-        sent = row["bytes"] is not None and name != "none"
+        sent = row["bytes"] is not None and row["network"]
         mark = " ✗" if row["others_share"] > DISTURBED else ""
         some = f" ({row['reached']} of {row['seeds']} seeds)" if 1 < row["seeds"] > row["reached"] else ""
         cells = [
@@ -195,7 +196,7 @@ def draw(figures: Record, path: Path) -> None:
         first = [run for run in runs if run["seed"] == seed]
         for axes, key, scale in zip(row, ("seconds", "bytes"), (1.0, 1e-6)):
             for run in sorted(first, key=lambda run: run["method"] in colors):
-                if key == "seconds" or run["method"] != "none":
+                if key == "seconds" or run["rate"] != "none":
                     draw_curve(axes, run, key, scale, colors, figures["labels"], target)
         finish(row, title(setting, runs), target, first)
     handles = {label: handle for axes in panels[:, 0] for handle, label in zip(*axes.get_legend_handles_labels())}
@@ -229,7 +230,7 @@ def draw_curve(
     look: dict[str, Any] = {"color": "0.8", "linewidth": 0.9, "label": "others", "zorder": 1}
     if name in colors:
         look = {"color": colors[name], "linewidth": 1.7, "label": plain(labels[name][0]), "zorder": 3}
-        look["linestyle"] = "--" if name == "none" else "-"
+        look["linestyle"] = "--" if run["rate"] == "none" else "-"
     axes.plot([x for x, _ in points], [y for _, y in points], **look)
     point = reached(run["curve"], target)
     if point is not None and name in colors:
