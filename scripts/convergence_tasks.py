@@ -93,7 +93,7 @@ def adam_family(
     rounds = {"variance": {"kappa": kappa, "stop": freeze}, "sync": {"first": 1, "double_every": freeze, "longest": 4}}
     local = {"base": "AdamW", "base_args": betas, "period": 4}
     momentum = {"outer_lr": 0.7, "outer_momentum": 0.5}
-    plain = {"name": "AdamW", **adam, "args": betas}
+    plain, lans = {"name": "AdamW", **adam, "args": betas}, {"name": "Lans", **lamb, "args": betas}
     return {
         "AdamW": Method(plain),
         **on_gradients(plain),
@@ -108,6 +108,8 @@ def adam_family(
         ),
         "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
         "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
+        "Lans": Method(lans, "Lamb"),
+        "CLAN": Method(lans, "Lans", NOISY, {"compress": {"name": "Sign", "args": {"norm": "l1"}}}),
         "OneBitLamb": Method({"name": "OneBitLamb", **lamb, "args": {**betas, "freeze_step": freeze}}, "Lamb"),
         "LocalSGD(AdamW)": Method({"name": "LocalSGD", **adam, "args": local}, "AdamW", LOCAL),
         "SignMomentum(AdamW)": Method(

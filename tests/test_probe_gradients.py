@@ -376,12 +376,12 @@ def advice(bf16: bool = False, shard: int = 1, rounds: float | None = None, **sp
         # by Int8() that is 1 / (0.2 / 2.5 + 0.8 / 5) = 4.17
         (
             {"onebit_adam": 5.0, "onebit_adam_int8": 5.0, "gradients_int8": 2.5},
-            "use OneBitAdam, warm-up by Int8\\(\\): .* 5.00 x .* warm-up 4.17 to 4.35 x",
+            "use OneBitAdam\\(warmup_compressor=Int8\\(\\)\\): .* 5.00 x .* warm-up 4.17 to 4.35 x",
         ),
         ({"onebit_adam": 5.0, "zero_one_adam": 2.9}, "use OneBitAdam: .* 2.78 to 3.12 x"),
         (
             {"onebit_adam": 5.0, "zero_one_adam": 3.0},
-            "use ZeroOneAdam: on average, a step .* 3.00 x as fast, from",
+            "use ZeroOneAdam.*: on average, a step .* 3.00 x as fast, from",
         ),
         (
             {"onebit_adam": 5.0, "gradients_int8": 2.0, "gradients_int4": 9.0},

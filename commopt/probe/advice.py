@@ -40,6 +40,11 @@ NAMES = {
     "onebit_adam_int8": "OneBitAdam, warm-up by Int8()",
     "zero_one_adam": "ZeroOneAdam",
 }
+SPELT = {
+    "onebit_adam_int8": "OneBitAdam(warmup_compressor=Int8())",
+    "zero_one_adam": "ZeroOneAdam(variance=VariancePolicy(stop=<a fifth of the steps>))",
+}
+"""How one writes those whose names are not that."""
 SHARDED = {
     **NAMES,
     "none": "none between machines",
@@ -120,7 +125,7 @@ def choices(
         for name in sorted(specs, key=lambda name: errors[name])
     ]
     fine = [halved] * bf16_available + [choice for choice in compressed if not choice.coarse]
-    optimizers = [Choice(name, NAMES[name], over_run(steps, name)[0]) for name in ours]
+    optimizers = [Choice(name, SPELT.get(name, NAMES[name]), over_run(steps, name)[0]) for name in ours]
     return fine, optimizers, [choice for choice in compressed if choice.coarse]
 
 
@@ -195,7 +200,6 @@ def _use(chosen: Choice, fastest: Choice, is_ours: bool, steps: Mapping[str, Ste
     if chosen.name == "zero_one_adam":
         took = took.replace("a compressed", "on average, a")
         return f"use {chosen.words}: {took}, from a run's beginning to its end."
-
     if is_ours:
         over = over_run_in_words(steps, chosen.name)
         return f"use {chosen.words}: {took}; over a run with 15 to 20 % warm-up {over} x."
