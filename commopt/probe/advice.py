@@ -42,7 +42,7 @@ NAMES = {
 }
 SPELT = {
     "onebit_adam_int8": "OneBitAdam(warmup_compressor=Int8())",
-    "zero_one_adam": "ZeroOneAdam(variance=VariancePolicy(stop=<a fifth of the steps>))",
+    "zero_one_adam": "ZeroOneAdam(variance=VariancePolicy(stop=steps // 5))",
 }
 """How one writes those whose names are not that."""
 SHARDED = {
