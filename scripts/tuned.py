@@ -58,16 +58,18 @@ def outer(name: str, base: str = "AdamW", against: str = "LocalSGD(AdamW) H=15",
 MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
 MUON = {"name": "Muon", "lr": 2e-3, "weight_decay": 0.1, "args": {"adamw": {"betas": [0.9, 0.98]}}}
 LION = {"name": "OneBitLion", "lr": LIONS * 2e-3, "weight_decay": 0.1 / LIONS, "args": {}}
-CSER_256 = {
-    **GPT["CSER(R=8)"].optim,
-    "args": {
-        **GPT["CSER(R=8)"].optim["args"],
-        "period": 32,
-        "reset_compressor": {"name": "RandomBlocks", "args": {"ratio": 16, "block": 32}},
-    },
-    "compressor": {"name": "RandomBlocks", "args": {"ratio": 512, "block": 32}},
-}
-"""A 512th in every step, and a 16th of the rest in every 32nd: 1/512 + 1/(16 32), as its paper's R = 256."""
+
+
+def cser(ratio: int) -> Method:
+    """1 / (2 R) in every step, and as much on average by a round in every 32nd, as in its paper: R = ``ratio``."""
+    of = GPT["CSER(R=8)"].optim
+
+    def blocks(ratio: int) -> dict[str, Any]:
+        return {"name": "RandomBlocks", "args": {"ratio": ratio, "block": 32}}
+
+    args = {**of["args"], "period": 32, "reset_compressor": blocks(ratio // 16)}
+    return Method({**of, "args": args, "compressor": blocks(2 * ratio)}, "SGD")
+
 
 DENSER = {**rounds("SparseLoCo"), "compressor": {"name": "TopK", "args": {"k": 32, "chunk": 256, "bits": 8}}}
 
@@ -99,7 +101,8 @@ METHODS |= {
     "SGD": GPT["SGD"],
     "CSER(R=4)": GPT["CSER(R=4)"],
     "CSER(R=8)": GPT["CSER(R=8)"],
-    "CSER(R=256)": Method(CSER_256, "SGD"),
+    "CSER(R=256)": cser(256),
+    "CSER(R=1024)": cser(1024),
     "QSparseLocalSGD": GPT["QSparseLocalSGD"],
     "LocalSGD(SGD)": GPT["LocalSGD(SGD)"],
 }
