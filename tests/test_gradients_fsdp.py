@@ -298,7 +298,7 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "got 'int8'" in found["inside what"]
         assert "got 8" in found["weights what"]
         assert "sharded by FSDP2" in found["weights of"]
-        assert "averages over the replicas by itself" in found["hybrid"]
+        assert "nothing is left to compress" in found["on all dimensions"]
         assert "a collective of its own, Own" in found["custom"]
         assert "2 groups of parameters on different meshes" in found["groups"]
         assert "compressed already" in found["twice"]

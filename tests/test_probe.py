@@ -154,7 +154,8 @@ def test_on_a_slow_link_only_bytes_count() -> None:
     assert fp32.nbytes / ours.nbytes == pytest.approx(32 / (1 + 32 / 2048), rel=1e-3)
     assert fp32.seconds / ours.seconds == pytest.approx(fp32.nbytes / ours.nbytes, rel=0.02)
     assert fp32.seconds / steps["ddp_bf16"].seconds == pytest.approx(2, rel=0.01)
-    assert recommend(steps, True).startswith("use OneBitAdam: a compressed step takes")
+    assert recommend(steps, True).startswith("use ZeroOneAdam(variance=VariancePolicy(stop=steps // 5)): on average")
+    assert recommend(steps | {"zero_one_adam": fp32}, True).startswith("use OneBitAdam: a compressed step takes")
 
 
 def test_a_compressed_step_is_four_messages_one_after_another_and_has_the_bytes_of_the_optimizer() -> None:
@@ -247,7 +248,7 @@ def test_bf16_is_recommended_where_it_is_as_good() -> None:
     steps = predict(costs(ethernet(8)), MODEL)
     assert steps["ddp"].seconds > 1.2 * steps["none"].seconds > 1.1 * steps["ddp_bf16"].seconds
     assert recommend(steps, True).startswith("do not compress to 1 bit: DDP with bf16_compress_hook")
-    assert recommend(steps, False).startswith("use OneBitAdam")
+    assert recommend(steps, False).startswith("use ZeroOneAdam")
 
 
 # what the user says ---------------------------------------------------------------------------------------------------
@@ -438,6 +439,6 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["steps"]["none"]["seconds"] == 0.01
     assert found["steps"]["ddp"]["nbytes"] == 400_000
     assert found["options"]["last_params"] == 30_000
-    assert found["run"].keys() == {"onebit_adam", "onebit_adam_overlap"}
-    assert found["break_even"].keys() == {*found["run"], *COMPRESSORS}
+    assert found["run"].keys() == {"onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam"}
+    assert found["break_even"].keys() == {"onebit_adam", "onebit_adam_overlap", *COMPRESSORS}
     assert found["advice"] in " ".join(done.stdout.split())
