@@ -108,7 +108,7 @@ def adam_family(
         ),
         "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
         "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
-        "Lans": Method(lans, "Lamb"),
+        "Lans": Method(lans),
         "CLAN": Method(lans, "Lans", NOISY, {"compress": {"name": "Sign", "args": {"norm": "l1"}}}),
         "OneBitLamb": Method({"name": "OneBitLamb", **lamb, "args": {**betas, "freeze_step": freeze}}, "Lamb"),
         "LocalSGD(AdamW)": Method({"name": "LocalSGD", **adam, "args": local}, "AdamW", LOCAL),
