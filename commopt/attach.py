@@ -165,6 +165,7 @@ def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
         if give_back is not None:
             give_back()
         raise
+    optimizer.warn_in_evaluation(model)
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from every import COMMUNICATING, make
+from listening import listening
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
@@ -202,6 +203,9 @@ def loaded(
             continue
         learn(net, optimizer, range(SAVED, later), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
+        with listening() as said:
+            net.eval()(tokens_of(0, rank))
+        out[name]["said"] = optimizer.replicas_differ, said
     return out
 
 

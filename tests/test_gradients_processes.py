@@ -57,7 +57,6 @@ def test_sharded_models_and_nodes(pool):
         assert found["stats"]["step"]["bytes"] < found["stats"]["fp32_bytes"]
         assert not any(found["finite"])  # NaN was in one piece on one rank
         assert not found["trace"]
-        assert "nothing is left to compress. Shard over the inner dimension only" in found["native"]
         gradients, stats = found["nodes"]
         assert same_bits(gradients, ranks[0]["nodes"][0])
         assert stats["step"]["intra_node"]["bytes"] > 0

@@ -193,6 +193,9 @@ def test_a_model_on_both_dimensions_goes_on_as_one_on_the_shards_and_back(pool, 
     there = pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, False, "", names, later, True)
     pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, False, str(tmp_path), names, later, True)
     back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, False)
+    differing = {name for name in names if there[0][name]["said"][0]}
+    assert differing
+    assert {name for name in names if "evaluated between two rounds" in "".join(there[0][name]["said"][1])} == differing
     for ranks in (there, back):
         for never, resumed in zip(saved, ranks):
             for name in names:

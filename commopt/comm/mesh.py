@@ -5,10 +5,10 @@ What commopt averages is averaged over the dimensions that a parameter's own mes
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])       # parameters are cut over "shard", and lack "replicate"
 
-So it is with dimensions of its own mesh that FSDP2 leaves to commopt (:mod:`commopt.hsdp`). A plain tensor
-lacks them all. Where several are lacking, the first is between nodes, the others are inside a node. But
-over dimensions that other parameters of the model are cut over, ranks hold one replica together: there the gradient of
-a parameter that is not cut is averaged first, in full precision, and then all of them do the same.
+So it is with dimensions of its own mesh that FSDP2 leaves to commopt (:mod:`commopt.hsdp`). A plain tensor lacks them
+all. Where several are lacking, the first is between nodes, the others are inside a node. But over dimensions that other
+parameters of the model are cut over, ranks hold one replica together: there the gradient of a parameter that is not cut
+is averaged first, in full precision, and then all of them do the same.
 """
 
 from __future__ import annotations
@@ -221,11 +221,9 @@ class MeshBackend(OfWorld):
 
 def _ranks_along(mesh: DeviceMesh, but: Sequence[int]) -> list[int]:
     """The ranks of ``mesh`` along all of its dimensions ``but`` some, this one among them."""
-    coordinate: Any = mesh.get_coordinate()
-    ranks: list[int] = (
-        mesh.mesh[tuple(coordinate[i] if i in but else slice(None) for i in range(mesh.ndim))].flatten().tolist()
-    )
-    return ranks
+    here: Any = mesh.get_coordinate()
+    at = tuple(here[i] if i in but else slice(None) for i in range(mesh.ndim))
+    return [int(rank) for rank in mesh.mesh[at].flatten()]
 
 
 def _groups_cut_over(p: Tensor) -> list[dist.ProcessGroup]:
