@@ -310,8 +310,8 @@ def run_all(args: argparse.Namespace) -> list[Record]:
             print(f"  about {sum(left.values()) / 60:.0f} min left", file=sys.stderr, flush=True)
         if run.method == rival and not (record["curve"] and record["curve"][-1]["loss"] is not None):
             raise BedError(f"{run.name} has no loss at its end that others could reach: {record['ended']}")
-        for rival in theirs[:1]:
-            check_data(record, rival)
+        for known in theirs[:1]:
+            check_data(record, known)
         found.append(record)
     return collected(records, args)
 

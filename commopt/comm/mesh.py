@@ -153,11 +153,11 @@ class MeshBackend(OfWorld):
             return ()
         mesh: DeviceMesh = p.device_mesh  # type: ignore[attr-defined]
         left = left_dims(p)
-        theirs = sorted(_ranks_along(mesh, left))
         if (mesh, left) not in self._dims:
-            self._dims[mesh, left] = self._dims_with(theirs)
+            self._dims[mesh, left] = self._dims_with(sorted(_ranks_along(mesh, left)))
         if (dims := self._dims[mesh, left]) is not None:
             return dims
+        theirs = sorted(_ranks_along(mesh, left))
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is cut over ranks {theirs} ({mesh}), which are not those "
             f"along dimensions of the mesh given, {self.mesh}; allowed are parameters on slices of it, such as "
