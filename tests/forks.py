@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import marshal
@@ -180,6 +181,8 @@ def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     os.getppid = lambda: parent
     unbuffered = argv[0] == "-u"
     argv = argv[unbuffered:]
