@@ -42,12 +42,13 @@ class OneBitAdamOracle:
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
+        coupled: wd x is a part of every rank's gradient; of the mean one in the warm-up.
     """
 
     def __init__(
         self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
         row_multiple: int, block: int | None, norm: str | None, rows: int | None = None,
-        lossy_warmup: bool = False,
+        lossy_warmup: bool = False, coupled: bool = False,
     ) -> None:  # fmt: skip
         self.size, self.world, self.freeze = len(x), world, freeze
         self.rows = rows or world
@@ -60,7 +61,7 @@ class OneBitAdamOracle:
         self.t = 0
         self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
         self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
-        self.block, self.norm, self.lossy_warmup = block, norm, lossy_warmup
+        self.block, self.norm, self.lossy_warmup, self.coupled = block, norm, lossy_warmup, coupled
 
     def _send(self, z: list[float], live: list[bool]) -> list[float]:
         if self.norm is None:
@@ -87,17 +88,20 @@ class OneBitAdamOracle:
                 ]
             for j in here:
                 self.refreshed[j] += 1
-                g = means[j]
+                g = means[j] + (self.wd * self.x[j] if self.coupled else 0.0)
                 self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
                 self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
         else:
             live = [v != 0 and j in present for j, v in enumerate(self.v)]
+            if self.coupled:
+                decays = [self.wd * x for x in self.x] + [0.0] * len(pad)
+                filled = [[g + decay for g, decay in zip(grad, decays)] for grad in filled]
             locals_ = [[self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, grad)] for grad in filled]
             means = self._mean(locals_, live, present)
             for j in here:
                 self.m[j] = means[j]
         for j in here:
-            self.x[j] *= 1 - self.lr * self.wd
+            self.x[j] *= 1 if self.coupled else 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:
                 c1, c2 = 1 - self.b1 ** self.steps[j], 1 - self.b2 ** self.refreshed[j]
                 self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)

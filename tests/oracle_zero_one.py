@@ -38,11 +38,13 @@ class ZeroOneAdamOracle:
         exact, sync: T_v and T_u.
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
+        coupled: wd x_i is a part of every rank's gradient.
     """
 
     def __init__(
         self, x: list[float], ranks: int, exact: set[int], sync: set[int], *, b1: float, b2: float, eps: float,
         wd: float, row_multiple: int, block: int | None, norm: str | None, per_node: int = 1,
+        coupled: bool = False,
     ) -> None:  # fmt: skip
         self.size, self.ranks, self.per_node = len(x), ranks, per_node
         self.exact, self.sync = exact, sync
@@ -57,7 +59,8 @@ class ZeroOneAdamOracle:
         self.t = 0
         self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
         self.taken, self.lr_sum = 0, 0.0  # in this interval
-        self.b1, self.b2, self.eps, self.wd, self.block, self.norm = b1, b2, eps, wd, block, norm
+        self.b1, self.b2, self.eps, self.block, self.norm = b1, b2, eps, block, norm
+        self.wd, self.pull = (0.0, wd) if coupled else (wd, 0.0)
 
     def _send(self, z: list[float], live: list[bool]) -> list[float]:
         if self.norm is None:
@@ -86,7 +89,8 @@ class ZeroOneAdamOracle:
             self.anchor[j] *= 1 - lr * self.wd
         for m, u, x, g in zip(self.m, self.u, self.x, filled):
             for j in here:
-                m[j] = self.b1 * m[j] + (1 - self.b1) * g[j]
+                pull = self.pull * x[j] if self.refreshed[j] else 0.0
+                m[j] = self.b1 * m[j] + (1 - self.b1) * (g[j] + pull)
                 u[j] += lr * m[j]
             for j in moving:
                 x[j] += self.anchor[j] - before[j]
@@ -105,7 +109,7 @@ class ZeroOneAdamOracle:
         for j in here:
             self.steps[j] += 1
             self.refreshed[j] += 1
-            g = sum(grad[j] for grad in grads) / self.ranks
+            g = sum(grad[j] for grad in grads) / self.ranks + self.pull * self.anchor[j]
             m[j] = self.b1 * m[j] + (1 - self.b1) * g
             self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
             c = lr / (1 - self.b1 ** self.steps[j])

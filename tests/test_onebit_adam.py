@@ -48,14 +48,14 @@ def state_of(optimizer: OneBitAdam, name: str) -> list[Tensor]:
 # warm-up -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("decay", "decoupled"), [(0.0, True), (0.1, True), (0.1, False)])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
-def test_one_rank_is_torch_adam_to_the_bit_for_the_whole_run(decay, maximize, lr):
+def test_one_rank_is_torch_adam_to_the_bit_for_the_whole_run(decay, decoupled, maximize, lr):
     ours, theirs = Toy(), Toy()
-    reference = torch.optim.AdamW if decay else torch.optim.Adam
-    theirs_optimizer = reference(theirs.parameters(), lr=lr, weight_decay=decay, maximize=maximize)
-    optimizer = OneBitAdam(ours.parameters(), lr=lr, weight_decay=decay, maximize=maximize, freeze_step=3)
+    settings = {"lr": lr, "weight_decay": decay, "maximize": maximize, "decoupled_weight_decay": decoupled}
+    theirs_optimizer = torch.optim.Adam(theirs.parameters(), **settings)
+    optimizer = OneBitAdam(ours.parameters(), freeze_step=3, **settings)
     assert optimizer.phase == "plain"
     train(ours, optimizer, range(12))
     train(theirs, theirs_optimizer, range(12))
@@ -67,18 +67,19 @@ def test_one_rank_is_torch_adam_to_the_bit_for_the_whole_run(decay, maximize, lr
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_warm_up_is_torch_adamw_on_the_averaged_gradient(world_size, decay):
+@pytest.mark.parametrize(("decay", "decoupled"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_warm_up_is_torch_adam_on_the_averaged_gradient(world_size, decay, decoupled):
     theirs = Toy()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=decay)
+    settings = {"lr": 1e-2, "weight_decay": decay, "decoupled_weight_decay": decoupled}
+    reference = torch.optim.Adam(theirs.parameters(), **settings)
     for step in range(10):
         averaged_backward(theirs, step, world_size)
         reference.step()
 
     def run(backend):
         model = Toy()
-        train(model, OneBitAdam(model.parameters(), lr=1e-2, weight_decay=decay, freeze_step=10, backend=backend),
-              range(10), backend.rank, world_size)  # fmt: skip
+        optimizer = OneBitAdam(model.parameters(), freeze_step=10, backend=backend, **settings)
+        train(model, optimizer, range(10), backend.rank, world_size)
         return params_of(model)
 
     for ours in on_threads(world_size, run):
@@ -103,7 +104,10 @@ def test_warm_up_is_torch_adamw_on_the_averaged_gradient(world_size, decay):
     ("absent", "overlap", "lossy_warmup"),
     [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
 )
-def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block, norm, absent, overlap, lossy_warmup):
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_every_step_is_that_of_the_paper_on_lists(
+    world_size, compressor, block, norm, absent, overlap, lossy_warmup, decoupled
+):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once.
     ``absent``: parameters come and go, in blocks that they share with others. ``lossy_warmup``: gradients are sent by
     the same compressor, with the same residuals."""
@@ -112,6 +116,7 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
     oracle = OneBitAdamOracle(
         flat(some_params(sizes)), world_size, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
         row_multiple=ROW_MULTIPLE, block=block, norm=norm, lossy_warmup=lossy_warmup,
+        coupled=not decoupled,
     )  # fmt: skip
     expected = []
 
@@ -134,6 +139,7 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, block,
             mine,
             betas=(0.9, 0.98),
             weight_decay=0.05,
+            decoupled_weight_decay=decoupled,
             freeze_step=6,
             compressor=compressor,
             warmup_compressor=compressor if lossy_warmup else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -363,6 +364,22 @@ def test_another_beta_between_backward_and_step():
         optimizer.param_groups[0]["betas"] = (0.8, 0.999)
 
     broken_step(change, ValueError, "a parameter group changed between backward.*0.8")
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_another_decay_between_backward_and_step(decoupled):
+    """It is used by then only if it is a part of the gradient."""
+
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True, decoupled_weight_decay=decoupled, weight_decay=0.05)
+        train(model, optimizer, range(4), backend.rank, 2)
+        backward(model, 4, backend.rank, 2)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        with contextlib.nullcontext() if decoupled else pytest.raises(ValueError, match=r"between backward.*0\.1"):
+            optimizer.step()
+
+    on_threads(2, run)
 
 
 def test_a_grad_scaler():

@@ -39,7 +39,8 @@ def test_a_call_of_sgd_with_all_its_keywords(cls: Any) -> None:
         (ZeroOneAdam, {"capturable": True}, "ZeroOneAdam has no capturable=True"),
         (OneBitLamb, {"differentiable": True}, "OneBitLamb has no differentiable=True"),
         (OneBitAdam, {"fused": "yes"}, "fused must be None, True or False, got 'yes'"),
-        (OneBitAdam, {"decoupled_weight_decay": False, "weight_decay": 0.1}, "that of AdamW.*weight_decay=0"),
+        (OneBitLamb, {"decoupled_weight_decay": False, "weight_decay": 0.1}, r"as LAMB's is.*weight_decay=0"),
+        (OneBitAdam, {"decoupled_weight_decay": None}, "decoupled_weight_decay must be True or False, got None"),
         (CSER, {"dampening": 0.1}, "CSER has no dampening=0.1: .* allowed is 0"),
     ],
 )
@@ -55,8 +56,8 @@ def test_what_asks_for_more_is_refused_on_all_ranks(cls: Any, options: dict[str,
 def test_a_group_with_coupled_weight_decay_is_found() -> None:
     groups = [{"params": Toy().parameters(), "weight_decay": 0.1}]
     with pytest.raises(ValueError, match="decoupled_weight_decay"):
-        OneBitAdam(groups, decoupled_weight_decay=False)
-    OneBitAdam(Toy().parameters(), decoupled_weight_decay=False)
+        OneBitLamb(groups, decoupled_weight_decay=False)
+    OneBitLamb(Toy().parameters(), decoupled_weight_decay=False)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(OneBitAdam, "dampening"), (CSER, "amsgrad"), (OneBitAdam, "freeze_steps")])

@@ -85,7 +85,10 @@ def rate(step: int) -> float:
     [(Identity(), None, None), (Sign(block=16), 16, "l2"), (Sign(block=16, norm="l1"), 16, "l1")],
 )
 @pytest.mark.parametrize(("sync", "absent"), [(SYNC, False), (SYNC, True), (SyncPolicy(1, 8, 4), True)])
-def test_every_step_is_that_of_the_algorithm_on_lists(world_size, per_node, compressor, block, norm, sync, absent):
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_every_step_is_that_of_the_algorithm_on_lists(
+    world_size, per_node, compressor, block, norm, sync, absent, decoupled
+):
     """On every rank, between rounds too, with lr that changes and is 0 from one round to the next. ``absent``:
     parameters come and go; the third policy has rounds one after another, too."""
     steps, order = 34, list(reversed(range(len(SIZES))))  # how a bucket packs
@@ -93,6 +96,7 @@ def test_every_step_is_that_of_the_algorithm_on_lists(world_size, per_node, comp
     oracle = ZeroOneAdamOracle(
         flat([leaves()[i] for i in order]), world_size, refreshed, met, b1=0.9, b2=0.98,
         eps=1e-6, wd=0.05, row_multiple=ROW_MULTIPLE, block=block, norm=norm, per_node=per_node,
+        coupled=not decoupled,
     )  # fmt: skip
     expected = []
 
@@ -109,6 +113,7 @@ def test_every_step_is_that_of_the_algorithm_on_lists(world_size, per_node, comp
         mine = leaves()
         optimizer = ZeroOneAdam(
             mine, betas=(0.9, 0.98), weight_decay=0.05, eps=1e-6, variance=VARIANCE, sync=sync, compressor=compressor,
+            decoupled_weight_decay=decoupled,
             backend=backend.nodes(per_node) if per_node > 1 else backend,
         )  # fmt: skip
         history = []
@@ -128,12 +133,14 @@ def test_every_step_is_that_of_the_algorithm_on_lists(world_size, per_node, comp
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_one_rank_is_torch_adam_to_the_bit(decay):
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_one_rank_is_torch_adam_to_the_bit(decay, decoupled):
     ours, theirs = Toy(), Toy()
-    optimizer = make(ours, None, eps=1e-8, weight_decay=decay)
+    optimizer = make(ours, None, eps=1e-8, weight_decay=decay, decoupled_weight_decay=decoupled)
     assert optimizer.phase == "plain"
     train(ours, optimizer, range(30))
-    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=decay), range(30))
+    of_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
+    train(theirs, of_torch(theirs.parameters(), lr=1e-2, weight_decay=decay), range(30))
     assert same_bits(params_of(ours), params_of(theirs))
     assert optimizer.comm_stats()["total"]["bytes"] == 0
 

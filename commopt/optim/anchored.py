@@ -51,6 +51,14 @@ def moves(bucket: StateBucket, group: dict[str, Any], interval: Interval, moving
     return replace(frozen_adam(bucket, bucket["exp_avg_sq"], moving, over, counts), decay=interval.decay)
 
 
+def add_params_(flat: Tensor, bucket: StateBucket, indices: Sequence[int], factor: float) -> None:
+    """Adds ``factor`` times the parameters of ``indices`` to ``flat``, a flat buffer of the bucket."""
+    if factor != 0:
+        views, values = bucket.views(flat), bucket.values
+        for i in indices:
+            views[i].add_(values[i].detach(), alpha=factor)
+
+
 def to_anchor(bucket: StateBucket, update: FrozenAdam) -> None:
     """x = x_a, for the parameters that ``update`` moves."""
     for p, anchor in zip(update.params, _views(bucket["anchor"], update)):

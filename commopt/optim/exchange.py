@@ -34,7 +34,7 @@ from commopt.comm import (
 from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
-from commopt.optim.rules import bias_corrections, scaled_gradient, weight_decay_factor
+from commopt.optim.rules import bias_corrections, coupled_decay, scaled_gradient, weight_decay_factor
 from commopt.optim.state_bucket import StateBucket
 
 
@@ -71,12 +71,19 @@ def averaged_gradients(
     return [scaled_gradient(values[i], bucket.gradient(i), bucket.dtype, ctx.scale) for i in moving]
 
 
-def local_momentum(bucket: StateBucket, m: Tensor, beta: float, ctx: StepContext) -> Generator[Work, None, Momentum]:
-    """b m + (1-b) g_i, of what this rank compresses: the whole bucket, or its part on behalf of its node.
+def local_momentum(
+    bucket: StateBucket, m: Tensor, group: dict[str, Any], ctx: StepContext
+) -> Generator[Work, None, Momentum]:
+    """b1 m + (1-b1) g_i, of what this rank compresses: the whole bucket, or its part on behalf of its node; with
+    g_i + wd x for g_i where the weight decay is coupled.
 
     It is not formed: the compressor does that. ``m`` is a flat buffer of ``bucket``.
     """
-    return (yield from _local(bucket, m, beta, 1 - beta, ctx))
+    beta, decay = group["betas"][0], coupled_decay(group)
+    if decay == 0:
+        return (yield from _local(bucket, m, beta, 1 - beta, ctx))
+    decayed = bucket.pack_params().mul_((1 - beta) * decay).add_(m, alpha=beta)
+    return (yield from _local(bucket, decayed, 1.0, 1 - beta, ctx))
 
 
 def _local(

@@ -10,6 +10,8 @@ linear. There compression with error feedback works: what one step loses, the ne
     compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_all_reduce(m_i);   v as at T_w
     both:                     x = x (1 - lr wd) - lr / (1-b1^t) * m / (sqrt(v / (1-b2^min(t, T_w))) + eps)
 
+Weight decay that is coupled, as Adam's own, is a part of the gradient instead: g + wd x, and g_i + wd x.
+
 Where this differs from the paper and its usual implementation:
 
 * Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The step counter of b2 stops with v: if it ran
@@ -67,8 +69,10 @@ class OneBitAdam(WarmupOptimizer):
         lr: learning rate, >= 0; a float or a 0-d tensor, read at each step.
         betas: decay of exp_avg and exp_avg_sq, each in [0, 1).
         eps: added to the square root, >= 0.
-        weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
+        weight_decay: wd, >= 0; see ``decoupled_weight_decay``.
         maximize: go up instead of down.
+        decoupled_weight_decay: whether the decay is AdamW's, x (1 - lr wd), or Adam's, a part of each rank's gradient,
+            g_i + wd x.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
         thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
@@ -93,8 +97,8 @@ class OneBitAdam(WarmupOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
-        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
-            ``decoupled_weight_decay=True``: as :class:`torch.optim.Adam` has them, and without effect.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False: as
+            :class:`torch.optim.Adam` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -110,6 +114,7 @@ class OneBitAdam(WarmupOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        decoupled_weight_decay: bool = True,
         freeze_step: int | Literal["auto"] = "auto",
         thaw: Literal["auto", "always", "never"] = "auto",
         compressor: Compressor | None = None,
@@ -129,6 +134,7 @@ class OneBitAdam(WarmupOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
             **warmup_defaults(freeze_step, thaw),
         }
         super().__init__(
@@ -152,6 +158,7 @@ class OneBitAdam(WarmupOptimizer):
         checks.check_at_least("eps", group["eps"], 0)
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
+        checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         checks.check_freeze_step(group["freeze_step"])
         checks.check_thaw(group["thaw"])
 
@@ -168,7 +175,7 @@ class OneBitAdam(WarmupOptimizer):
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Momentum SGD with a fixed scale per coordinate."""
         m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
-        m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
+        m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
         moving = self.increment(bucket, ctx, variance_moves=False)
         mean.into(m, frozen_adam(bucket, v, moving, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

@@ -53,6 +53,7 @@ from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.torch_options import OF_LAMB
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
 
 
@@ -109,6 +110,7 @@ class OneBitLamb(WarmupOptimizer):
             settings.
     """
 
+    known_options = OF_LAMB
     scalars = {  # noqa: RUF012
         "scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0, **WarmupOptimizer.scalars
     }  # fmt: skip
@@ -192,7 +194,7 @@ class OneBitLamb(WarmupOptimizer):
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
         m, k = bucket["exp_avg"], self._scaling(bucket)
-        m_i = yield from local_momentum(bucket, m, group["betas"][0], ctx)  # m_i = b1 m + (1-b1) g_i
+        m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
         self._switch(bucket, k)
         moving = self.increment(bucket, ctx, variance_moves=False)

@@ -160,7 +160,7 @@ class OneBitLion(CommOptimizer):
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """The same with c in place of g, which is all that is known of it."""
         b1, b2 = group["betas"]
-        c_i = yield from local_momentum(bucket, bucket["exp_avg"], b1, ctx)  # c_i = b1 m + (1-b1) g_i
+        c_i = yield from local_momentum(bucket, bucket["exp_avg"], group, ctx)  # c_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(c_i, bucket, self.compressor, ctx)  # 1 bit, both ways
         x, m = self.moving(bucket, ctx, "step", "compressed_step")
         if not x:

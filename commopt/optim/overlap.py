@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.optim.in_flight import StepInFlight
+from commopt.optim.rules import coupled_decay
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Used:
         _after_backward(self._remember)
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
-        values = {name: group[name] for name in self._names}
+        values = {name: group[name] for name in (*self._names, *["weight_decay"] * (coupled_decay(group) != 0))}
         return {name: v.item() if isinstance(v, Tensor) else copy.copy(v) for name, v in values.items()}
 
     def _remember(self) -> None:

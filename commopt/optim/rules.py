@@ -35,22 +35,25 @@ def adam_(
     counts: list[tuple[float, float]],
     group: dict[str, Any],
 ) -> None:
-    """One step of Adam with decoupled weight decay (AdamW), operation for operation as ``torch.optim.Adam``.
+    """One step of Adam, operation for operation as ``torch.optim.Adam``.
 
+        x = x (1 - lr wd) if the decay is decoupled (AdamW), else g = g + wd x
         m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
-        x = x (1 - lr wd);     x = x - lr / (1-b1^t) * m / (sqrt(v / (1-b2^t')) + eps)
+        x = x - lr / (1-b1^t) * m / (sqrt(v / (1-b2^t')) + eps)
 
     Args:
         params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
         grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state.
         counts: (t, t') of each parameter, this step included: how often m and v have been updated.
-        group: lr, betas, eps, weight_decay.
+        group: lr, betas, eps, weight_decay, decoupled_weight_decay.
     """
     if not params:
         return
     beta1, beta2 = group["betas"]
     work = _in_dtypes_of(exp_avgs, params)
-    if group["weight_decay"] != 0:
+    if coupled_decay(group) != 0:
+        grads = list(torch._foreach_add(grads, work, alpha=coupled_decay(group)))
+    elif group["weight_decay"] != 0:
         torch._foreach_mul_(work, weight_decay_factor(group))
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -383,5 +386,11 @@ def bias_corrections(counts: list[tuple[float, float]], group: dict[str, Any]) -
 
 
 def weight_decay_factor(group: dict[str, Any]) -> float:
-    """1 - lr * weight_decay, rounded as a tensor ``lr`` rounds it."""
-    return float(1 - group["lr"] * group["weight_decay"])
+    """1 - lr * weight_decay, rounded as a tensor ``lr`` rounds it; 1 if the decay is a part of the gradient."""
+    return 1.0 if coupled_decay(group) else float(1 - group["lr"] * group["weight_decay"])
+
+
+def coupled_decay(group: dict[str, Any]) -> float:
+    """The weight decay that is a part of the gradient, wd of g + wd x: Adam's own; 0 where it is decoupled."""
+    decay: float = group["weight_decay"]
+    return 0.0 if group.get("decoupled_weight_decay", True) else decay

@@ -19,9 +19,10 @@ _REASONS = {
 }
 _ASKS_NOTHING = {"amsgrad": False, "capturable": False, "differentiable": False, "dampening": 0}
 
-OF_ADAM = (*_ANY, "amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
-"""Of torch.optim.Adam and AdamW. Weight decay is decoupled, as AdamW's: ``decoupled_weight_decay=False``, Adam's
-default, is taken only without any."""
+OF_ADAM = (*_ANY, "amsgrad", "capturable", "differentiable")
+"""Of torch.optim.Adam and AdamW, but for ``decoupled_weight_decay``, which theirs have."""
+OF_LAMB = (*OF_ADAM, "decoupled_weight_decay")
+"""Of torch.optim.Adam: ``decoupled_weight_decay=False``, its default, is taken only without any decay."""
 OF_LION = _ANY
 """Of no optimizer of torch, which has no Lion: what frameworks give to any."""
 OF_SGD = (*_ANY, "dampening", "differentiable")
@@ -48,6 +49,6 @@ def check_torch_options(
             raise ValueError(f"{name} has no {key}={value!r}: {_REASONS[key]}; allowed is {_ASKS_NOTHING[key]!r}")
         if key == "decoupled_weight_decay" and not value and any(group["weight_decay"] for group in groups):
             raise ValueError(
-                f"{name} has no decoupled_weight_decay=False: its weight decay is that of AdamW, x <- x (1 - lr wd), "
+                f"{name} has no decoupled_weight_decay=False: its weight decay is a part of the update, as LAMB's is, "
                 "and not added to the gradient; allowed is True, or weight_decay=0"
             )

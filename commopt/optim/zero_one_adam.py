@@ -29,7 +29,8 @@ Where this differs from the paper and its usual implementation:
 * Bias correction as in ``torch.optim.Adam``, with the step counter of b2 counting refreshes. Between two rounds c keeps
 the
   correction of the first step, so that one number G serves all elements.
-* Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m.
+* Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m. Coupled
+  decay is a part of the gradient, g_i + wd x_i, in all three.
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. There is no way
   back from there, as there is in 1-bit Adam.
@@ -56,7 +57,7 @@ from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks, replicas, settling
-from commopt.optim.anchored import Interval, moves, next_interval, place, to_anchor
+from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
 from commopt.optim.diagnostics import tell_if_never_settled
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
@@ -65,7 +66,7 @@ from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import active_mask
 from commopt.optim.own import MIXED, Origin
 from commopt.optim.policies import SyncPolicy, VariancePolicy
-from commopt.optim.rules import adam_
+from commopt.optim.rules import adam_, coupled_decay
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
@@ -99,8 +100,10 @@ class ZeroOneAdam(CommOptimizer):
         lr: learning rate, >= 0; a float or a 0-d tensor, read at each step.
         betas: decay of exp_avg and exp_avg_sq, each in [0, 1). The second is used at each refresh only.
         eps: added to the square root, >= 0.
-        weight_decay: decoupled, times lr, >= 0 (AdamW). 0 is Adam.
+        weight_decay: wd, >= 0; see ``decoupled_weight_decay``.
         maximize: go up instead of down.
+        decoupled_weight_decay: whether the decay is AdamW's, x (1 - lr wd), or Adam's, a part of each rank's gradient,
+            g_i + wd x_i.
         variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
             must fit the run: local steps begin there; "auto" finds it as 1-bit Adam does. In a parameter group it
             is the numbers ``variance_kappa`` and ``variance_stop``.
@@ -120,8 +123,8 @@ class ZeroOneAdam(CommOptimizer):
             lacks (:mod:`commopt.comm.mesh`). None is the mesh that sharded parameters are on a slice of, or else the
             default process group, or one rank where there is none.
         backend: a :class:`commopt.comm.Backend` instead.
-        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
-            ``decoupled_weight_decay=True``: as :class:`torch.optim.Adam` has them, and without effect.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False: as
+            :class:`torch.optim.Adam` has them, and without effect.
 
     Raises:
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
@@ -143,6 +146,7 @@ class ZeroOneAdam(CommOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        decoupled_weight_decay: bool = True,
         variance: VariancePolicy | Mapping[str, Any] | None = None,
         sync: SyncPolicy | Mapping[str, Any] | None = None,
         compressor: Compressor | None = None,
@@ -161,6 +165,7 @@ class ZeroOneAdam(CommOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
             **settling.DEFAULTS,
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
@@ -186,6 +191,7 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_at_least("eps", group["eps"], 0)
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
+        checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         _variance(group)
         _sync(group)
         known = {**_numbers("variance", None), **_numbers("sync", None)}
@@ -306,14 +312,15 @@ class ZeroOneAdam(CommOptimizer):
         yield ctx.barrier
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
-        beta1 = group["betas"][0]
+        beta1, moving = group["betas"][0], self._increment(bucket, group, since, None)
         ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
+        add_params_(m, bucket, moving, (1 - beta1) * coupled_decay(group))  # m_i = b1 m_i + (1-b1) (g_i + wd x_i)
         if since.steps == 1:
             bucket.pack_params_(bucket["anchor"])  # x_a = x
             u.copy_(m)
         else:
             u.lerp_(m, since.share)  # u_i / G
-        place(bucket, moves(bucket, group, since, self._increment(bucket, group, since, None)), u)
+        place(bucket, moves(bucket, group, since, moving), u)
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
@@ -321,9 +328,11 @@ class ZeroOneAdam(CommOptimizer):
         """u_i / G with this step, of the part of the bucket that this rank compresses for its node."""
         beta1, m = group["betas"][0], bucket["exp_avg"]
         if since.steps == 1:  # the momentum is the same on all ranks: only gradients differ
-            return (yield from local_momentum(bucket, m, beta1, ctx))
+            return (yield from local_momentum(bucket, m, group, ctx))
         u = bucket["mean_momentum"] * (1 - since.share)
         u.add_(m, alpha=beta1 * since.share)
+        moving = bucket.numbers["interval_step"].nonzero().flatten().tolist()
+        add_params_(u, bucket, moving, (1 - beta1) * since.share * coupled_decay(group))
         grads = bucket.gradients()
         local = Momentum(u, [g for g, _ in grads], [o for _, o in grads], 1.0, (1 - beta1) * ctx.scale * since.share)
         if bucket.local_world_size == 1:
