@@ -43,6 +43,11 @@ def left_dims(p: Tensor) -> tuple[int, ...]:
     return getattr(p, "_commopt_left_dims", ())
 
 
+def covers(p: Tensor, mesh: Any) -> bool:
+    """Whether ``p`` is on as many dimensions of ranks as ``mesh`` has, so that none is left to average it over."""
+    return is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
+
+
 def largest_piece(p: Tensor) -> int:
     """Number of elements of the largest piece of ``p`` on any rank: the same on all of them, however it is cut."""
     if not is_sharded(p):

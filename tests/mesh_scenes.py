@@ -489,7 +489,9 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     refused("another optimizer", lambda: dcp.load(zero_one, checkpoint_id=folder))
     for flat in (False, True):  # what OneBitAdam looks for is there, and more
         there = f"{folder}/{flat}"
-        dcp.save(states(net, lamb(net.parameters(), process_group=mesh), flat), checkpoint_id=there)
+        whole_of_it = lamb(net.parameters(), process_group=mesh)
+        whole_of_it.param_groups[0]["decoupled_weight_decay"] = True
+        dcp.save(states(net, whole_of_it, flat), checkpoint_id=there)
         adam = commopt.OneBitAdam(net.parameters(), process_group=mesh)
         fewer = states(net, adam, flat)
         dcp.load(fewer, checkpoint_id=there)

@@ -17,7 +17,7 @@ from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim import checks
-from commopt.sharding import is_sharded, left_dims
+from commopt.sharding import covers, left_dims
 
 Groups = tuple[list[Group], list[Group]]
 """FSDP's groups of parameters: those that are cut over all ranks, and those of which there are replicas."""
@@ -119,10 +119,7 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
         raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
     mesh = getattr(topology.backend, "mesh", None)
     ours = {id(p) for group in groups[0] for p in group.params}
-    if mesh is not None and any(
-        is_sharded(p) and id(p) not in ours and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
-        for p in params
-    ):
+    if mesh is not None and any(covers(p, mesh) and id(p) not in ours for p in params):
         raise ValueError(
             "a parameter is on all dimensions of the mesh, and FSDP2 does not average it over any: nothing is left to "
             'compress. Put it on the inner dimension only, such as mesh["shard"]'

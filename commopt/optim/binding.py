@@ -18,7 +18,7 @@ from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_devic
 from commopt.optim import checks, saving
 from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
-from commopt.sharding import is_sharded, left_dims, local
+from commopt.sharding import covers, is_sharded, local
 
 if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
@@ -205,9 +205,8 @@ def _setup(
 def report_unaveraged(optimizer: PackedOptimizer) -> None:
     """Warns of sharded parameters that nothing is averaged of."""
     topology, params = optimizer.topology, optimizer.params
-    mesh = getattr(topology.backend, "mesh", None)
-    dims = None if mesh is None else mesh.ndim  # a mesh with a dimension for replicas, of one today, is fine
-    whole = [p for p in params if is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == dims]  # type: ignore[attr-defined]
+    mesh = getattr(topology.backend, "mesh", None)  # one with a dimension for replicas, of one today, is fine
+    whole = [] if mesh is None else [p for p in params if covers(p, mesh)]
     alone = [p for p in whole if topology.held(p)[0].world_size == 1]
     if topology.world_size > 1 and alone and topology.rank == 0:
         twice = any(topology.held(p)[1].copies > 1 for p in alone)
