@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib.util
 import logging
 import sys
@@ -22,6 +23,7 @@ from worlds import on_threads, params_of, same_bits
 
 import commopt
 from commopt.comm import LocalBackend, ThreadBackend
+from commopt.optim.model_buffers import warn_of_copies
 from commopt.outer import OuterOptimizer
 
 if importlib.util.find_spec("timm") is None:
@@ -172,3 +174,16 @@ def test_a_moving_average_of_timm_is_the_mean_of_all_ranks_within_averaged(ema_c
     assert back
     assert same_bits(mean, same)
     torch.testing.assert_close(mean, [(a + b) / 2 for a, b in zip(mine, others)], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("ema_class", [ModelEmaV2, ModelEmaV3])
+def test_a_moving_average_of_timm_that_is_each_ranks_own_is_reported(
+    ema_class: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    model = vit()
+    ema = ema_class(model, decay=0.5)
+    warn_of_copies("LocalSGD", list(model.parameters()), nn.ModuleList([model, ema]))
+    assert not caplog.text
+    warn_of_copies("LocalSGD", list(model.parameters()), model)
+    assert f"a {ema_class.__name__} of parameters like these is each rank's own" in caplog.text

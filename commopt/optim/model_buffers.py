@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
@@ -81,18 +83,27 @@ def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
 def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None) -> None:
     """Says that moving averages of ``params`` are each rank's own, if there are such, and ``model`` is not or has not
     all of them. Looks at all objects there are. ``name`` is the optimizer's."""
-    shapes = sorted(tuple(p.shape) for p in params)
+    shapes = Counter(tuple(p.shape) for p in params)
     known = set() if model is None else {id(module) for module in model.modules()}
     for x in gc.get_objects():
-        if not issubclass(type(x), AveragedModel) or id(x) in known or not int(x.n_averaged):
+        if not issubclass(type(x), nn.Module) or id(x) in known or not _is_average(x):
             continue
-        if sorted(tuple(p.shape) for p in x.parameters() if p.requires_grad) == shapes:
+        if shapes <= Counter(tuple(p.shape) for p in x.parameters()):  # frozen ones are in it, and may all be
             logger.warning(
-                "%s: an AveragedModel of parameters like these is each rank's own, because replicas differ between two "
+                "%s: %s of parameters like these is each rank's own, because replicas differ between two "
                 "rounds: evaluate and save it within `with optimizer.averaged(averaged_model):`, on all ranks",
                 name,
+                f"an {type(x).__name__}" if isinstance(x, AveragedModel) else f"a {type(x).__name__}",
             )
             return
+
+
+def _is_average(module: nn.Module) -> bool:
+    """Whether it is a moving average of a model that has begun, as far as its class tells: torch's, or one that is
+    called so, such as timm's ModelEma."""
+    if isinstance(module, AveragedModel):
+        return bool(module.n_averaged)
+    return bool(re.search("Ema|EMA|MovingAverage", type(module).__name__))
 
 
 def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -> None:
