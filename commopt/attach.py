@@ -19,10 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm.counting import all_reduce_bytes
 from commopt.comm.torch import ranks_of
+from commopt.exchanged import refuse_assign
 from commopt.gradients.ddp import DDPHook, joining
-from commopt.hsdp import has_replicas, without_replicas
+from commopt.hsdp import TakenReplicas, give_back, has_replicas, take_replicas
 from commopt.optim import binding
 from commopt.optim.base import CommOptimizer
+from commopt.optim.overlap import remove_all
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.outer import OuterOptimizer
@@ -158,14 +160,58 @@ def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
     now = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not now & {id(p) for p in model.parameters()}:
         raise ValueError("the optimizer holds none of the model's parameters")
-    give_back = without_replicas(model)
+    taken = take_replicas(model, "attach()", optimizer.reduction, now)
+    if all(optimizer in one.holders for one in taken) and taken:
+        return
     try:
         binding.take_replicas(optimizer)
     except BaseException:
-        if give_back is not None:
-            give_back()
+        give_back(taken)
         raise
+    for one in taken:
+        one.holders.add(optimizer)
+    handles = {0: optimizer.register_step_pre_hook(_BeforeStep(taken))}
+    params = [id(p) for one in taken for p in one.trained()]
+    why = "nobody would average the gradients of the new ones; load it before attach(), or without assign=True"
+    handles |= dict(enumerate(refuse_assign(model, params, why), 1))
+    weakref.finalize(optimizer, _let_go, taken, handles).atexit = False
     optimizer.warn_in_evaluation(model)
+
+
+def _let_go(taken: list[TakenReplicas], handles: dict[int, Any]) -> None:
+    remove_all(handles)
+    give_back(taken)
+
+
+class _BeforeStep:
+    """A hook before each step of an optimizer that averages over replicas in FSDP2's stead."""
+
+    def __init__(self, taken: list[TakenReplicas]) -> None:
+        self._taken, self._looked = taken, False
+
+    def __call__(self, *_: Any) -> None:
+        for one in self._taken:
+            one.check()
+        if not self._looked:
+            self._check_held()
+            self._looked = True
+
+    def _check_held(self) -> None:
+        """Makes sure that somebody averages all that FSDP2 does not.
+
+        Raises:
+            ValueError: an optimizer that is not attached has some of it.
+        """
+        for one in self._taken:
+            held = {id(p) for holder in one.holders for group in holder.param_groups for p in group["params"]}
+            others = [p for p in one.trained() if id(p) not in held]
+            if others:
+                raise ValueError(
+                    f"{len(others)} trainable parameters, such as one of shape {tuple(others[0].shape)}, are in one of "
+                    "FSDP2's groups with parameters of an attached optimizer, and in no attached optimizer themselves: "
+                    "nobody would average them over the replicas. Give them to one, freeze them, or give their module "
+                    "a fully_shard() of its own, which leaves their average to FSDP2"
+                )
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -10,41 +10,110 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from commopt.sharding import leave_dims
 
+_TAKEN: weakref.WeakKeyDictionary[Any, TakenReplicas] = weakref.WeakKeyDictionary()
+"""By FSDP's group of parameters, who averages over its replicas in FSDP2's stead."""
 
-def without_replicas(model: nn.Module) -> Callable[[], None] | None:
+
+class TakenReplicas:
+    """The average over the replicas of one of FSDP's groups of parameters, which is not FSDP2's any more.
+
+    Attributes:
+        by: whose it is: what a user has called.
+        holders: objects that average, of which any may go; the last one that goes should give it back.
+    """
+
+    def __init__(self, group: Any, by: str, reduction: str) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+        left = _dims_left(group)
+        before = group.mesh_info
+        known = {field.name: getattr(before, field.name) for field in fields(before) if field.init}
+        shards = FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
+        if getattr(before, "reduce_scatter_process_group", None) is not None:  # a group of its own for that
+            shards.reduce_scatter_process_group = before.reduce_scatter_process_group
+        self.by, self.holders = by, weakref.WeakSet[Any]()
+        self._group = weakref.ref(group)  # whoever may give it back need not keep the model
+        self._before = before, group.post_forward_mesh_info, group.gradient_divide_factor
+        group.mesh_info = shards
+        if group.post_forward_mesh_info == before:  # gathered from the same ranks in backward: FSDP compares them
+            group.post_forward_mesh_info = shards
+        if group.gradient_divide_factor is not None and reduction == "mean":  # it is one of the sum over all ranks
+            group.gradient_divide_factor /= before.replicate_mesh_size
+        self._factor = group.gradient_divide_factor
+        for p, dim in left.items():
+            leave_dims(p, (dim,))
+        _TAKEN[group] = self
+
+    def give_back(self) -> None:
+        """FSDP2 averages over the replicas, from the next backward on."""
+        group = self._group()
+        if group is not None and _TAKEN.get(group) is self:
+            group.mesh_info, group.post_forward_mesh_info, group.gradient_divide_factor = self._before
+            for p in _params_of(group):
+                leave_dims(p, ())
+            del _TAKEN[group]
+
+    def trained(self) -> list[Tensor]:
+        """The trainable parameters."""
+        group = self._group()
+        return [] if group is None else [p for p in _params_of(group) if p.requires_grad]
+
+    def check(self) -> None:
+        """Raises RuntimeError if FSDP2's factor was set since: it would be off by the number of replicas."""
+        group = self._group()
+        if group is not None and group.gradient_divide_factor != self._factor:
+            raise RuntimeError(
+                f"set_gradient_divide_factor({group.gradient_divide_factor}) was called after {self.by} had taken the "
+                "average over the replicas from FSDP2: call it before that"
+            )
+
+
+def take_replicas(model: nn.Module, by: str, reduction: str, of: Collection[int] | None = None) -> list[TakenReplicas]:
     """Has FSDP2 average the gradients of ``model`` over the shards alone, from the next backward on. All ranks must
     call it; it communicates nothing. ``set_requires_all_reduce()`` has no effect then.
 
+    Args:
+        model: of its groups of parameters those are taken that FSDP2 averages over replicas.
+        by: what a user has called.
+        reduction: whether that takes the "mean" over the replicas, or the "sum".
+        of: ids of parameters: the groups without any of these stay FSDP2's. None for all groups.
+
     Returns:
-        what gives the replicas back to FSDP2; None, and nothing is changed, if it averages no module over any.
+        what was taken, now or before by the same call of another user. FSDP2 has it again by ``give_back()``.
 
     Raises:
-        ValueError: the replicas are along several dimensions of a parameter's mesh.
+        ValueError: another call has taken them, or the replicas are along several dimensions of a parameter's mesh.
     """
-    left = {group: _dims_left(group) for group in _groups_with_replicas(model)}
-    if not left:
-        return None
-    undo = [_without(group, dims) for group, dims in left.items()]
+    groups = [g for g in _groups(model) if of is None or any(id(p) in of for p in _params_of(g))]
+    mine = [_TAKEN[group] for group in groups if group in _TAKEN]
+    if any(taken.by != by for taken in mine):
+        other = next(taken.by for taken in mine if taken.by != by)
+        raise ValueError(f"{other} averages the gradients of this model over its replicas already, so {by} cannot")
+    new = [group for group in groups if averages_over_replicas(group)]
+    for group in new:
+        _dims_left(group)  # what is wrong with one of them is found before any is taken
+    return mine + [TakenReplicas(group, by, reduction) for group in new]
 
-    def undo_all() -> None:
-        for one in undo:
-            one()
 
-    return undo_all
+def give_back(taken: Sequence[TakenReplicas]) -> None:
+    """Gives FSDP2 back what nobody holds any more."""
+    for one in taken:
+        if not list(one.holders):  # its length counts one that goes at this moment
+            one.give_back()
 
 
 def has_replicas(model: nn.Module) -> bool:
     """Whether FSDP2 averages gradients of ``model`` over replicas."""
-    return bool(_groups_with_replicas(model))
+    return any(map(averages_over_replicas, _groups(model)))
 
 
 def modules_of(model: nn.Module) -> list[Any]:
@@ -66,44 +135,23 @@ def averages_over_replicas(group: Any) -> bool:
     return {"FSDPMeshInfo", "DDPMeshInfo"} <= {kind.__name__ for kind in type(group.mesh_info).__mro__}
 
 
-def _groups_with_replicas(model: nn.Module) -> list[Any]:
-    groups = dict.fromkeys(group for module in modules_of(model) for group in groups_in(module))
-    return [group for group in groups if averages_over_replicas(group)]
+def _groups(model: nn.Module) -> Iterator[Any]:
+    yield from dict.fromkeys(group for module in modules_of(model) for group in groups_in(module))
 
 
-def _dims_left(group: Any) -> dict[Any, tuple[int, ...]]:
-    """Of each parameter of FSDP's in ``group`` the dimension of its own mesh, which tensor parallelism may have given
-    more, that its replicas are along."""
+def _params_of(group: Any) -> list[Tensor]:
+    return [p.sharded_param for p in group.fsdp_params]
+
+
+def _dims_left(group: Any) -> dict[Tensor, int]:
+    """By parameter the dimension of its own mesh, which tensor parallelism may have given more, that its replicas are
+    along."""
     ranks = dist.get_process_group_ranks(group.mesh_info.replicate_process_group)
-    out: dict[Any, tuple[int, ...]] = {}
-    for p in group.fsdp_params:
-        mesh = p.sharded_param.device_mesh
+    out: dict[Tensor, int] = {}
+    for p in _params_of(group):
+        mesh = p.device_mesh  # type: ignore[attr-defined]
         dims = [i for i in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(i)) == ranks]
         if not dims:
             raise ValueError(f"FSDP2 averages over ranks {ranks}, which are not those along a dimension of {mesh}")
-        out[p] = (dims[0],)
+        out[p] = dims[0]
     return out
-
-
-def _without(group: Any, left: dict[Any, tuple[int, ...]]) -> Callable[[], None]:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    before, before_backward = group.mesh_info, group.post_forward_mesh_info
-    known = {field.name: getattr(before, field.name) for field in fields(before) if field.init}
-    shards = FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
-    if getattr(before, "reduce_scatter_process_group", None) is not None:  # a group of its own for the reduce-scatter
-        shards.reduce_scatter_process_group = before.reduce_scatter_process_group
-    group.mesh_info = shards
-    if before_backward == before:  # gathered from the same ranks in backward, which FSDP sees by their being equal
-        group.post_forward_mesh_info = shards
-    for p, dims in left.items():
-        leave_dims(p.sharded_param, dims)
-    here = weakref.ref(group)  # whoever may undo it need not keep the model
-
-    def undo() -> None:
-        if (group := here()) is not None:
-            group.mesh_info, group.post_forward_mesh_info = before, before_backward
-            for p in group.fsdp_params:
-                leave_dims(p.sharded_param, ())
-
-    return undo

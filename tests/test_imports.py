@@ -15,6 +15,7 @@ from commopt import integrations
 ROOMS = [
     "ops",
     "sharding",
+    "exchanged",
     "hsdp",
     "bucket",
     "compress",

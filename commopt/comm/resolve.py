@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from commopt.comm.backend import Backend, LocalBackend, check_backend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.torch import TorchBackend
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, left_dims
 
 logger = logging.getLogger("commopt")
 
@@ -49,12 +49,16 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None, p
 
 
 def _mesh_of(params: Any) -> DeviceMesh | None:
-    """The mesh that the sharded ones of an optimizer's ``params`` are on a slice of; None if there are none."""
+    """The mesh that the sharded ones of an optimizer's ``params`` are on a slice of; None if there are none. Of a model
+    that FSDP2 has averaged over replicas, that of these and the shards."""
     if not isinstance(params, (list, tuple)):
         return None
     entries = [p for entry in params for p in (entry.get("params", ()) if isinstance(entry, dict) else [entry])]
     tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in entries]
-    meshes: list[DeviceMesh] = [p.device_mesh._get_root_mesh() for p in tensors if is_sharded(p)]
+    cut: list[Any] = [p for p in tensors if is_sharded(p)]
+    meshes: list[DeviceMesh] = [p.device_mesh._get_root_mesh() for p in cut]
+    if all(left_dims(p) and p.device_mesh.size() < mesh.size() for p, mesh in zip(cut, meshes)):
+        meshes = [p.device_mesh for p in cut]  # with the replicas that FSDP2 averaged over, and no further ranks
     if any(mesh != meshes[0] for mesh in meshes):
         raise ValueError(
             f"the parameters are on slices of several meshes, such as {meshes[0]} and "

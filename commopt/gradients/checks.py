@@ -117,13 +117,18 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
         topology.check(p)
     if len(set(topology.stages)) > 1:
         raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
-    mesh = getattr(topology.backend, "mesh", None)
     ours = {id(p) for group in groups[0] for p in group.params}
-    if mesh is not None and any(covers(p, mesh) and id(p) not in ours for p in params):
+    if topology.world_size > 1 and any(is_cut_whole(p, topology) and id(p) not in ours for p in params):
         raise ValueError(
             "a parameter is on all dimensions of the mesh, and FSDP2 does not average it over any: nothing is left to "
             'compress. Put it on the inner dimension only, such as mesh["shard"]'
         )
+
+
+def is_cut_whole(p: Tensor, topology: Topology) -> bool:
+    """Whether ``p`` is on all dimensions of the mesh of the ranks."""
+    mesh = getattr(topology.backend, "mesh", None)
+    return mesh is not None and covers(p, mesh)
 
 
 def _has_nodes(whole: Sequence[Group], params: Sequence[Tensor], topology: Topology, grouped: bool) -> bool:

@@ -19,7 +19,7 @@ from commopt.comm import Backend, Topology, TorchBackend, message_device, resolv
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
-from commopt.gradients.checks import Groups, check_exchanges, check_model, fsdp_groups
+from commopt.gradients.checks import Groups, check_exchanges, check_model, fsdp_groups, is_cut_whole
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
@@ -30,7 +30,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
-from commopt.hsdp import without_replicas
+from commopt.hsdp import TakenReplicas, give_back, take_replicas
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
@@ -55,10 +55,10 @@ class CompressedGradients:
         mean: GradientMean,
         door: DDPHook | ParameterHooks,
         sharded: ShardedDoor | None = None,
-        give_back: Callable[[], None] | None = None,
+        taken: Sequence[TakenReplicas] = (),
     ) -> None:
         self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
-        self._give_back = give_back
+        self._taken = taken
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -112,9 +112,7 @@ class CompressedGradients:
         self._door.remove()
         if self._sharded is not None:
             self._sharded.remove()
-        if self._give_back is not None:
-            self._give_back()
-            self._give_back = None
+        give_back(self._taken)
         model = self._model()
         if model is not None and _HANDLES.get(model, lambda: None)() is self:
             del _HANDLES[model]
@@ -177,7 +175,8 @@ def compress_gradients(
             :class:`commopt.gradients.Differences`, to those gathered last: in forward only, but a rank holds the whole
             model in the dtype that FSDP gathers. The optimizer's weights stay exact.
         bucket_mb: most MB (2**20 bytes) of a bucket; None chooses.
-        reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel.
+        reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel. Of
+            replicas of pieces it is the sum over the replicas, of what FSDP2 makes of the pieces.
 
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
@@ -185,12 +184,16 @@ def compress_gradients(
         RuntimeError: from DDP, if a communication hook is registered already.
     """
     given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction)
-    give_back = without_replicas(model) if isinstance(model, nn.Module) else None
+    taken: list[TakenReplicas] = []
+    error: Exception | None = None
     try:
-        return _connected(model, given, process_group, backend, give_back)
+        taken = take_replicas(model, "compress_gradients()", reduction) if isinstance(model, nn.Module) else []
+    except ValueError as caught:
+        error = caught
+    try:
+        return _connected(model, given, process_group, backend, taken, error)
     except BaseException:
-        if give_back is not None:
-            give_back()
+        give_back(taken)
         raise
 
 
@@ -211,15 +214,17 @@ def _connected(
     given: _Given,
     process_group: Any,
     backend: Backend | None,
-    give_back: Callable[[], None] | None,
+    taken: Sequence[TakenReplicas],
+    error: Exception | None,
 ) -> CompressedGradients:
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
     topology = Topology(backend)
     groups: Groups = [], []
-    error: Exception | None = None
     try:
+        if error is not None:
+            raise error
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         if model in _HANDLES:
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
@@ -243,14 +248,15 @@ def _connected(
             same = [local(p) for p in rest if topology.held(p)[0] is replicas]
             if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
-        door = ParameterHooks(rest, mean)
+        unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
+        door = ParameterHooks(model, rest, mean, unseen, [one.check for one in taken])
         if groups[0] or (groups[1] and (given.inside or given.weights)):
             sharded = ShardedDoor(
                 model, topology, groups, given.compressor, given.feedback, given.inside, given.weights, door.begin,
                 grouped,
             )  # fmt: skip
             mean.parts.append(sharded)
-    handle = CompressedGradients(model, mean, door, sharded, give_back)
+    handle = CompressedGradients(model, mean, door, sharded, taken)
     topology.traffic.leave_out()
     if sharded is None:
         _HANDLES[model] = lambda: handle

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from commopt.exchanged import refuse_assign
 from commopt.gradients.mean import GradientMean
 from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.sharding import local, settle
@@ -34,12 +36,32 @@ class _End:
 
 class ParameterHooks:
     """Sees gradients arrive on ``params``, and the end of a backward. The hooks go when this does: parameters may
-    outlive it."""
+    outlive it.
 
-    def __init__(self, params: Sequence[Tensor], mean: GradientMean) -> None:
-        self._mean, self._held = mean, 0
+    Args:
+        model: has ``params``.
+        params: their gradients are averaged.
+        mean: averages them.
+        frozen: parameters that nobody would average if they were trained.
+        checks: called before each mean.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor],
+        mean: GradientMean,
+        frozen: Sequence[Tensor] = (),
+        checks: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._mean, self._held, self._frozen, self._checks = mean, 0, frozen, checks
         hook = arrival_hook(weakref.ref(self))
-        self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
+        self._handles: dict[int, RemovableHandle] = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
+        why = (
+            "nobody would average the gradients of the new ones; call remove() on the handle of compress_gradients() "
+            "before, and compress_gradients() after it, or load without assign=True"
+        )
+        self._handles |= dict(enumerate(refuse_assign(model, list(self._handles), why), 1))
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def remove(self) -> None:
@@ -57,14 +79,33 @@ class ParameterHooks:
 
     def arrived(self, p: Tensor) -> None:
         """The gradient of ``p`` is complete, as far as this backward goes."""
-        if self._held or p.grad is None:
+        if p.grad is None:
+            return
+        if self._held:
+            self._mean.keep(p)
             return
         settle([p])
         self.begin()
         self._mean.arrive(p, local(p.grad))
 
     def begin(self) -> None:
-        """In a backward, before what has to be ended at its end."""
+        """In a backward, before what has to be ended at its end.
+
+        Raises:
+            RuntimeError: something has changed since, so that gradients would not be averaged, or not as they should.
+        """
         if self._mean.begin():
+            self._check()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(_End(self._mean))
+
+    def _check(self) -> None:
+        trained = [p for p in self._frozen if p.requires_grad]
+        if trained:
+            raise RuntimeError(
+                f"{len(trained)} parameters, such as one of shape {tuple(trained[0].shape)}, were frozen when "
+                "compress_gradients() was called, and are trained now: call remove() on its handle, and "
+                "compress_gradients() once more, so that their gradients are averaged"
+            )
+        for check in self._checks:
+            check()

@@ -34,7 +34,7 @@ from commopt.comm import (
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.optim.base import CHANNELS
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import like
+from commopt.sharding import like, local, settle
 
 
 class GradientMean:
@@ -86,6 +86,7 @@ class GradientMean:
         for replicas in topology.replicas:
             replicas.open(2 * CHANNELS)
         self._control = topology.control()
+        self._kept: dict[int, Tensor] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -113,6 +114,10 @@ class GradientMean:
         return first
 
     # in backward ------------------------------------------------------------------------------------------------------
+
+    def keep(self, p: Tensor) -> None:
+        """The gradient of ``p`` stays this rank's own, until the next mean."""
+        self._kept[id(p)] = p
 
     @torch.no_grad()
     def arrive(self, p: Tensor, gradient: Tensor) -> None:
@@ -151,6 +156,11 @@ class GradientMean:
             commopt.comm.CollectiveError: if a rank is lost.
         """
         try:
+            for i, p in self._kept.items():  # of earlier passes, and not of the last one
+                if i not in self._gradients and p.grad is not None:
+                    settle([p])
+                    self.arrive(p, local(p.grad))
+            self._kept.clear()
             self._find_absent()
             while self._started < len(self.buckets):
                 params = self.buckets[self._started].params

@@ -1,0 +1,220 @@
+"""Scenes of tests/test_hsdp.py, on four ranks: a mesh of (2 replicas, 2 shards)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mesh_scenes import grid
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import commopt
+from commopt.compress import Identity, Int8
+
+
+class Net(nn.Module):
+    """Two layers, of which a pass may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(x) if both else x
+
+
+def net_on(mesh: Any, together: bool = False) -> Any:
+    """Over ``mesh``, each layer in a group of FSDP's of its own, or both ``together`` in one."""
+    net = Net()
+    for layer in () if together else (net.first, net.second):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def backward(net: nn.Module, rank: int, step: int = 0, both: bool = True) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+    net(x, both).square().sum().backward()
+
+
+def whole(tensors: Any) -> Tensor:
+    return torch.cat([getattr(t.detach(), "full_tensor", t.detach)().flatten() for t in tensors])
+
+
+def gradient(net: nn.Module) -> Tensor:
+    return whole(p.grad for p in net.parameters() if p.grad is not None)
+
+
+def same_on_all(t: Tensor) -> bool:
+    out = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, t)
+    return all(torch.equal(one, t) for one in out)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def trained(net: nn.Module, rank: int, *optimizers: Any) -> bool:
+    """Whether replicas are the same after a step."""
+    backward(net, rank, 7)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return same_on_all(whole(p for p in net.parameters()))
+
+
+def compressed(rank: int, world_size: int) -> dict[str, Any]:
+    mesh, out = grid(2, 2), {}
+    net, bare, theirs = net_on(mesh), Net(), net_on(mesh)
+    for name, model in {"hsdp": net, "bare": bare}.items():  # what the last pass has not used
+        handle = commopt.compress_gradients(model, Identity())
+        with handle.no_sync():
+            backward(model, rank)
+        backward(model, rank, 1, both=False)
+        out[f"kept, {name}"] = same_on_all(gradient(model))
+    for i in range(2):
+        theirs.set_requires_all_reduce(i == 1)
+        backward(theirs, rank, i, both=i == 0)
+    out["kept, as FSDP2"] = float((gradient(net) - gradient(bare)).abs().max())
+
+    for factor, reduction in ((None, "mean"), (4.0, "mean"), (1.0, "mean"), (1.0, "sum")):
+        grads = []
+        for compress in (False, True):
+            net = net_on(mesh)
+            for module in (net, net.first, net.second):
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(True)
+            handle = commopt.compress_gradients(net, Identity(), reduction=reduction) if compress else None
+            backward(net, rank)
+            grads.append(gradient(net))
+            if handle is not None:
+                handle.remove()
+                net.zero_grad()
+                backward(net, rank)
+                grads.append(gradient(net))
+        out[f"factor {factor}, {reduction}"] = max(float((g - grads[0]).abs().max()) for g in grads)
+    net = net_on(mesh)
+    handle = commopt.compress_gradients(net, Int8())
+    net.first.set_gradient_divide_factor(2.0)
+    out["factor set later"] = error_of(lambda: backward(net, rank))
+
+    net = net_on(mesh)
+    handle = commopt.compress_gradients(net, Int8())
+    before = whole(p for p in net.parameters())
+    state = {name: t.clone() + 1 for name, t in net.state_dict().items()}
+    out["assigned"] = error_of(lambda: net.load_state_dict(state, assign=True))
+    out["nothing loaded"] = torch.equal(before, whole(p for p in net.parameters()))
+    net.load_state_dict(state)
+    handle.remove()
+    net.load_state_dict(state, assign=True)
+
+    for name, model in {"hsdp": Net(), "bare": Net()}.items():
+        model.second.requires_grad_(False)
+        model = (fully_shard(model, mesh=mesh), model)[name == "bare"]
+        commopt.compress_gradients(model, Int8())
+        backward(model, rank)
+        model.second.requires_grad_(True)
+        out[f"frozen, {name}"] = error_of(lambda model=model: backward(model, rank))
+    return out
+
+
+def attached(rank: int, world_size: int) -> dict[str, Any]:
+    mesh, out = grid(2, 2), {}
+
+    def ours(params: Any) -> Any:
+        return commopt.OneBitAdam(params, lr=1e-2, freeze_step=2000)
+
+    net = net_on(mesh)
+    first, second = ours(net.first.parameters()), torch.optim.AdamW(net.second.parameters(), lr=1e-2)
+    commopt.attach(net, first)
+    out["the other group is FSDP2's"] = trained(net, rank, first, second)
+
+    net = net_on(mesh, together=True)
+    first, second = ours(net.first.parameters()), torch.optim.AdamW(net.second.parameters(), lr=1e-2)
+    commopt.attach(net, first)
+    backward(net, rank)
+    out["one group, two kinds"] = error_of(first.step)
+    net = net_on(mesh, together=True)
+    first, second = ours(net.first.parameters()), ours(net.second.parameters())
+    for optimizer in (first, second):
+        commopt.attach(net, optimizer)
+    out["one group, two of ours"] = trained(net, rank, first, second)
+
+    del first, second, optimizer
+    gc.collect()
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    out["deleted"] = trained(net, rank, adam)
+    again = ours(net.parameters())
+    commopt.attach(net, again)
+    commopt.attach(net, again)
+    out["attached again"] = trained(net, rank, again)
+    out["attached, then compressed"] = error_of(lambda: commopt.compress_gradients(net, Int8()))
+    out["assigned"] = error_of(lambda: net.load_state_dict(net.state_dict(), assign=True))
+    net.set_gradient_divide_factor(2.0)
+    backward(net, rank)
+    out["factor set later"] = error_of(again.step)
+    net = net_on(mesh)
+    commopt.compress_gradients(net, Int8())
+    out["compressed, then attached"] = error_of(lambda: commopt.attach(net, ours(net.parameters())))
+    return out
+
+
+def moved(rank: int, world_size: int) -> dict[str, Any]:
+    """What a state of (2, 2) is on other meshes of as many ranks: an error, or how much of the residuals there is."""
+    net = net_on(grid(2, 2))
+    handle = commopt.compress_gradients(net, Int8())
+    backward(net, rank)
+    parts: list[Any] = [None] * world_size
+    dist.all_gather_object(parts, handle.state_dict())
+    owns = [commopt.optim.split_state_dict(part)[1] for part in parts]
+    joined = commopt.optim.join_state_dict(commopt.optim.split_state_dict(parts[0])[0], owns, rank, world_size)
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    meshes = {"(4, 1)": grid(4, 1), "(1, 4)": grid(1, 4), "(2, 2)": across}
+    out = {}
+    for name, mesh in meshes.items():
+        for kind, state in (("joined", joined), ("own", parts[rank])):
+            handle = commopt.compress_gradients(net_on(mesh), Int8())
+            owed = [0.0]
+
+            def load(handle: Any = handle, state: Any = state, owed: list[float] = owed) -> None:
+                handle.load_state_dict(state)
+                own = handle.state_dict()["residuals"]["state"]
+                owed[0] = sum(float(t.abs().sum()) for e in own.values() for t in e.values())
+
+            out[f"{name}, {kind}"] = error_of(load) or owed[0]
+    return out
+
+
+def on_a_slice(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether, on a slice of a larger mesh, replicas are the same, and ranks of another part of it other ones."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))["replicate", "shard"]
+    net = net_on(mesh)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(rank // 2)
+    handle = commopt.compress_gradients(net, Int8())
+    backward(net, rank)
+    mine = gradient(net)
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine)
+    assert handle.comm_stats()["steps"] == 1
+    return torch.equal(gathered[rank], gathered[rank ^ 1]), not torch.equal(gathered[rank], gathered[rank ^ 2])
+
+
+def alone(rank: int, world_size: int) -> bool:
+    net = fully_shard(Net())
+    commopt.compress_gradients(net, Int8())
+    backward(net, rank)
+    return all(p.grad is not None for p in net.parameters())

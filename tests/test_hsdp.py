@@ -1,0 +1,61 @@
+"""HSDP, FSDP2 over (replicas, shards): who averages over the replicas, whatever a user does. Processes over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hsdp_scenes
+import pytest
+from pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    processes = Pool(4)
+    yield processes
+    processes.close()
+
+
+def test_compressed_gradients_are_averaged_or_an_error_says_why_not(pool: Pool) -> None:
+    for found in pool.over_gloo(4, hsdp_scenes.compressed):
+        assert found["kept, hsdp"]
+        assert found["kept, bare"]
+        assert found["kept, as FSDP2"] < 1e-12
+        for factor in ("None, mean", "4.0, mean", "1.0, mean", "1.0, sum"):
+            assert found[f"factor {factor}"] < 1e-12, factor
+        assert "set_gradient_divide_factor(2.0) was called after compress_gradients()" in found["factor set later"]
+        assert "call remove() on the handle" in found["assigned"]
+        assert found["nothing loaded"]
+        for name in ("hsdp", "bare"):
+            assert "2 parameters, such as one of shape (6, 6), were frozen" in found[f"frozen, {name}"]
+
+
+def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> None:
+    for found in pool.over_gloo(4, hsdp_scenes.attached):
+        for name in ("the other group is FSDP2's", "one group, two of ours", "deleted", "attached again"):
+            assert found[name], name
+        assert (
+            "2 trainable parameters, such as one of shape (6, 6), are in one of FSDP2's groups with"
+            in (found["one group, two kinds"])
+        )
+        assert "attach() averages the gradients of this model" in found["attached, then compressed"]
+        assert "compress_gradients() averages the gradients of this model" in found["compressed, then attached"]
+        assert "load it before attach()" in found["assigned"]
+        assert "was called after attach()" in found["factor set later"]
+
+
+def test_residuals_of_one_mesh_on_another_of_as_many_ranks(pool: Pool) -> None:
+    ranks = pool.over_gloo(4, hsdp_scenes.moved)
+    for name in ("(4, 1)", "(1, 4)"):
+        assert all(found[f"{name}, own"] == 0 for found in ranks), name  # begun anew
+    assert sum(found["(4, 1), joined"] for found in ranks) > 0
+    assert all(found["(1, 4), joined"] == 0 for found in ranks)  # one replica compresses nothing
+    assert all(found["(2, 2), own"] == found["(2, 2), joined"] > 0 for found in ranks)
+
+
+def test_a_model_on_a_slice_of_a_mesh_is_averaged_over_that(pool: Pool) -> None:
+    assert pool.over_gloo(4, hsdp_scenes.on_a_slice) == [(True, True)] * 4
+
+
+def test_one_rank(pool: Pool) -> None:
+    assert pool.over_gloo(1, hsdp_scenes.alone) == [True]
