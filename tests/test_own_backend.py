@@ -13,10 +13,11 @@ import pytest
 import torch
 from conformance import conformance, exchanges
 from trainer_pair import Pair, run
-from worlds import Toy, on_processes, on_threads, params_of, same_bits, train
+from worlds import Toy, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import OneBitAdam
+from commopt import OneBitAdam, compress_gradients
 from commopt.comm import LocalBackend, TorchBackend
+from commopt.compress import Int4
 from commopt.train.config import CommConfig, Config
 from commopt.train.errors import ConfigError
 from commopt.train.optimizer import check_plan
@@ -50,11 +51,23 @@ def train_toy(backend: Any) -> list[torch.Tensor]:
     return params_of(model)
 
 
+def compressed_gradients(backend: Any) -> list[torch.Tensor]:
+    model = Toy()
+    handle = compress_gradients(model, Int4(), backend=backend, bucket_mb=3e-4)
+    model(tokens(0, backend.rank, backend.world_size)).backward()
+    assert handle.comm_stats()["steps"] == 1
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def both(backend: Any) -> list[torch.Tensor]:
+    return train_toy(backend) + compressed_gradients(backend)
+
+
 def on_the_docs_backend(rank: int, world_size: int) -> list[torch.Tensor]:
     backend = shown().PairwiseBackend()
     conformance(backend, pairs=False)
     exchanges(with_exchange(backend))
-    return train_toy(backend)
+    return both(backend)
 
 
 def test_the_backend_of_the_docs_conforms_and_gives_the_bits_of_threads():
@@ -62,7 +75,7 @@ def test_the_backend_of_the_docs_conforms_and_gives_the_bits_of_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = on_threads(3, train_toy)
+        expected = on_threads(3, both)
     finally:
         torch.set_num_threads(threads)
     for got in on_processes(3, on_the_docs_backend):

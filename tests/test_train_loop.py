@@ -386,21 +386,15 @@ def test_a_run_that_never_compresses_says_so(pair: Pair, tiny: Make, tmp_path: P
     assert messages == ["freeze_step=5 is not before train.steps=4: this run never compresses"]
 
 
-def test_a_warm_up_that_cannot_end_or_ends_too_early_is_said() -> None:
-    def warning(freeze: Any, beta2: float, steps: int) -> str | None:
-        return warn_of_freeze({"freeze_step": freeze, "betas": (0.9, beta2)}, steps)
+def test_a_warm_up_that_cannot_end_is_said() -> None:
+    def warning(freeze: Any, steps: int) -> str | None:
+        return warn_of_freeze({"freeze_step": freeze}, steps)
 
-    assert str(warning("auto", 0.999, 60)).startswith(
-        'freeze_step="auto" ends no warm-up before step 60, and this run has'
-    )
-    assert warning("auto", 0.999, 61) is None
-    early = warning(120, 0.999, 500)
-    assert early is not None
-    assert early.startswith("freeze_step=120 is below 1 / (1 - beta2) = 1000 steps, the memory of the variance")
-    assert warning(120, 0.98, 500) is None
-    assert warning(500, 0.999, 500) == "freeze_step=500 is not before train.steps=500: this run never compresses"
+    assert str(warning("auto", 60)).startswith('freeze_step="auto" ends no warm-up before step 60, and this run has')
+    assert warning("auto", 61) is None
+    assert warning(120, 500) is None  # what is too early, the optimizer says
+    assert warning(500, 500) == "freeze_step=500 is not before train.steps=500: this run never compresses"
     assert warn_of_freeze({"lr": 1.0}, 5) is None
-    assert warn_of_freeze({"freeze_step": 3, "betas": (0.9, 1.0)}, 5) is not None
 
 
 def test_auto_fires_as_early_as_the_warning_says() -> None:

@@ -23,7 +23,8 @@ class Work(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """True if ``wait()`` would return, or raise, at once."""
+        """True only if ``wait()`` would return, or raise, at once. False may mean that this is not known before
+        ``wait()``, but for a backend that has ``channels`` or ``control``: its work is asked until it is True."""
 
 
 @runtime_checkable

@@ -101,11 +101,11 @@ class Pipeline:
             self._resume_first()
 
     def reach(self, work: Work, under_way: Work, where: str) -> None:
-        """Takes early tasks on until ``work`` is done, or has failed: its own ``wait()`` says which. Says who is
-        missing in ``under_way``, the collective that it waits for, and ``where``."""
+        """Takes early tasks on until ``work`` is done, or has failed, or there are none: its own ``wait()`` comes next.
+        Says who is missing in ``under_way``, the collective that it waits for, and ``where``."""
         done = False
         with Watch(under_way, where) as watch:
-            while not done:
+            while not done and self._early:
                 done = work.is_completed()  # looked at first: of two that time out, the earlier one is reported
                 if not self.progress() and not done:
                     watch.look()

@@ -113,9 +113,8 @@ SETTLES = 60
 def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
     """Warns of what is odd about the end of the warm-up of an optimizer that has one, in a run of so many steps."""
     freeze = group.get("freeze_step")
-    if freeze is None or "betas" not in group:
+    if freeze is None:
         return None
-    window = round(1 / (1 - group["betas"][1])) if group["betas"][1] < 1 else steps
     if freeze == "auto":
         if steps > SETTLES:
             return None
@@ -125,11 +124,6 @@ def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
         )
     if freeze >= steps:
         return f"freeze_step={freeze} is not before train.steps={steps}: this run never compresses"
-    if freeze < window:
-        return (
-            f"freeze_step={freeze} is below 1 / (1 - beta2) = {window} steps, the memory of the variance: it is frozen "
-            "before it has settled; give more steps of warm-up, or a smaller beta2"
-        )
     return None
 
 
