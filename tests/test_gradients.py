@@ -241,6 +241,30 @@ def test_a_gradient_that_is_not_finite_is_so_on_every_rank_and_leaves_nothing(co
     assert all(same_bits(results[0], r) for r in results)
 
 
+@pytest.mark.parametrize("compressor", [Int8(16), Int4(16, rotate=True), Int2(16), Float8(block=16)], ids=repr)
+@pytest.mark.parametrize("elements", [1, 16])
+def test_the_largest_number_of_a_dtype_leaves_no_residual_that_is_not_finite(compressor, elements):
+    """As clamping makes it of inf. Its scale is finite, and rounded up, so that the largest code stands for more."""
+
+    def run(backend: ThreadBackend) -> list[bool]:
+        model = Given([(64,)]).float()
+        handle = commopt.compress_gradients(model, compressor, backend=backend)
+        finite = []
+        for step in range(3):
+            g = torch.randn(64, generator=torch.Generator().manual_seed(step))
+            if step == 0 and backend.rank == 0:
+                g[:elements] = torch.finfo(torch.float32).max * torch.rand(elements).mul_(0.4).add_(0.6)
+                g[0] = -torch.finfo(torch.float32).max
+            model.backward([g])
+            finite.append(bool(model.take()[0].isfinite().all()))
+        own = handle.state_dict()["residuals"]["state"]
+        assert all(t.isfinite().all() for entry in own.values() for t in entry.values())
+        return finite
+
+    for finite in on_threads(2, run):
+        assert finite[1:] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("compressor", "reduction"), [(TopK(2, 16), "mean"), (TopBlocks(0.5, 16), "mean"), (Int8(16), "sum")], ids=repr
 )

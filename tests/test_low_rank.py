@@ -248,6 +248,26 @@ def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
 
 
 @both
+@pytest.mark.parametrize("size", [1e-26, 1e20, 1e30])
+def test_one_gradient_of_another_size_is_not_the_end(method, size):
+    """float32: the factors that are kept have the size of the last gradients, and products must stay in range."""
+
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Given([(30, 20)]).float()
+        handle = commopt.compress_gradients(model, method, backend=backend)
+        for step in range(6):
+            g = torch.randn(30, 20, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            model.backward([g * (size if step == 1 else 1.0)])
+            out = model.take()
+            assert out[0].isfinite().all()
+            assert out[0].any(1).all()
+        assert handle.comm_stats()["not_finite"] == 0
+        return out
+
+    assert same_bits(*on_threads(2, run))
+
+
+@both
 def test_after_gradients_of_zeros_it_learns_again(method):
     def run(backend: ThreadBackend) -> None:
         model = Given([(30, 20)])

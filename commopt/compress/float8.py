@@ -57,7 +57,7 @@ class Float8(Compressor):
         if n == 0:
             return
         parts, top = in_blocks(x, self.block), torch.finfo(cast).max
-        scales = usable(parts.abs().amax(-1) / x.new_full((), top))
+        scales = usable(parts.abs().amax(-1) / x.new_full((), top), top)
         wide = scales.to(x.dtype).unsqueeze(-1)
         values = (parts / wide).where(wide > 0, 0).clamp(-top, top).to(cast)
         payload[:, :head] = scales.view(torch.uint8)

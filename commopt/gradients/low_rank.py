@@ -193,7 +193,7 @@ def _power(
 ) -> Generator[Work, None, Taken]:
     """PowerSGD: takes the means, of ``exact`` too, which is part of ``a``; that becomes what is lost."""
     of_a = [f.matrix(a) for f in owed.matrices]
-    ps = [x @ f.q for x, f in zip(of_a, owed.matrices)]
+    ps = [x @ _unit(f.q) for x, f in zip(of_a, owed.matrices)]
     ps, exact, sound = yield from _mean_of(ps, exact, bucket, send, reply, None if of_a else STARTED)
     ps, mine = [_orthonormal(p) for p in ps], list[Tensor]()
     for x, p in zip(of_a, ps):  # a matrix at a time: it stays in the cache
@@ -246,6 +246,13 @@ def _mean_of(
 def _orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis of the columns of ``x``, (n, r)."""
     return torch.linalg.qr(x).Q.contiguous()
+
+
+def _unit(q: Tensor) -> Tensor:
+    """``q`` times a power of two, such that its largest element is about 1: q has the size of the last gradients, and
+    products with it leave the range of a dtype long before these do. Its columns span the same."""
+    _, exponent = torch.frexp(q.abs().amax())
+    return torch.ldexp(q, (-exponent).clamp(-120, 120))
 
 
 def _transposed_times(x: Tensor, p: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ MurmurHash3 of the seed, the scale, the place in the block and the bits of z as 
 give equal codes, wherever in a row their block lies.
 
 The scale is rounded to float32. It is 0 where that would be below the smallest normal float32, and then the block
-decodes to zeros; it is NaN where it would not be finite, and then the block decodes to NaN. Either way all codes are 0
-(of 2 bits: 2). Beyond about 1e38 the products may overflow.
+decodes to zeros; it is NaN where Q s would not be finite in float32 (2 bits: 1.5 s; rotated: Q s block, to which the
+butterflies may sum up on the way back), and then the block decodes to NaN. Either way all codes are 0 (of 2 bits: 2).
 
 **Rotated**, a block is replaced by its Walsh-Hadamard transform before, and back after: butterflies over neighbours at
 distance 1, 2, 4, ... (a, b -> a + b, a - b), then a factor of 1 / sqrt(block), rounded to the dtype. A shorter last
@@ -43,6 +43,8 @@ from commopt.ops.checks import check_like, check_real, check_runs, check_shared_
 _ops = torch.ops.commopt
 
 BITS = (2, 4, 8)
+LARGEST_CODE = {8: 127.0, 4: 7.0, 2: 1.5}
+"""What the largest code stands for, by its bits: that many scales."""
 LARGEST_BLOCK = 8192
 """Elements of the largest block: what one team of threads of a GPU does in one pass."""
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commopt.ops.integers import LARGEST_CODE
 from commopt.ops.reference import momentum, unpack_bits, write_columns
-
-LARGEST = {8: 127.0, 4: 7.0, 2: 1.5}
-"""Of each number of bits, the largest value in units of the scale."""
 
 _WORD = 0xFFFFFFFF
 _STEP = 0x9E3779B9
@@ -22,11 +20,12 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
 
 
-def usable(scales: Tensor) -> Tensor:
-    """As float32: those below the smallest normal number are 0, those that are not finite NaN."""
+def usable(scales: Tensor, reach: float) -> Tensor:
+    """As float32: those below the smallest normal number are 0; NaN are those of which ``reach``, that many of which
+    decoding may come to, are not finite."""
     scales = scales.float()
     scales = scales.where(scales >= torch.finfo(torch.float32).tiny, scales * 0)
-    return scales.where(scales.isfinite(), torch.nan)
+    return scales.where((scales * reach).isfinite(), torch.nan)
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
@@ -68,14 +67,15 @@ def _tree_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
-def _scales(y: Tensor, mask: Tensor | None, bits: int, block: int, stochastic: bool) -> Tensor:
+def _scales(y: Tensor, mask: Tensor | None, bits: int, block: int, stochastic: bool, rotated: bool) -> Tensor:
     """(r, nblocks) float32. mask: of what counts in a mean; None for all."""
-    parts = in_blocks(y, block)
+    parts, reach = in_blocks(y, block), LARGEST_CODE[bits] * (block if rotated else 1)
     if bits == 2 and not stochastic:
         here = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
         counts = in_blocks(here, block).sum(-1).clamp(min=1)
-        return usable((_tree_sum(parts.double().square()) / counts).sqrt())
-    return usable(parts.abs().amax(-1) / y.new_full((), LARGEST[bits]))  # a tensor: on CUDA, not its reciprocal
+        return usable((_tree_sum(parts.double().square()) / counts).sqrt(), reach)
+    most = y.new_full((), LARGEST_CODE[bits])  # a tensor: on CUDA, not its reciprocal
+    return usable(parts.abs().amax(-1) / most, reach)
 
 
 def _times(h: Tensor, factor: int) -> Tensor:
@@ -105,7 +105,7 @@ def _noise(parts: Tensor, scales: Tensor, seed: int) -> Tensor:
 
 def _codes(y: Tensor, scales: Tensor, bits: int, block: int, stochastic: bool, seed: int) -> Tensor:
     """(r, n) int64: what is sent of y, as whole numbers; of 2 bits 0 to 3."""
-    parts, top = in_blocks(y, block), LARGEST[bits]
+    parts, top = in_blocks(y, block), LARGEST_CODE[bits]
     good = (scales > 0).unsqueeze(-1)
     wide = scales.to(y.dtype).unsqueeze(-1)
     t = parts * wide.reciprocal().where(good, 0)
@@ -129,7 +129,7 @@ def _encode(
 ) -> None:
     """Writes C[z] to ``wire``."""
     y = rotate(z, block) if rotated else z
-    scales = _scales(y, None if rotated else mask, bits, block, stochastic)
+    scales = _scales(y, None if rotated else mask, bits, block, stochastic, rotated)
     codes = _pack(_codes(y, scales, bits, block, stochastic, seed), bits)
     head = 4 * scales.shape[1]
     tail = head + codes.shape[1]

@@ -126,14 +126,18 @@ __device__ inline void rotate(float (&x)[ITEMS], int count, int block) {
 
 // encoding -------------------------------------------------------------------------------------------------------------
 
-__device__ inline float usable(float scale) {
+// reach: how many scales decoding may come to.
+__device__ inline float usable(float scale, float reach) {
     const u32 bits = __float_as_uint(scale);
-    return bits < kSmallestNormal ? 0.0f : __uint_as_float(bits < kInfinity ? bits : kNotANumber);
+    const u32 most = __float_as_uint(mul(scale, reach));
+    return bits < kSmallestNormal ? 0.0f : __uint_as_float(most < kInfinity ? bits : kNotANumber);
 }
 
-// y: 0 where there is nothing. members: of the items that count in a mean. Every thread of the grid's block must come here.
+// y: 0 where there is nothing. members: of the items that count in a mean. spread: over how many elements decoding adds
+// codes up. Every thread of the grid's block must come here.
 template <int BITS, bool WARP, int ITEMS>
-__device__ inline float scale_of(const float (&y)[ITEMS], u32 members, bool stochastic) {
+__device__ inline float scale_of(const float (&y)[ITEMS], u32 members, bool stochastic, float spread) {
+    const float most = BITS == 8 ? 127.0f : BITS == 4 ? 7.0f : 1.5f;
     if (BITS == 2 && !stochastic) {
         double t[kItems] = {};
 #pragma unroll
@@ -144,13 +148,12 @@ __device__ inline float scale_of(const float (&y)[ITEMS], u32 members, bool stoc
         const double mine = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
         const double sum = over_team<WARP>(mine, Sum());
         const int all = over_team<WARP>(__popc(members), Sum());
-        return all == 0 ? 0.0f : usable(narrow(sqrt(sum / double(all))));
+        return all == 0 ? 0.0f : usable(narrow(sqrt(sum / double(all))), mul(most, spread));
     }
     u32 top = 0;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) top = Larger()(top, __float_as_uint(y[j]) & 0x7FFFFFFFu);
-    const float most = BITS == 8 ? 127.0f : BITS == 4 ? 7.0f : 1.5f;
-    return usable(div(__uint_as_float(over_team<WARP>(top, Larger())), most));
+    return usable(div(__uint_as_float(over_team<WARP>(top, Larger())), most), mul(most, spread));
 }
 
 // The finaliser of MurmurHash3.
@@ -230,7 +233,7 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     }
     if (to.how.rotated) rotate<WARP>(y, count, block);
     const u32 there = present<ITEMS>(nullptr, count);
-    const float s = scale_of<BITS, WARP>(y, to.how.rotated ? there : alive, stochastic);
+    const float s = scale_of<BITS, WARP>(y, to.how.rotated ? there : alive, stochastic, to.how.rotated ? float(block) : 1.0f);
     const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
     const float inverse = good ? div(1.0f, s) : 0.0f;
     const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
