@@ -20,7 +20,7 @@ The values of the entries v of a group, least significant bit first:
     bits=1:   1 for plus, 0 for minus; v decodes to +-s, s the mean of |v|
     bits=2:   that, and 1 where |v| >= the mean of |v|; the two scales are the means of |v| below, and from there on
     bits=8:   int8 q = v / s to nearest, ties to even; s = max |v| / 127; v decodes to q s
-    bits=16:  bfloat16, to nearest, ties to even
+    bits=16:  bfloat16, to nearest, ties to even; of float64 by way of float32
     bits=32:  v itself, of the row's dtype: 8 bytes for float64
 
 Means are summed in float64, in 32 lanes (entry i of a group in lane i % 32, then the upper half of the lanes to the
