@@ -22,8 +22,8 @@ from commopt.compress.random_block import Blocks
 
 @dataclass(frozen=True)
 class TopBlocks:
-    """Sends 1 of 1 / ``density`` blocks: those of the largest mean square over all ranks; of equal ones those that come
-    first.
+    """Sends 1 of 1 / ``density`` blocks: those of the largest mean square over all ranks; of those that are equal, to
+    the last bit of their roots, the first.
 
     A bucket of n elements has n // ``block`` of them, of which ``density`` times as many are sent, rounded to nearest,
     but at least one. The elements after the last of them, fewer than a block, are always sent.

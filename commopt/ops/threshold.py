@@ -22,10 +22,10 @@ or, if they are more than k, the first k of them.
     [of each segment but the first: uint32, the entries before it][k bfloat16 values][k uint16 indices]
     [zeros up to a multiple of 16 bytes]
 
-Values are rounded to nearest, ties to even (of float64 by way of float32), and NaN is 0x7FC0; what rounding loses is residual as the rest is. Elements
-that a mask makes absent are zeros, and may be sent as such, where k is more than is left. In a row that is damaged, an
-entry counts if its index is in the segment, and above that of the entry before it, and the entries before a segment are
-no less than those before the one before, and no more than k.
+Values are rounded to nearest, ties to even (of float64 by way of float32), and NaN is 0x7FC0; what rounding loses is
+residual as the rest is. Elements that a mask makes absent are zeros, and may be sent as such, where k is more than is
+left. In a row that is damaged, an entry counts if its index is in the segment, and above that of the entry before it,
+and the entries before a segment are no less than those before the one before, and no more than k.
 
 A ``live`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be strided: columns of
 larger ones.

@@ -83,8 +83,8 @@ class Diagnostics:
         self._tell_of_equal(
             why,
             "the gradients are already equal on all ranks. Either a DistributedDataParallel that is not attached still "
-            "averages them at full price (call commopt.attach(ddp_model, optimizer)), or all ranks train on the same "
-            "data.",
+            "averages them at full price (call commopt.attach(ddp_model, optimizer)), or commopt.compress_gradients() "
+            "does (it wants a plain optimizer), or all ranks train on the same data.",
         )
 
     def norms(self, alike: bool, norm: float) -> None:
