@@ -234,3 +234,15 @@ def beside_torchs_powersgd(rank: int, world_size: int) -> list[float]:
             saved["state"][0]["q"] = next(iter(state.q_memory_dict.values())).view(30, 2).clone()
             handle.load_state_dict(saved)
     return apart
+
+
+def beside_another_hook(rank: int, world_size: int) -> str:
+    """What is said where an optimizer of commopt is attached already."""
+    model = DDP(nn.Linear(4, 2))
+    optimizer = commopt.OneBitAdam(model.parameters(), lr=1e-3)
+    commopt.attach(model, optimizer)
+    try:
+        commopt.compress_gradients(model, Sign(16))
+    except ValueError as error:
+        return str(error)
+    return ""

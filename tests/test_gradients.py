@@ -396,6 +396,17 @@ def test_what_is_not_allowed(model, kind, message):
         commopt.compress_gradients(model, **{"compressor": Sign(), "backend": LocalBackend(), **kind})
 
 
+def test_what_is_compressed_already_is_refused_whatever_is_around_it():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    handle = commopt.compress_gradients(model[0], Sign(16), backend=LocalBackend())
+    for around in (model, model[0], torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match="compressed already"):
+            commopt.compress_gradients(around, Sign(16), backend=LocalBackend())
+    commopt.compress_gradients(model[1], Sign(16), backend=LocalBackend())
+    handle.remove()
+    commopt.compress_gradients(model[0], Sign(16), backend=LocalBackend())
+
+
 def test_one_rank_that_is_wrong_is_an_error_on_all():
     def run(backend: ThreadBackend) -> None:
         with pytest.raises(ValueError, match=r"settings or kernel providers differ between ranks: rank 1 has .*Sign"):

@@ -66,3 +66,8 @@ def test_powersgd_is_torchs(pool):
     for apart in pool.over_gloo(2, gradient_scenes.beside_torchs_powersgd):
         assert len(apart) == 4
         assert max(apart) < 1e-10
+
+
+def test_a_model_that_an_optimizer_is_attached_to_is_refused(pool):
+    for said in pool.over_gloo(2, gradient_scenes.beside_another_hook):
+        assert "has a communication hook already, which it keeps for good" in said

@@ -13,6 +13,7 @@ from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
 from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences
+from commopt.gradients.ddp import DDPHook
 from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
@@ -106,6 +107,11 @@ def check_model(
 def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
     if reduction == "sum":
         raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
+    if any(not isinstance(state, DDPHook) for _, state in model._comm_hooks):
+        raise ValueError(
+            "this DistributedDataParallel has a communication hook already, which it keeps for good: of an optimizer "
+            "of commopt (attach(), or its first step), or by register_comm_hook(). Wrap the module once more"
+        )
     mine = ranks_of(topology.backend)
     theirs = dist.get_process_group_ranks(model.process_group)
     if mine != theirs:

@@ -181,7 +181,7 @@ def compress_gradients(
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
             parameters, one whose gradients something else averages or compresses, or ranks that differ.
-        RuntimeError: from DDP, if a communication hook is registered already.
+        RuntimeError: from DDP, if it has one of torch's built-in communication hooks.
     """
     given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction)
     taken: list[TakenReplicas] = []
@@ -226,7 +226,9 @@ def _connected(
         if error is not None:
             raise error
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
-        if model in _HANDLES:
+        mine = {id(p) for p in params}
+        handles = [handle for known in _HANDLES.values() if (handle := known()) is not None]
+        if any(not mine.isdisjoint(map(id, handle.mean.params)) for handle in handles):
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)
         check_exchanges(
