@@ -88,16 +88,19 @@ def take_replicas(model: nn.Module, by: str, reduction: str, of: Collection[int]
         of: ids of parameters: the groups without any of these stay FSDP2's. None for all groups.
 
     Returns:
-        what was taken, now or before by the same call of another user. FSDP2 has it again by ``give_back()``.
+        what was taken, now or before by the same call for others, its holders. FSDP2 has it again by ``give_back()``.
 
     Raises:
-        ValueError: another call has taken them, or the replicas are along several dimensions of a parameter's mesh.
+        ValueError: they are taken, and not to be shared, or are along several dimensions of a parameter's mesh.
     """
     groups = [g for g in _groups(model) if of is None or any(id(p) in of for p in _params_of(g))]
     mine = [_TAKEN[group] for group in groups if group in _TAKEN]
-    if any(taken.by != by for taken in mine):
-        other = next(taken.by for taken in mine if taken.by != by)
-        raise ValueError(f"{other} averages the gradients of this model over its replicas already, so {by} cannot")
+    for taken in mine:
+        if taken.by != by or not list(taken.holders):
+            raise ValueError(
+                f"{taken.by} averages the gradients of this model over its replicas already, so {by} cannot: end that "
+                "first (remove() on the handle, or delete the optimizer)"
+            )
     new = [group for group in groups if averages_over_replicas(group)]
     for group in new:
         _dims_left(group)  # what is wrong with one of them is found before any is taken

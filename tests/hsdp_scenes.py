@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commopt
 from commopt.compress import Identity, Int8
+from commopt.hsdp import has_replicas
 
 
 class Net(nn.Module):
@@ -112,6 +113,8 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
 
     net = net_on(mesh)
     handle = commopt.compress_gradients(net, Int8())
+    out["compressed twice"] = [error_of(lambda m=m: commopt.compress_gradients(m, Int8())) for m in (net, net.first)]
+    out["as it was"] = not has_replicas(net)
     before = whole(p for p in net.parameters())
     state = {name: t.clone() + 1 for name, t in net.state_dict().items()}
     out["assigned"] = error_of(lambda: net.load_state_dict(state, assign=True))

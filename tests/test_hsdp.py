@@ -24,6 +24,9 @@ def test_compressed_gradients_are_averaged_or_an_error_says_why_not(pool: Pool) 
         for factor in ("None, mean", "4.0, mean", "1.0, mean", "1.0, sum"):
             assert found[f"factor {factor}"] < 1e-12, factor
         assert "set_gradient_divide_factor(2.0) was called after compress_gradients()" in found["factor set later"]
+        for said in found["compressed twice"]:
+            assert "compress_gradients() averages the gradients of this model over its replicas already" in said
+        assert found["as it was"]
         assert "call remove() on the handle" in found["assigned"]
         assert found["nothing loaded"]
         for name in ("hsdp", "bare"):
