@@ -718,7 +718,7 @@ def test_evaluation_between_two_synchronisations_is_reported_once(caplog):
 
     on_threads(2, run)
     assert caplog.text.count("LocalSGD: the model is evaluated between two rounds") == 1
-    assert "with optimizer.averaged():" in caplog.text
+    assert "with optimizer.averaged(model):" in caplog.text
     assert "optimizer.synchronize()" in caplog.text
 
 

@@ -190,9 +190,11 @@ class _EvaluationWatch:
         if optimizer._own_values is not None or not optimizer.replicas_differ:
             return
         optimizer._warned_in_evaluation = True
+        whole = not optimizer.topology.is_sharded and getattr(optimizer, "members", None) is None
         if optimizer.topology.rank == 0:
             logger.warning(
                 "%s: the model is evaluated between two rounds, and every rank's differs. Evaluate it within `with "
-                "optimizer.averaged():`, or call optimizer.synchronize() first (on all ranks)",
+                "optimizer.averaged(%s):`, or call optimizer.synchronize() first (on all ranks)",
                 type(optimizer).__name__,
+                "model" if whole else "",  # with its buffers
             )

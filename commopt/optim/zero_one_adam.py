@@ -86,8 +86,8 @@ class ZeroOneAdam(CommOptimizer):
 
         optimizer = commopt.ZeroOneAdam(model.parameters(), lr=1e-3, variance=VariancePolicy(stop=10_000))
 
-    Between two rounds the ranks' parameters differ. Evaluate and save the model in ``with optimizer.averaged():``, or
-    call ``optimizer.synchronize()`` first. All ranks must call ``step()`` equally often.
+    Between two rounds the ranks' parameters differ. Evaluate and save the model in ``with optimizer.averaged(model):``,
+    or call ``optimizer.synchronize()`` first. All ranks must call ``step()`` equally often.
 
     State per parameter and rank: exp_avg, exp_avg_sq, mean_momentum, anchor, one residual of the same size and 1/W of
     one, in float32 (float64 for float64 parameters): 5 + 1/W times the parameters; residuals only with more than one

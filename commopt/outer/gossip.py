@@ -52,7 +52,7 @@ class Gossip(GossipOptimizer):
     A round sends 64 bits a parameter, 32 to each neighbour, and 16 with ``Int8()``, and receives as many, whatever the
     number of ranks W. Averaging brings ranks closer by (1 + 2 cos(2 pi / W)) / 3 a round at worst, which is next to
     nothing for many: W^2 / 13 rounds for half the distance. Replicas are never equal, unless ``synchronize()`` makes
-    them: evaluate and save the mean model, ``with optimizer.averaged():``.
+    them: evaluate and save the mean model, ``with optimizer.averaged(model):``.
 
     Memory per rank beyond the base's, in float32 per parameter: 1 (anchor), with a compressor 3 (and its neighbours').
     During a synchronisation 3 more, with a compressor 2.

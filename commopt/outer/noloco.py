@@ -45,7 +45,7 @@ class NoLoCo(GossipOptimizer):
         optimizer = commopt.NoLoCo(model.parameters(), torch.optim.AdamW, lr=4e-4, weight_decay=0.1, period=50)
 
     A round sends 32 bits a parameter and receives as many, whatever the number of ranks. Replicas are never equal,
-    unless ``synchronize()`` makes them: evaluate and save the mean model, ``with optimizer.averaged():``.
+    unless ``synchronize()`` makes them: evaluate and save the mean model, ``with optimizer.averaged(model):``.
 
     Memory per rank beyond the base's, in float32 per parameter: 2 (anchor, momentum). During a synchronisation 2 more.
 
