@@ -170,10 +170,10 @@ def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
         raise
     for one in taken:
         one.holders.add(optimizer)
-    handles = {0: optimizer.register_step_pre_hook(_BeforeStep(taken))}
-    params = [id(p) for one in taken for p in one.trained()]
+    params = {id(p) for one in taken for p in one.trained()}
     why = "nobody would average the gradients of the new ones; load it before attach(), or without assign=True"
-    handles |= dict(enumerate(refuse_assign(model, params, why), 1))
+    handles = refuse_assign(model, params, why)
+    handles[id(optimizer)] = optimizer.register_step_pre_hook(_BeforeStep(taken))
     weakref.finalize(optimizer, _let_go, taken, handles).atexit = False
     optimizer.warn_in_evaluation(model)
 

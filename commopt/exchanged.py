@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-def refuse_assign(model: nn.Module, params: Iterable[int], why: str) -> list[RemovableHandle]:
+def refuse_assign(model: nn.Module, params: Collection[int], why: str) -> dict[int, RemovableHandle]:
     """Has ``load_state_dict(assign=True)`` raise RuntimeError, with ``why``, before it exchanges any of the parameters
-    of ``model`` with the ids ``params``. Returns what ends that; copies of the model are free of it."""
-    known = frozenset(params)
-    owners = [m for m in model.modules() if any(id(p) in known for p in m.parameters(recurse=False))]
-    return [module.register_load_state_dict_pre_hook(_Refusal(why)) for module in owners]
+    of ``model`` with the ids ``params``. Returns what ends that, by the id of a module; copies of the model are free of
+    it."""
+    owners = [m for m in model.modules() if any(id(p) in params for p in m.parameters(recurse=False))]
+    return {id(m): m.register_load_state_dict_pre_hook(_Refusal(why)) for m in owners}
 
 
 class _Refusal:

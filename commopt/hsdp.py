@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -31,10 +31,9 @@ class TakenReplicas:
         holders: objects that average, of which any may go; the last one that goes should give it back.
     """
 
-    def __init__(self, group: Any, by: str, reduction: str) -> None:
+    def __init__(self, group: Any, left: Mapping[Tensor, int], by: str, reduction: str) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-        left = _dims_left(group)
         before = group.mesh_info
         known = {field.name: getattr(before, field.name) for field in fields(before) if field.init}
         shards = FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
@@ -101,10 +100,8 @@ def take_replicas(model: nn.Module, by: str, reduction: str, of: Collection[int]
                 f"{taken.by} averages the gradients of this model over its replicas already, so {by} cannot: end that "
                 "first (remove() on the handle, or delete the optimizer)"
             )
-    new = [group for group in groups if averages_over_replicas(group)]
-    for group in new:
-        _dims_left(group)  # what is wrong with one of them is found before any is taken
-    return mine + [TakenReplicas(group, by, reduction) for group in new]
+    left = {group: _dims_left(group) for group in groups if averages_over_replicas(group)}
+    return mine + [TakenReplicas(group, dims, by, reduction) for group, dims in left.items()]
 
 
 def give_back(taken: Sequence[TakenReplicas]) -> None:

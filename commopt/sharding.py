@@ -44,8 +44,9 @@ def left_dims(p: Tensor) -> tuple[int, ...]:
 
 
 def covers(p: Tensor, mesh: Any) -> bool:
-    """Whether ``p`` is on as many dimensions of ranks as ``mesh`` has, so that none is left to average it over."""
-    return is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
+    """Whether ``p`` is on as many dimensions of ranks as ``mesh`` has, so that none is left to average it over; not
+    where there is no mesh."""
+    return mesh is not None and is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
 
 
 def largest_piece(p: Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh_scenes import grid
+from mesh_scenes import grid, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,12 +44,12 @@ def backward(net: nn.Module, rank: int, step: int = 0, both: bool = True) -> Non
     net(x, both).square().sum().backward()
 
 
-def whole(tensors: Any) -> Tensor:
-    return torch.cat([getattr(t.detach(), "full_tensor", t.detach)().flatten() for t in tensors])
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([whole(t.detach()).flatten() for t in tensors])
 
 
 def gradient(net: nn.Module) -> Tensor:
-    return whole(p.grad for p in net.parameters() if p.grad is not None)
+    return flat(p.grad for p in net.parameters() if p.grad is not None)
 
 
 def same_on_all(t: Tensor) -> bool:
@@ -72,7 +72,7 @@ def trained(net: nn.Module, rank: int, *optimizers: Any) -> bool:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return same_on_all(whole(p for p in net.parameters()))
+    return same_on_all(flat(p for p in net.parameters()))
 
 
 def compressed(rank: int, world_size: int) -> dict[str, Any]:
@@ -115,21 +115,26 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
     handle = commopt.compress_gradients(net, Int8())
     out["compressed twice"] = [error_of(lambda m=m: commopt.compress_gradients(m, Int8())) for m in (net, net.first)]
     out["as it was"] = not has_replicas(net)
-    before = whole(p for p in net.parameters())
+    before = flat(p for p in net.parameters())
     state = {name: t.clone() + 1 for name, t in net.state_dict().items()}
     out["assigned"] = error_of(lambda: net.load_state_dict(state, assign=True))
-    out["nothing loaded"] = torch.equal(before, whole(p for p in net.parameters()))
+    out["nothing loaded"] = torch.equal(before, flat(p for p in net.parameters()))
     net.load_state_dict(state)
     handle.remove()
     net.load_state_dict(state, assign=True)
 
     for name, model in {"hsdp": Net(), "bare": Net()}.items():
         model.second.requires_grad_(False)
-        model = (fully_shard(model, mesh=mesh), model)[name == "bare"]
+        if name == "hsdp":
+            fully_shard(model, mesh=mesh)
         commopt.compress_gradients(model, Int8())
         backward(model, rank)
         model.second.requires_grad_(True)
         out[f"frozen, {name}"] = error_of(lambda model=model: backward(model, rank))
+    model.second.requires_grad_(False)  # the bare one: FSDP2 itself averages no more after a backward that failed
+    model.zero_grad()
+    backward(model, rank, 1)
+    out["as before"] = same_on_all(gradient(model))
     return out
 
 

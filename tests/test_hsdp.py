@@ -31,6 +31,7 @@ def test_compressed_gradients_are_averaged_or_an_error_says_why_not(pool: Pool) 
         assert found["nothing loaded"]
         for name in ("hsdp", "bare"):
             assert "2 parameters, such as one of shape (6, 6), were frozen" in found[f"frozen, {name}"]
+        assert found["as before"]
 
 
 def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> None:

@@ -81,6 +81,11 @@ class MeshBackend(OfWorld):
         return MeshBackend(self.mesh, None if self._pipeline is None else names[self._pipeline])
 
     @property
+    def grid(self) -> list[tuple[int, ...]]:
+        """Of every rank, by rank, its place in the mesh."""
+        return self._by_rank
+
+    @property
     def devices(self) -> tuple[str, ...] | None:
         """Those that the ranks can send from."""
         return sends_from(self.world)

@@ -133,8 +133,7 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
 
 def is_cut_whole(p: Tensor, topology: Topology) -> bool:
     """Whether ``p`` is on all dimensions of the mesh of the ranks."""
-    mesh = getattr(topology.backend, "mesh", None)
-    return mesh is not None and covers(p, mesh)
+    return covers(p, getattr(topology.backend, "mesh", None))
 
 
 def _has_nodes(whole: Sequence[Group], params: Sequence[Tensor], topology: Topology, grouped: bool) -> bool:

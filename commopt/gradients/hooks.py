@@ -61,7 +61,7 @@ class ParameterHooks:
             "nobody would average the gradients of the new ones; call remove() on the handle of compress_gradients() "
             "before, and compress_gradients() after it, or load without assign=True"
         )
-        self._handles |= dict(enumerate(refuse_assign(model, list(self._handles), why), 1))
+        self._handles |= refuse_assign(model, self._handles, why)
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def remove(self) -> None:
@@ -95,9 +95,9 @@ class ParameterHooks:
             RuntimeError: something has changed since, so that gradients would not be averaged, or not as they should.
         """
         if self._mean.begin():
-            self._check()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(_End(self._mean))
+            self._check()  # by now its error is that of a backward that fails
 
     def _check(self) -> None:
         trained = [p for p in self._frozen if p.requires_grad]

@@ -206,7 +206,7 @@ def report_unaveraged(optimizer: PackedOptimizer) -> None:
     """Warns of sharded parameters that nothing is averaged of."""
     topology, params = optimizer.topology, optimizer.params
     mesh = getattr(topology.backend, "mesh", None)  # one with a dimension for replicas, of one today, is fine
-    whole = [] if mesh is None else [p for p in params if covers(p, mesh)]
+    whole = [p for p in params if covers(p, mesh)]
     alone = [p for p in whole if topology.held(p)[0].world_size == 1]
     if topology.world_size > 1 and alone and topology.rank == 0:
         twice = any(topology.held(p)[1].copies > 1 for p in alone)

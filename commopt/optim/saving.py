@@ -38,9 +38,7 @@ def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: 
 
 def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topology: Topology) -> Origin:
     """The origin of what this rank saves now."""
-    mesh = getattr(topology.backend, "mesh", None)
-    places = getattr(topology.backend, "grid", "") if mesh is None else mesh.mesh.tolist()
-    layout = layout_of(buckets, params, places)
+    layout = layout_of(buckets, params, getattr(topology.backend, "grid", ""))
     return topology.rank, topology.world_size, layout
 
 
