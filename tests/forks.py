@@ -90,6 +90,14 @@ def start_server() -> None:
     atexit.register(end)
 
 
+def rarely_collect() -> None:
+    """Leaves what there is to no collection of garbage, which would look through all of it, and in a fork copy it; and
+    has these come when there are more new objects than some tensors make."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 # the server -----------------------------------------------------------------------------------------------------------
 
 Request = tuple[list[str], dict[str, str], str, int, list[int], list[int]]
@@ -210,8 +218,7 @@ def main() -> None:
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "what is imported has started a thread"
-    gc.collect()
-    gc.freeze()  # else a process looks through all this again, and copies it, when it ends
+    rarely_collect()
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is not None:
         end(outcome(*request))

@@ -6,6 +6,7 @@ A task is an importable function. Each gets a process group of its own, from the
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from forks import python
 from ports import free_port
+from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = 120.0
 """Seconds after which a task counts as hung."""
@@ -45,7 +47,17 @@ def serve(rank: int, address: str, key: bytes) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            forget_groups()
         pipe.send(outcome)
+
+
+def forget_groups() -> None:
+    """Frees the process groups that meshes know. What torch has worked out for a mesh keeps that for good, and each of
+    Gloo's groups has a thread that wakes a hundred times a second."""
+    gc.collect()
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            getattr(mesh, "_pg_registry", {}).clear()
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any) -> bytes:
