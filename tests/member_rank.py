@@ -1,9 +1,10 @@
 """A member in a process of its own, over Gloo and a TCPStore.
 
-    member_rank.py NAME PORT RANKS PATIENCE
+    member_rank.py NAME PORT RANKS PATIENCE RECONNECT THROUGH
 
 It trains, and leaves word in the store of its number and of each round that has ended. Where the store says so, it
 kills itself: "in NAME" in an exchange, "view" while it publishes a view; or it leaves after a round: "leave NAME".
+The members reach the store through the port THROUGH.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from commopt.comm.given_up import GivenUp
 from commopt.comm.store import StoreClient
 
 NAME, PORT, RANKS, PATIENCE = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+RECONNECT, THROUGH = float(sys.argv[5]), int(sys.argv[6])
 store = dist.TCPStore("127.0.0.1", PORT, is_master=False, wait_for_workers=False)
 
 
@@ -53,7 +55,10 @@ def main() -> None:
     torch.set_num_threads(1)
     commopt.comm.set_first_notice(PATIENCE)
     store.set(f"pid {NAME}", str(os.getpid()))
-    members = commopt.Members(store, NAME, ranks=RANKS or None, patience=PATIENCE, timeout=20.0, join_timeout=60.0)
+    through = dist.TCPStore("127.0.0.1", THROUGH, is_master=False, wait_for_workers=False)
+    members = commopt.Members(
+        through, NAME, ranks=RANKS or None, patience=PATIENCE, timeout=20.0, join_timeout=60.0, reconnect=RECONNECT
+    )
     fatal()
     model = Toy()
     optimizer = commopt.DiLoCo(model.parameters(), lr=1e-2, period=2, members=members)

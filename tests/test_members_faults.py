@@ -308,7 +308,7 @@ def test_members_between_whom_the_network_is_cut(quorum):
 
 def test_a_store_that_does_not_answer_is_an_error_in_time():
     world = Rendezvous()
-    members, params, optimizer = averaging(world, 0, ranks=1, timeout=0.5)
+    members, params, optimizer = averaging(world, 0, ranks=1, timeout=0.5, reconnect=0.0)
     go(params, optimizer, 0)
     hangs = threading.Event()
     members.roster.client.ask(lambda _: None)

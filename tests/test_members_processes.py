@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from forks import python
 from ports import free_port
 
-PATIENCE = 2.0
+PATIENCE = 4.0  # by which ranks may be apart where more processes than cores want to run
 RANK = str(Path(__file__).with_name("member_rank.py"))
 
 
@@ -25,8 +27,9 @@ class Run:
         self.port, self.patience, self.processes = port, patience, {}
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
-    def start(self, name: int, ranks: int = 0) -> None:
-        words = [python(), RANK, str(name), str(self.port), str(ranks), str(self.patience)]
+    def start(self, name: int, ranks: int = 0, reconnect: float = 0.0, through: int = 0) -> None:
+        numbers = (name, self.port, ranks, self.patience, reconnect, through or self.port)
+        words = [python(), RANK, *map(str, numbers)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes[name] = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -42,12 +45,14 @@ class Run:
             raise ProcessLookupError(f"rank {name} has not said its pid yet")
         os.kill(pid, which)
 
-    def go_on(self, names: list[int], rounds: int = 2, seconds: float = 40.0) -> float:
+    def go_on(self, names: list[int], rounds: int = 2, seconds: float = 60.0) -> float:
         """Waits until each has ended so many more rounds; the seconds until it had ended the first."""
         before, begin, first = {name: self.rounds(name) for name in names}, time.monotonic(), 0.0
         while any(self.rounds(name) < before[name] + rounds for name in names):
             first = first or (time.monotonic() - begin if self.rounds(names[0]) > before[names[0]] else 0.0)
             assert time.monotonic() < begin + seconds, {name: self.rounds(name) - before[name] for name in names}
+            ended = {name: self.said(name, 1) for name in set(names) - set(self.left())}
+            assert not ended
             time.sleep(0.01)
         return first
 
@@ -110,6 +115,59 @@ def test_ranks_that_are_killed_or_stopped_and_ranks_that_join():
     finally:
         run.close()
     print({name: f"{seconds:.2f} s" for name, seconds in took.items()})
+
+
+class Way:
+    """A port of this machine that leads to another one, as long as it is open."""
+
+    def __init__(self, to: int) -> None:
+        self.to, self.port, self.ends = to, free_port(), []
+        self.open()
+
+    def open(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+
+    def close(self) -> None:
+        for end in (self.listener, *self.ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self.ends = []
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here = listener.accept()[0]
+                there = socket.create_connection(("127.0.0.1", self.to))
+                self.ends += [here, there]
+                for ends in ((here, there), (there, here)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_rank_that_was_cut_off_from_the_store_joins_anew_when_it_reaches_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run, way = Run(store.port), Way(store.port)
+    try:
+        for name in range(3):
+            run.start(name, 3, reconnect=60.0, through=way.port if name == 1 else 0)
+        run.go_on([0, 1, 2], seconds=60)
+        way.close()
+        run.go_on([0, 2], rounds=4)
+        assert run.left() == [0, 1, 2]
+        way.open()
+        run.go_on([1, 0, 2])
+        assert run.number("began 1") == 0
+        run.replicas_equal()
+    finally:
+        run.close()
+        way.close()
 
 
 def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_ended():

@@ -31,6 +31,10 @@ class StoreLost(CollectiveError):
     """The store does not answer: the process that runs it may have gone, or stopped, or the network to it is cut."""
 
 
+class StoreAnother(StoreLost):
+    """What answers is a store begun anew, which knows nothing of what was there."""
+
+
 class StoreClient:
     """A store, asked over a connection of its own (torch 2.6 has none such: then over the one given).
 

@@ -62,8 +62,11 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
     for _ in range(ATTEMPTS):
         try:
             take(optimizer, members.wait_to_join(), fetch_base)
-        except (StoreLost, LeftOut):
+        except LeftOut:
             raise
+        except StoreLost as lost:
+            members.find_store(lost)
+            members.forsake()
         except CollectiveError as error:
             logger.warning("members: %s; this rank asks again", error)
             members.forsake()
@@ -79,15 +82,18 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
 
 
 def serve(optimizer: OuterOptimizer, members: Members) -> None:
-    """Gives those that join the state."""
-    for ticket in members.ready():
-        try:
-            give(optimizer, members.call(ticket))
-        except StoreLost:
-            raise
-        except (CollectiveError, ValueError) as error:
-            logger.warning("members: a rank that would join has not: %s", error)
-    members.has_joined()
+    """Gives those that join the state. If the store is lost meanwhile, the next meeting finds that."""
+    try:
+        for ticket in members.ready():
+            try:
+                give(optimizer, members.call(ticket))
+            except StoreLost:
+                raise
+            except (CollectiveError, ValueError) as error:
+                logger.warning("members: a rank that would join has not: %s", error)
+        members.has_joined()
+    except StoreLost as lost:
+        logger.warning("members: ranks that would join have not: %s", lost)
 
 
 def give(optimizer: OuterOptimizer, backend: Backend) -> None:

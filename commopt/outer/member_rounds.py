@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
+from commopt.comm.store import StoreLost
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.outer import ending, joining, rounds
@@ -73,19 +74,26 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
         error: after the others were told to go on without this rank; so is what else this rank alone has met.
         NotEnoughMembers, StepRefused: see :meth:`commopt.outer.roster.Roster.meet`.
         LeftOut: the others have gone on without this rank, and it shall not join them anew.
-        commopt.comm.CollectiveError: the store is lost, or members cannot reach each other, time after time.
+        commopt.comm.CollectiveError: the store is lost and does not come back, or members cannot reach each other, time
+            after time.
     """
     if error is not None:
         members.give_up()
         raise error
-    try:
-        _end_round(optimizer, members)
-    except LeftOut as left:
-        if not members.rejoin:
-            raise
-        logger.warning("members: %s; its own round is lost, and it joins anew", left)
-        members.forsake()
-        joining.join(optimizer, members, fetch_base=False)
+    while True:
+        try:
+            _end_round(optimizer, members)
+        except StoreLost as lost:
+            members.find_store(lost)
+        except LeftOut as left:
+            if not members.rejoin:
+                raise
+            logger.warning("members: %s; its own round is lost, and it joins anew", left)
+            members.forsake()
+            joining.join(optimizer, members, fetch_base=False)
+            return
+        else:
+            return
 
 
 def _end_round(optimizer: OuterOptimizer, members: Members) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from commopt.comm import Backend, CollectiveError, LocalBackend, gather_rows
 from commopt.comm.given_up import Connect, connected, nobody_has, over_gloo
-from commopt.comm.store import StoreClient
+from commopt.comm.store import StoreAnother, StoreClient, StoreLost, until
 from commopt.optim import checks
 from commopt.outer import lobby
 from commopt.outer.roster import Roster
@@ -25,6 +26,8 @@ ANSWER = 20.0
 """Most seconds within which the store has to answer."""
 TRY = 5.0
 """Most seconds within which one member reaches another, where all have failed to reach all."""
+AGAIN = 1.0
+"""Seconds between two questions to a store that does not answer."""
 CALL = 5.0
 """Most seconds that joiners are waited for, when they are called."""
 
@@ -53,6 +56,9 @@ class Members:
             the first of them is there: more than the time by which one is slower than another.
         timeout: seconds > 0 that a collective may take, and joiners until they have the state.
         join_timeout: seconds > 0 that a rank waits to be taken in: more than a round takes.
+        reconnect: seconds >= 0 that a rank which is cut off from the store goes on asking it; then, and at once with 0,
+            ``step()`` raises StoreLost. If it answers again, the rank joins anew (``rejoin``), unless the others have
+            waited.
         quorum: how many must be there to go on, of the members of the last round and of those that wait to join,
             >= 1. None is more than half of the members of the last round; those that have called :meth:`leave` do not
             count. With 1, the last one goes on alone.
@@ -79,6 +85,7 @@ class Members:
         patience: float = 60.0,
         timeout: float = 300.0,
         join_timeout: float = 3600.0,
+        reconnect: float = 600.0,
         quorum: int | None = None,
         max_z: float | None = 6.0,
         rejoin: bool = True,
@@ -97,6 +104,8 @@ class Members:
         for what, seconds in (("patience", patience), ("timeout", timeout), ("join_timeout", join_timeout)):
             if not checks.is_number(seconds) or not 0 < seconds < math.inf:
                 raise ValueError(f"{what} must be a number of seconds > 0, got {seconds!r}")
+        if not checks.is_number(reconnect) or not 0 <= reconnect < math.inf:
+            raise ValueError(f"reconnect must be a number of seconds >= 0, got {reconnect!r}")
         checks.check_bool("rejoin", rejoin)
         checks.check_bool("fetch_base", fetch_base)
         for what, called in (("on_join", on_join), ("connect", connect)):
@@ -105,6 +114,7 @@ class Members:
         assert name is not None
         self.name, self.ranks, self.quorum = name, ranks, quorum
         self.patience, self.timeout, self.join_timeout = float(patience), float(timeout), float(join_timeout)
+        self.reconnect = float(reconnect)
         self.rejoin, self.fetch_base, self.on_join = rejoin, fetch_base, on_join
         self._store, self._connect = dist.PrefixStore("commopt/members", store), connect or over_gloo
         client = StoreClient(self._store, min(ANSWER, self.timeout))
@@ -235,6 +245,30 @@ class Members:
         self._channel = None
         lobby.wait_to_join(self.roster, self.join_timeout, self.timeout)
         return self._reach(f"state for {self.roster.ticket}", 1, 2)
+
+    def find_store(self, lost: StoreLost) -> None:
+        """Waits until the store answers again.
+
+        Raises:
+            StoreLost: ``lost``, if it does not within ``reconnect`` seconds, or another one answers.
+        """
+        left = until(self.reconnect)
+        if isinstance(lost, StoreAnother) or not left():
+            raise lost
+        logger.warning("members: %s; this rank asks again for %g s", lost, self.reconnect)
+        while left():
+            try:
+                self.roster.look()
+                if hasattr(self._store, "clone"):
+                    self._store = self.roster.client.ask(lambda store: store.clone())
+            except StoreAnother:
+                raise
+            except StoreLost:
+                time.sleep(min(AGAIN, left()))
+            else:
+                logger.warning("members: the store answers again")
+                return
+        raise lost
 
     def ready(self) -> list[Ticket]:
         """The joiners that are there."""

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from commopt.comm import first_notice
-from commopt.comm.store import StoreClient, StoreLost
+from commopt.comm.store import StoreAnother, StoreClient
 from commopt.optim.agreement import StepRefused
 from commopt.outer.view import REMEDY, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
 
@@ -87,11 +87,11 @@ class Roster:
         """What ``now`` is; "" before the first view.
 
         Raises:
-            StoreLost: the store has forgotten it.
+            StoreAnother: the store has forgotten it.
         """
         now = self.client.get(NOW) or ""
         if self.now and not now:
-            raise StoreLost(f"the store of the members has forgotten them: it is another one, begun anew; {REMEDY}")
+            raise StoreAnother(f"the store of the members has forgotten them: it is another one, begun anew; {REMEDY}")
         return now
 
     def read(self, now: str) -> View | None:
