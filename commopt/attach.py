@@ -5,7 +5,6 @@ FSDP2 shards and averages over replicas (HSDP), so that the optimizer does the l
 # No postponed annotations in this file: DDP reads the annotations of the hook and wants the classes, not their names.
 
 import functools
-import gc
 import logging
 import weakref
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm.counting import all_reduce_bytes
 from commopt.comm.torch import ranks_of
+from commopt.ddp_models import ddp_models_around, ddp_models_in
 from commopt.exchanged import refuse_assign
 from commopt.gradients.ddp import DDPHook, joining
 from commopt.hsdp import TakenReplicas, give_back, has_replicas, take_replicas
@@ -222,18 +222,12 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def ddp_models_in(model: Any) -> list[DistributedDataParallel]:
-    """The DDP models that ``model`` is, or has inside."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module for module in modules if isinstance(module, DistributedDataParallel)]
-
-
 def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:
     """The DDP model that ``model`` is, or has inside, or that averages what it holds."""
     inside = ddp_models_in(model)
     if not inside and isinstance(model, nn.Module):
         params = {id(p) for p in model.parameters()}
-        inside = [m for m in _around(optimizer) if any(id(p) in params for p in m._module_parameters)]
+        inside = [m for m in ddp_models_around(optimizer.params) if any(id(p) in params for p in m._module_parameters)]
     if len(inside) == 1:
         return inside[0]
     if inside:
@@ -249,13 +243,6 @@ def _ddp_of(model: nn.Module, optimizer: Ours) -> DistributedDataParallel:
 def _is_replicated(module: nn.Module) -> bool:
     """True for what the composable ``replicate()`` was applied to."""
     return any(cls.__module__ == "torch.distributed._composable.replicate" for cls in type(module).__mro__)
-
-
-def _around(optimizer: PackedOptimizer) -> list[DistributedDataParallel]:
-    """The DDP models that average gradients of parameters of ``optimizer``. Looks at all objects there are: seldom."""
-    mine = {id(p) for p in optimizer.params}
-    models = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-    return [x for x in models if any(id(p) in mine for p in getattr(x, "_module_parameters", ()))]
 
 
 def _why_not(model: DistributedDataParallel, optimizer: Ours) -> str | None:
@@ -323,7 +310,7 @@ def _free(model: DistributedDataParallel) -> list[Attachment]:
 def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
     """What attaches ``optimizer``, at its first step, to the one model that averages its gradients; or why it cannot
     be."""
-    models = _around(optimizer)
+    models = ddp_models_around(optimizer.params)
     if not models or not isinstance(optimizer, Ours):
         return None
     if len(models) > 1:

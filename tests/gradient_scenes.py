@@ -246,3 +246,27 @@ def beside_another_hook(rank: int, world_size: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def wrapped(rank: int, world_size: int) -> dict[str, Any]:
+    """What is said where DistributedDataParallel is around what is compressed bare, before and after; and whether it is
+    taken once that has gone."""
+    said: dict[str, Any] = {}
+    net = DDP(Plain())
+    try:
+        commopt.compress_gradients(net.module, Sign())
+    except ValueError as error:
+        said["before"] = str(error)
+    bare = net.module
+    del net
+    handle = commopt.compress_gradients(bare, Sign())
+    bare(images(0, rank)).square().sum().backward()
+    said["steps"] = handle.comm_stats()["steps"]
+    late = Plain()
+    commopt.compress_gradients(late, Sign())
+    net = DDP(late)
+    try:
+        net(images(0, rank)).square().sum().backward()
+    except RuntimeError as error:
+        said["after"] = str(error)
+    return said

@@ -71,3 +71,10 @@ def test_powersgd_is_torchs(pool):
 def test_a_model_that_an_optimizer_is_attached_to_is_refused(pool):
     for said in pool.over_gloo(2, gradient_scenes.beside_another_hook):
         assert "has a communication hook already, which it keeps for good" in said
+
+
+def test_a_model_that_is_compressed_bare_is_not_averaged_by_ddp_too(pool):
+    for said in pool.over_gloo(2, gradient_scenes.wrapped):
+        assert "give compress_gradients() that one" in said["before"]
+        assert said["steps"] == 1
+        assert "the model was compressed first and given to DistributedDataParallel then" in said["after"]

@@ -15,6 +15,7 @@ from commopt import integrations
 ROOMS = [
     "ops",
     "sharding",
+    "ddp_models",
     "exchanged",
     "hsdp",
     "bucket",

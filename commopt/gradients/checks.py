@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
 from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
+from commopt.ddp_models import ddp_models_around
 from commopt.gradients.all_gather import Differences
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.fsdp import Group, groups_of
@@ -102,6 +104,36 @@ def check_model(
     checks.check_params(params, sends_from(topology.backend), topology.is_sharded)
     if isinstance(model, DistributedDataParallel):
         _check_ddp(model, topology, reduction)
+    elif is_wrapped(params, topology):
+        raise ValueError(
+            f"a DistributedDataParallel around this {type(model).__name__} averages its gradients already: give "
+            "compress_gradients() that one"
+        )
+
+
+def is_wrapped(params: Sequence[Tensor], topology: Topology) -> bool:
+    """Whether a DistributedDataParallel averages gradients of ``params``. Takes a while."""
+    if topology.world_size == 1 or topology.is_sharded or ranks_of(topology.backend) is None:
+        return False
+    if ddp_models_around(params):
+        gc.collect()  # one that nobody has any more may be in a cycle
+    return bool(ddp_models_around(params))
+
+
+class NeverWrapped:
+    """Raises RuntimeError at its first call if a DistributedDataParallel was made around ``params`` since."""
+
+    def __init__(self, params: Sequence[Tensor], topology: Topology) -> None:
+        self._params: Sequence[Tensor] = params
+        self._topology = topology
+
+    def __call__(self) -> None:
+        params, self._params = self._params, ()
+        if params and is_wrapped(params, self._topology):
+            raise RuntimeError(
+                "the model was compressed first and given to DistributedDataParallel then, which averages its "
+                "gradients in full precision, too: make that first, and give it to compress_gradients()"
+            )
 
 
 def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:

@@ -19,7 +19,7 @@ from commopt.comm import Backend, Topology, TorchBackend, message_device, resolv
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
-from commopt.gradients.checks import Groups, check_exchanges, check_model, fsdp_groups, is_cut_whole
+from commopt.gradients.checks import Groups, NeverWrapped, check_exchanges, check_model, fsdp_groups, is_cut_whole
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
@@ -251,7 +251,7 @@ def _connected(
             if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
-        door = ParameterHooks(model, rest, mean, unseen, [one.check for one in taken])
+        door = ParameterHooks(model, rest, mean, unseen, [NeverWrapped(rest, topology), *(t.check for t in taken)])
         if groups[0] or (groups[1] and (given.inside or given.weights)):
             sharded = ShardedDoor(
                 model, topology, groups, given.compressor, given.feedback, given.inside, given.weights, door.begin,

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from commopt.attach import attach, ddp_models_in, unwrapped
+from commopt.attach import attach, unwrapped
+from commopt.ddp_models import ddp_models_in
 from commopt.hsdp import has_replicas
 from commopt.optim import binding
 from commopt.optim.model_buffers import HowBuffers

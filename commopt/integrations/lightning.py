@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from commopt.attach import ddp_models_in
+from commopt.ddp_models import ddp_models_in
 from commopt.integrations import advice
 from commopt.integrations.common import attach_once, mean_model
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
