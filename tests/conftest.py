@@ -38,6 +38,7 @@ FIRST = [
     "test_convergence",
     "test_train_elastic",
     "test_waiting",
+    "test_members_processes",
     "test_train_lost",
     "test_exit",
     "test_netbed",

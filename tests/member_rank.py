@@ -1,6 +1,6 @@
 """A member in a process of its own, over Gloo and a TCPStore.
 
-    member_rank.py NAME PORT RANKS PATIENCE RECONNECT THROUGH
+    member_rank.py NAME HOST PORT RANKS PATIENCE RECONNECT THROUGH
 
 It trains, and leaves word in the store of its number and of each round that has ended. Where the store says so, it
 kills itself: "in NAME" in an exchange, "view" while it publishes a view; or it leaves after a round: "leave NAME".
@@ -23,9 +23,13 @@ import commopt
 from commopt.comm.given_up import GivenUp
 from commopt.comm.store import StoreClient
 
-NAME, PORT, RANKS, PATIENCE = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-RECONNECT, THROUGH = float(sys.argv[5]), int(sys.argv[6])
-store = dist.TCPStore("127.0.0.1", PORT, is_master=False, wait_for_workers=False)
+NAME, HOST, PORT, RANKS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+PATIENCE, RECONNECT, THROUGH = float(sys.argv[5]), float(sys.argv[6]), int(sys.argv[7])
+store = dist.TCPStore(HOST, PORT, is_master=False, wait_for_workers=False)
+
+
+TIMEOUT = 4 * PATIENCE
+"""Of a collective; and, if that is less than 20 s, of an answer of the store."""
 
 
 def die_if_told(where: str) -> None:
@@ -55,9 +59,9 @@ def main() -> None:
     torch.set_num_threads(1)
     commopt.comm.set_first_notice(PATIENCE)
     store.set(f"pid {NAME}", str(os.getpid()))
-    through = dist.TCPStore("127.0.0.1", THROUGH, is_master=False, wait_for_workers=False)
+    through = dist.TCPStore(HOST, THROUGH, is_master=False, wait_for_workers=False)
     members = commopt.Members(
-        through, NAME, ranks=RANKS or None, patience=PATIENCE, timeout=20.0, join_timeout=60.0, reconnect=RECONNECT
+        through, NAME, ranks=RANKS or None, patience=PATIENCE, timeout=TIMEOUT, join_timeout=60.0, reconnect=RECONNECT
     )
     fatal()
     model = Toy()

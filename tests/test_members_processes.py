@@ -13,24 +13,25 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from bed import needs_bed, netbed
 from forks import python
 from ports import free_port
 
-PATIENCE = 4.0  # by which ranks may be apart where more processes than cores want to run
+PATIENCE = 3.0  # by which ranks may be apart where more processes than cores want to run
 RANK = str(Path(__file__).with_name("member_rank.py"))
 
 
 class Run:
     """Processes that train, and what they have left word of."""
 
-    def __init__(self, port: int, patience: float = PATIENCE) -> None:
-        self.port, self.patience, self.processes = port, patience, {}
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    def __init__(self, port: int, patience: float = PATIENCE, host: str = "127.0.0.1") -> None:
+        self.host, self.port, self.patience, self.processes = host, port, patience, {}
+        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
-    def start(self, name: int, ranks: int = 0, reconnect: float = 0.0, through: int = 0) -> None:
-        numbers = (name, self.port, ranks, self.patience, reconnect, through or self.port)
-        words = [python(), RANK, *map(str, numbers)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    def start(self, name: int, ranks: int = 0, reconnect: float = 0.0, through: int = 0, nic: str = "") -> None:
+        given = (name, self.host, self.port, ranks, self.patience, reconnect, through or self.port)
+        words = [python(), RANK, *map(str, given)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} | ({"GLOO_SOCKET_IFNAME": nic} if nic else {})
         self.processes[name] = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
 
     def number(self, key: str) -> int:
@@ -168,6 +169,30 @@ def test_a_rank_that_was_cut_off_from_the_store_joins_anew_when_it_reaches_it():
     finally:
         run.close()
         way.close()
+
+
+@needs_bed
+def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
+    """Nothing tells it that it is cut off: its store does not answer within 8 s."""
+    with netbed.NetBed(3) as bed:
+        with bed.inside(0):
+            store = dist.TCPStore(bed.address(0), 0, is_master=True, wait_for_workers=False)
+            run = Run(store.port, patience=2.0, host=bed.address(0))
+        try:
+            for name in range(3):
+                with bed.inside(name):
+                    run.start(name, 3, reconnect=60.0, nic=netbed.NIC)
+            run.go_on([0, 1, 2])
+            bed.cut(1)
+            until = time.monotonic() + 12
+            while time.monotonic() < until:
+                run.go_on([0, 2])
+            assert run.left() == [0, 1, 2]
+            bed.mend(1)
+            run.go_on([1, 0, 2])
+            run.replicas_equal()
+        finally:
+            run.close()
 
 
 def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_ended():
