@@ -332,6 +332,14 @@ def test_compressing_what_fsdp2_sends_is_timed() -> None:
             {"fsdp_int8": 1.1, "fsdp_int4_differences": 1.2},
             "compress_gradients\\(model, Int4\\(\\), weights=Differences\\(\\)\\): .* 1.20 x .* little",
         ),
+        (
+            {"fsdp_int8": 1.5, "fsdp_topk": 1.9, "fsdp_sign": 2.0},
+            "compress_gradients\\(model, Int8\\(\\)\\): .* 1.50 x as fast. Faster, and .* of them: Sign\\(\\) 2.00 x.$",
+        ),
+        (
+            {"fsdp_int2": 1.3},
+            "leave FSDP2 as it is: .* 0.50 x as fast. Faster, and learning less .*: Int2\\(\\) 1.30 x.$",
+        ),
     ],
 )
 def test_of_fsdp2_too_what_loses_more_must_gain_more(speeds: dict[str, float], words: str) -> None:

@@ -180,11 +180,15 @@ def _beside(gain: float, coarse: Sequence[Choice], steps: Mapping[str, Step], ro
     rough = {choice.words: choice.gain for choice in coarse if choice.too_coarse}
     per_step = {name: none + each.seconds / PERIOD for name, each in rounds.items()}
     local = {f"rounds of {PERIOD} local steps ({name})": ddp / seconds for name, seconds in per_step.items()}
-    best = [max(some, key=lambda words: some[words]) for some in (rough, local) if some]
-    faster = [f"{words} {(rough | local)[words]:.2f} x" for words in best if (rough | local)[words] >= WORTH * gain]
-    if not faster:
-        return ""
-    return f" Faster, and learning less in a step, so that it takes more of them: {', '.join(faster)}."
+    return faster(gain, [rough, local])
+
+
+def faster(gain: float, kinds: Sequence[Mapping[str, float]]) -> str:
+    """The fastest of each of ``kinds``, which learn less in a step, if they are faster than what is ``gain`` times as
+    fast as the rival. kinds: gains by words."""
+    best = [(words, some[words]) for some in kinds if some for words in [max(some, key=lambda name: some[name])]]
+    found = [f"{words} {other:.2f} x" for words, other in best if other >= WORTH * gain]
+    return f" Faster, and learning less in a step, so that it takes more of them: {', '.join(found)}." if found else ""
 
 
 def _use(chosen: Choice, fastest: Choice, is_ours: bool, steps: Mapping[str, Step], shard: int) -> str:
