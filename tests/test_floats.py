@@ -45,6 +45,26 @@ def test_each_element_becomes_the_nearest_number_of_the_format(name, dtype, n):
 
 
 @every_format
+@both
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 3e33])
+def test_every_code_stands_for_what_torch_casts_it_to(name, dtype, scale):
+    codes = torch.arange(256, dtype=torch.uint8)
+    compressor, values = Float8(format=name, block=24), codes.view(FORMATS[name][0]).to(dtype)
+    finite = values.isfinite()
+    values = torch.where(finite, values, 0)
+    scales = torch.full((math.ceil(256 / 24),), scale, dtype=F32)
+    payload, out = payload_of(compressor, values.view(1, 256)), torch.empty(1, 256, dtype=dtype)
+    payload[0, : 4 * len(scales)] = scales.view(torch.uint8)
+    payload[0, 4 * len(scales) :][:256] = torch.where(finite, codes, 0)
+    compressor.decompress(payload, out)
+    assert torch.equal(out[0], values * scales[0].to(dtype))
+    assert bool(compressor.is_sound(payload, 256))
+    for code in codes[~finite]:
+        payload[0, 4 * len(scales) + 7] = code
+        assert not bool(compressor.is_sound(payload, 256))
+
+
+@every_format
 def test_a_block_with_a_bad_number_is_nan_and_one_of_zeros_zero(name):
     compressor = Float8(format=name, block=8)
     for bad in (math.nan, math.inf, -math.inf):

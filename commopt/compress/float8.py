@@ -57,22 +57,37 @@ class Float8(Compressor):
         if n == 0:
             return
         parts, top = in_blocks(x, self.block), torch.finfo(cast).max
-        scales = usable(parts.abs().amax(-1) / x.new_full((), top), top)
+        room = parts.abs()
+        scales = usable(room.amax(-1) / x.new_full((), top), top)
         wide = scales.to(x.dtype).unsqueeze(-1)
-        values = (parts / wide).where(wide > 0, 0).clamp(-top, top).to(cast)
+        torch.div(parts, wide.where(wide > 0, torch.inf), out=room).nan_to_num_(
+            0.0
+        )  # no further than half an ulp above top
         payload[:, :head] = scales.view(torch.uint8)
-        payload[:, head : head + n] = values.flatten(1)[:, :n].view(torch.uint8)
+        payload[:, head : head + n].view(cast).copy_(room.flatten(1)[:, :n])
         payload[:, head + n :] = 0
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
-        n, head = out.shape[1], self._head(out.shape[1])
+        n, head, block = out.shape[1], self._head(out.shape[1]), self.block
         if n == 0:
             return
-        scales = payload[:, :head].contiguous().view(torch.float32).to(out.dtype)
-        values = payload[:, head : head + n].contiguous().view(_FORMATS[self.format]).to(out.dtype)
-        torch.mul(values, scales.repeat_interleave(self.block, dim=1)[:, :n], out=out)
+        halves, factor = self._halves(payload[:, head : head + n])
+        scales = payload[:, :head].contiguous().view(torch.float32).to(out.dtype) * factor
+        out.copy_(halves)
+        whole = n // block
+        out[:, : whole * block].unflatten(1, (whole, block)).mul_(scales[:, :whole, None])
+        out[:, whole * block :].mul_(scales[:, whole:])
+
+    def _halves(self, codes: Tensor) -> tuple[Tensor, float]:
+        """What ``codes`` stand for, as float16, but for a factor, a power of two. On a CPU torch takes twenty times as
+        long to cast from 8 bits: a float16 has the same digits, and an exponent of 5 bits."""
+        bits = codes.view(torch.int8).to(torch.int16)
+        if self.format == "e5m2":
+            return bits.bitwise_left_shift_(8).view(torch.float16), 1.0
+        return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16), 256.0  # biases: 7 and 15
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         scales = payload.view(torch.float32)[:, : -(-n // self.block)]
-        values = payload[:, self._head(n) : self._head(n) + n].contiguous().view(_FORMATS[self.format])
-        return ((scales >= 0) & (scales < float("inf"))).all() & values.float().isfinite().all()
+        codes = payload[:, self._head(n) : self._head(n) + n]
+        infinite = 0x7F if self.format == "e4m3" else 0x7C  # NaN; inf and NaN
+        return ((scales >= 0) & (scales < float("inf"))).all() & ((codes & infinite) != infinite).all()

@@ -16,8 +16,9 @@ _STEP = 0x9E3779B9
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
-    """(r, n) -> (r, ceil(n / block), block), zeros after the end of a row."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    """(r, n) -> (r, ceil(n / block), block), zeros after the end of a row; a view where nothing is after it."""
+    odd = -x.shape[1] % block
+    return (torch.nn.functional.pad(x, (0, odd)) if odd else x).unflatten(1, (-1, block))
 
 
 def usable(scales: Tensor, reach: float) -> Tensor:
