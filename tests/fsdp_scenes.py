@@ -745,6 +745,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "weights what": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=8),
         "weights of": lambda: commopt.compress_gradients(Odd(), Int4(), weights=Int8()),
         "on all dimensions": lambda: commopt.compress_gradients(placed(mesh), Int4(), process_group=mesh),
+        "some ranks": lambda: commopt.compress_gradients(cut(Odd(), mesh=mesh), Int4(), process_group=mesh["shard"]),
         "custom": lambda: commopt.compress_gradients(custom, Int4()),
         "twice": lambda: commopt.compress_gradients(twice, Int4()),
         "differ": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=Int8(block=8 << rank)),

@@ -299,6 +299,8 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "got 8" in found["weights what"]
         assert "sharded by FSDP2" in found["weights of"]
         assert "nothing is left to compress" in found["on all dimensions"]
+        assert "has 2 of the 4 ranks that the parameters are on" in found["some ranks"]
+        assert "leave it out, or give all of that mesh" in found["some ranks"]
         assert "a collective of its own, Own" in found["custom"]
         assert "2 groups of parameters on different meshes" in found["groups"]
         assert "compressed already" in found["twice"]

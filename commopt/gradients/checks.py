@@ -156,7 +156,14 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
     if len(set(topology.stages)) > 1:
         raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
     ours = {id(p) for group in groups[0] for p in group.params}
-    if topology.world_size > 1 and any(is_cut_whole(p, topology) and id(p) not in ours for p in params):
+    cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
+    if topology.world_size > 1 and cut:
+        mesh: Any = getattr(cut[0], "device_mesh", None)
+        if mesh is not None and mesh.size() > topology.world_size:
+            raise ValueError(
+                f"process_group= has {topology.world_size} of the {mesh.size()} ranks that the parameters are on, "
+                f"{mesh}: leave it out, or give all of that mesh"
+            )
         raise ValueError(
             "a parameter is on all dimensions of the mesh, and FSDP2 does not average it over any: nothing is left to "
             'compress. Put it on the inner dimension only, such as mesh["shard"]'
