@@ -19,7 +19,7 @@ from convergence_rank import configure
 from convergence_tasks import TASKS
 from tuned import METHODS, optim_of
 
-from commopt.optim import NotFinite
+from commopt.train.errors import DivergedError
 from commopt.train.loop import train
 from commopt.train.world import open_world
 
@@ -39,7 +39,7 @@ def main() -> None:
                 if not ended["finished"]:  # a signal
                     raise SystemExit(f"{run} was stopped; the next call begins it anew")
                 record = {name: ended[name] for name in ("heldout_loss", "bytes", "fp32_bytes")}
-            except NotFinite:
+            except DivergedError:
                 record = {"heldout_loss": None, "bytes": 0, "fp32_bytes": 0}
             if world.is_main:
                 shutil.rmtree(where, ignore_errors=True)
