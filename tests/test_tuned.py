@@ -95,4 +95,5 @@ def test_the_figures_that_are_kept_are_whole_runs():
     for record in tuned.read():
         assert record["method"] in tuned.METHODS
         assert record["lr"] in tuned.grid(record["method"])
-        assert record["fp32_bytes"] * 600 == record["steps"] * 493_056_000
+        diverged = record["heldout_loss"] == float("inf")
+        assert record["fp32_bytes"] * 600 == (0 if diverged else record["steps"] * 493_056_000)
