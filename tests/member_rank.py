@@ -27,7 +27,6 @@ NAME, HOST, PORT, RANKS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(s
 PATIENCE, RECONNECT, THROUGH = float(sys.argv[5]), float(sys.argv[6]), int(sys.argv[7])
 store = dist.TCPStore(HOST, PORT, is_master=False, wait_for_workers=False)
 
-
 TIMEOUT = 4 * PATIENCE
 """Of a collective; and, if that is less than 20 s, of an answer of the store."""
 

@@ -20,6 +20,7 @@ from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim import checks
+from commopt.optim.wrapped import ddp_may_average
 from commopt.sharding import covers, left_dims
 
 Groups = tuple[list[Group], list[Group]]
@@ -104,19 +105,18 @@ def check_model(
     checks.check_params(params, sends_from(topology.backend), topology.is_sharded)
     if isinstance(model, DistributedDataParallel):
         _check_ddp(model, topology, reduction)
-    elif is_wrapped(params, topology):
+    elif _is_wrapped(params, topology):
         raise ValueError(
             f"a DistributedDataParallel around this {type(model).__name__} averages its gradients already: give "
             "compress_gradients() that one"
         )
 
 
-def is_wrapped(params: Sequence[Tensor], topology: Topology) -> bool:
+def _is_wrapped(params: Sequence[Tensor], topology: Topology) -> bool:
     """Whether a DistributedDataParallel averages gradients of ``params``. Takes a while."""
-    if topology.world_size == 1 or topology.is_sharded or ranks_of(topology.backend) is None:
+    if not ddp_may_average(topology) or not ddp_models_around(params):
         return False
-    if ddp_models_around(params):
-        gc.collect()  # one that nobody has any more may be in a cycle
+    gc.collect()  # one that nobody has any more may be in a cycle
     return bool(ddp_models_around(params))
 
 
@@ -129,7 +129,7 @@ class NeverWrapped:
 
     def __call__(self) -> None:
         params, self._params = self._params, ()
-        if params and is_wrapped(params, self._topology):
+        if params and _is_wrapped(params, self._topology):
             raise RuntimeError(
                 "the model was compressed first and given to DistributedDataParallel then, which averages its "
                 "gradients in full precision, too: make that first, and give it to compress_gradients()"
@@ -158,8 +158,8 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
     ours = {id(p) for group in groups[0] for p in group.params}
     cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
     if topology.world_size > 1 and cut:
-        mesh: Any = getattr(cut[0], "device_mesh", None)
-        if mesh is not None and mesh.size() > topology.world_size:
+        mesh = cut[0].device_mesh  # type: ignore[attr-defined]
+        if mesh.size() > topology.world_size:
             raise ValueError(
                 f"process_group= has {topology.world_size} of the {mesh.size()} ranks that the parameters are on, "
                 f"{mesh}: leave it out, or give all of that mesh"

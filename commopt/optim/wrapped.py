@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from commopt.comm import gather_number
+from commopt.comm import Topology, gather_number
 from commopt.comm.torch import ranks_of
 from commopt.optim import binding
 
@@ -103,9 +103,13 @@ def count_others(optimizer: PackedOptimizer) -> None:
         optimizer.topology.traffic.add("ddp", nbytes)
 
 
-def _may_be_wrapped(optimizer: PackedOptimizer) -> bool:
-    """False where no such model can be, nor need be looked for: the same on all ranks."""
-    topology = optimizer.topology
-    if optimizer._attachment is not None or topology.world_size == 1 or topology.is_sharded:
+def ddp_may_average(topology: Topology) -> bool:
+    """False where no DistributedDataParallel can average over these ranks, nor need be looked for: the same on all of
+    them."""
+    if topology.world_size == 1 or topology.is_sharded:
         return False
     return ranks_of(topology.backend) is not None  # else no process group's ranks, so no DDP's
+
+
+def _may_be_wrapped(optimizer: PackedOptimizer) -> bool:
+    return optimizer._attachment is None and ddp_may_average(optimizer.topology)

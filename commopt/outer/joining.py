@@ -82,18 +82,15 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
 
 
 def serve(optimizer: OuterOptimizer, members: Members) -> None:
-    """Gives those that join the state. If the store is lost meanwhile, the next meeting finds that."""
-    try:
-        for ticket in members.ready():
-            try:
-                give(optimizer, members.call(ticket))
-            except StoreLost:
-                raise
-            except (CollectiveError, ValueError) as error:
-                logger.warning("members: a rank that would join has not: %s", error)
-        members.has_joined()
-    except StoreLost as lost:
-        logger.warning("members: ranks that would join have not: %s", lost)
+    """Gives those that join the state."""
+    for ticket in members.ready():
+        try:
+            give(optimizer, members.call(ticket))
+        except StoreLost:
+            raise
+        except (CollectiveError, ValueError) as error:
+            logger.warning("members: a rank that would join has not: %s", error)
+    members.has_joined()
 
 
 def give(optimizer: OuterOptimizer, backend: Backend) -> None:

@@ -83,6 +83,7 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
     while True:
         try:
             _end_round(optimizer, members)
+            return
         except StoreLost as lost:
             members.find_store(lost)
         except LeftOut as left:
@@ -91,8 +92,6 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
             logger.warning("members: %s; its own round is lost, and it joins anew", left)
             members.forsake()
             joining.join(optimizer, members, fetch_base=False)
-            return
-        else:
             return
 
 
@@ -119,7 +118,10 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
     exchange.apply()
     members.round_ended()
     if exchange.view.joiners and members.roster.rank == 0:
-        joining.serve(optimizer, members)
+        try:
+            joining.serve(optimizer, members)
+        except StoreLost as lost:  # the round has ended: the next meeting looks for the store
+            logger.warning("members: ranks that would join have not: %s", lost)
 
 
 class Exchange:

@@ -186,7 +186,7 @@ def _beside(gain: float, coarse: Sequence[Choice], steps: Mapping[str, Step], ro
 def faster(gain: float, kinds: Sequence[Mapping[str, float]]) -> str:
     """The fastest of each of ``kinds``, which learn less in a step, if they are faster than what is ``gain`` times as
     fast as the rival. kinds: gains by words."""
-    best = [(words, some[words]) for some in kinds if some for words in [max(some, key=lambda name: some[name])]]
+    best = [max(some.items(), key=lambda pair: pair[1]) for some in kinds if some]
     found = [f"{words} {other:.2f} x" for words, other in best if other >= WORTH * gain]
     return f" Faster, and learning less in a step, so that it takes more of them: {', '.join(found)}." if found else ""
 

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from commopt.comm import Topology, Traffic
-from commopt.compress import BFloat16, Compressor, Float8, Int2, Int4, Int8, Sign, TopK
+from commopt.compress import Compressor, Int4, Int8
 from commopt.gradients import Differences
 from commopt.gradients.all_gather import FLAG, GroupDifferences, GroupWeights
 from commopt.gradients.reduce_scatter import GroupMean
 from commopt.gradients.shard_group import ShardGroup
 from commopt.probe.advice import ACCURACY, TOO_COARSE, WORTH, faster
 from commopt.probe.clock import Clock, Costs, Step
-from commopt.probe.compressors import error
+from commopt.probe.compressors import COMPRESSORS, error
 from commopt.probe.fit import Line, fit_line
 from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, Mirrors
@@ -48,25 +48,23 @@ class Way:
     weights: Compressor | Differences | None = None
 
     @property
-    def too_coarse(self) -> bool:
-        """Whether it loses so much of the gradients that it is not recommended."""
-        return self.gradients is not None and error(self.gradients) >= TOO_COARSE
+    def lost(self) -> float:
+        """Error of the compressor of gradients."""
+        return 0.0 if self.gradients is None else error(self.gradients)
 
 
 WAYS = {
     "fsdp": Way("FSDP2 as it is"),
-    "fsdp_bfloat16": Way("BFloat16()", BFloat16()),
-    "fsdp_int8": Way("Int8()", Int8()),
-    "fsdp_float8": Way("Float8()", Float8()),
+    **{
+        name.replace("gradients", "fsdp"): Way(words, spec)
+        for name, (words, spec) in COMPRESSORS.items()
+        if isinstance(spec, Compressor)
+    },
     "fsdp_int8_int8": Way("Int8(), weights=Int8()", Int8(), Int8()),
-    "fsdp_int4": Way("Int4()", Int4()),
     "fsdp_int4_int8": Way("Int4(), weights=Int8()", Int4(), Int8()),
     "fsdp_int4_differences": Way("Int4(), weights=Differences()", Int4(), Differences()),
-    "fsdp_int2": Way("Int2()", Int2()),
-    "fsdp_sign": Way("Sign()", Sign()),
-    "fsdp_topk": Way("TopK()", TopK()),
 }
-"""By name; what loses less comes first."""
+"""By name: gradients alone by each compressor of rows, then weights, too."""
 
 PATIENCE = timedelta(minutes=2)
 
@@ -211,13 +209,15 @@ def recommend_cut(steps: Mapping[str, Step]) -> str:
     loses too much is not recommended."""
     plain = steps["fsdp"]
     gain = {name: plain.seconds / step.seconds for name, step in steps.items()}
-    every, chosen = [name for name, way in WAYS.items() if not way.too_coarse], "fsdp"
-    for name in every:
+    fine = sorted((name for name, way in WAYS.items() if way.lost < TOO_COARSE), key=lambda name: WAYS[name].lost)
+    coarse = {way.words: gain[name] for name, way in WAYS.items() if way.lost >= TOO_COARSE}
+    chosen = "fsdp"
+    for name in fine:
         if gain[name] >= WORTH * gain[chosen]:
             chosen = name
-    beside = faster(gain[chosen], [{way.words: gain[name] for name, way in WAYS.items() if way.too_coarse}])
+    beside = faster(gain[chosen], [coarse])
     if chosen == "fsdp":
-        best = max(every[1:], key=lambda name: gain[name])
+        best = max(fine[1:], key=lambda name: gain[name])
         return f"leave FSDP2 as it is: {WAYS[best].words}, the fastest, would be {gain[best]:.2f} x as fast.{beside}"
     text = (
         f"compress_gradients(model, {WAYS[chosen].words}): a step takes {steps[chosen].seconds:.3g} s where FSDP2 "
