@@ -10,11 +10,11 @@ import pytest
 import torch
 from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
 
-from commopt import DiLoCo, LocalSGD
+from commopt import DiLoCo, LocalSGD, Members
 from commopt.comm import CollectiveError, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.optim.agreement import StepRefused
-from commopt.outer import LeftOut, NotEnoughMembers
+from commopt.outer import CutOff, LeftOut, NotEnoughMembers
 from commopt.outer.roster import Roster
 
 
@@ -278,12 +278,12 @@ def test_members_between_whom_the_network_is_cut(quorum):
     world, cut = Rendezvous(), threading.Barrier(5)
 
     def rank(name):
-        members, params, optimizer = averaging(world, name, ranks=5, patience=3.0, quorum=quorum)
+        members, params, optimizer = averaging(world, name, ranks=5, patience=3.0, quorum=quorum, reconnect=2.9)
         go(params, optimizer, name)
         cut.wait()
         world.cut |= {frozenset((1, 3)), frozenset((0, 1))}
         if name == 1:
-            with pytest.raises(StepRefused, match="reaches the store, but not 0, 3; the network between them is cut"):
+            with pytest.raises(CutOff, match="reaches the store, but not 0, 3; the network between them is cut"):
                 go(params, optimizer, name)
             return None
         at = go(params, optimizer, name)
@@ -293,17 +293,53 @@ def test_members_between_whom_the_network_is_cut(quorum):
     assert run_ranks([lambda n=n: rank(n) for n in range(5)]) == [6.25, None, *[6.25] * 3]
 
     def of_two(name):
-        _, params, optimizer = averaging(two, name, ranks=2, patience=1.0, quorum=quorum)
+        _, params, optimizer = averaging(two, name, ranks=2, patience=1.0, quorum=quorum, reconnect=0.0)
         go(params, optimizer, name)
         two.cut.add(frozenset((0, 1)))
         if name == 0 and quorum == 1:
             return go(params, optimizer, name)
-        with pytest.raises((NotEnoughMembers, StepRefused)):
+        with pytest.raises((NotEnoughMembers, CutOff)):
             go(params, optimizer, name)
         return params[0].tolist()[0]
 
     two = Rendezvous()
     assert run_ranks([lambda n=n: of_two(n) for n in range(2)]) == [1.5 + 1.0, 1.5 + 2.0]
+
+
+def test_a_member_that_was_cut_off_from_others_joins_anew_after_longer_and_longer_pauses(monkeypatch, caplog):
+    """Cut in its round and in the one after it has joined; then the network is back, and later cut once more."""
+    world, pauses = Rendezvous(), []
+    all_here, link = threading.Barrier(3), frozenset((1, 2))
+
+    def pause(seconds):
+        if seconds < 1:
+            return sleep(seconds)
+        pauses.append(seconds)
+        if len(pauses) >= 2:
+            world.cut.remove(link)
+        return None
+
+    sleep = time.sleep
+    monkeypatch.setattr("commopt.outer.members.time.sleep", pause)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=3.0, reconnect=12.0)
+        go(params, optimizer, name)
+        for _ in range(2):
+            all_here.wait()
+            world.cut.add(link)
+            last = optimizer.param_groups[0]["rounds"] + 3
+            while optimizer.param_groups[0]["rounds"] < last or len(members.names) < 3:
+                view = members.roster.view
+                if name < 2 and members.names == [0, 1] and not view.joiners:  # until the other one waits to join
+                    until(lambda drawn=view.drawn: members.roster.client.add("tickets", 0) > drawn)
+                go(params, optimizer, name)
+        return numbers(params), members.names, optimizer.param_groups[0]["rounds"]
+
+    found = run_ranks([lambda n=n: rank(n) for n in range(3)])
+    assert found[0] == found[1] == found[2]
+    assert pauses == [3.0, 6.0, 3.0]
+    assert caplog.text.count("its own round is lost, and it joins anew in") == 3
 
 
 def test_a_store_that_does_not_answer_is_an_error_in_time():
@@ -350,6 +386,39 @@ def test_the_member_that_gives_the_state_dies(caplog):
     found = run_ranks([*(lambda n=n: rank(n) for n in range(3)), joins])
     assert found == [None, *[([4.0 + 2.5 + 3.0] * 3, [1, 2, 3])] * 3]
     assert "this rank asks again" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["ready", "forsake"])
+def test_the_store_is_lost_while_a_rank_joins(call, monkeypatch, caplog):
+    """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks again.
+    Both find the store again, and all three are members in the end."""
+    world, inner, lost = Rendezvous(), getattr(Members, call), [StoreLost("no answer")]
+
+    def once(self, *args):
+        if lost:
+            raise lost.pop()
+        return inner(self, *args)
+
+    monkeypatch.setattr(Members, call, once)
+    late = threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=1.0, timeout=1.5)
+        if name == 2:
+            late.wait(30)
+            go(params, optimizer, name)
+        while len(members.names) < 3 or optimizer.param_groups[0]["rounds"] < 2:
+            view = members.roster.view
+            if members.names == [0, 1] and not view.joiners:
+                late.set()
+                until(lambda drawn=view.drawn: members.roster.client.add("tickets", 0) > drawn)
+            go(params, optimizer, name)
+        return numbers(params), members.names
+
+    found = run_ranks([lambda n=n: rank(n) for n in range(3)])
+    assert found[0] == found[1] == found[2]
+    assert not lost
+    assert ("ranks that would join have not: no answer" if call == "ready" else "answers again") in caplog.text
 
 
 def test_a_rank_that_has_left_is_told_so_and_one_that_comes_when_all_have():

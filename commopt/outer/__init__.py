@@ -13,9 +13,10 @@ from commopt.outer.signs import ExactSign, RandomSign, RandomSignOrZero, SignRul
 from commopt.outer.slowmo import SlowMo
 from commopt.outer.sparse_loco import SparseLoCo
 from commopt.outer.streaming import Streaming
-from commopt.outer.view import LeftOut, NotEnoughMembers
+from commopt.outer.view import CutOff, LeftOut, NotEnoughMembers
 
 __all__ = [
+    "CutOff",
     "DiLoCo",
     "ExactSign",
     "Gossip",

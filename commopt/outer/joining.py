@@ -20,7 +20,7 @@ from commopt.comm.store import StoreLost
 from commopt.optim import binding
 from commopt.optim.own import digest_of
 from commopt.outer.members import Members
-from commopt.outer.view import LeftOut
+from commopt.outer.view import CutOff, LeftOut
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
@@ -51,25 +51,44 @@ def beginning(optimizer: OuterOptimizer) -> Iterator[None]:
         raise CollectiveError("another rank could not begin the run; its own error says why")
 
 
-def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool) -> None:
+def join_anew(optimizer: OuterOptimizer, members: Members, left: LeftOut) -> None:
+    """Joins those again that have gone on without this rank, which keeps the state of its base.
+
+    Raises:
+        LeftOut: ``left``, if it shall not; and as of :func:`join`.
+    """
+    if not members.rejoin:
+        raise left
+    if isinstance(left, CutOff):
+        members.pause(left)
+    else:
+        logger.warning("members: %s; its own round is lost, and it joins anew", left)
+    join(optimizer, members, fetch_base=False, again=True)
+
+
+def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool, again: bool = False) -> None:
     """Waits until a member gives this rank the state; it is a member then. ``fetch_base``: also that of its base, which
-    is kept otherwise.
+    is kept otherwise; ``again``: it was one before.
 
     Raises:
         LeftOut: none has.
+        commopt.comm.StoreLost: the store is lost, and does not come back.
         ValueError: this rank's model or settings are not the members'.
     """
-    for _ in range(ATTEMPTS):
+    failed = 0
+    while failed < ATTEMPTS:
         try:
+            if again:
+                members.forsake()
+            again = True
             take(optimizer, members.wait_to_join(), fetch_base)
         except LeftOut:
             raise
         except StoreLost as lost:
             members.find_store(lost)
-            members.forsake()
         except CollectiveError as error:
+            failed += 1
             logger.warning("members: %s; this rank asks again", error)
-            members.forsake()
         except ValueError:
             members.give_up()
             raise

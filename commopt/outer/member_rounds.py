@@ -73,7 +73,7 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
     Raises:
         error: after the others were told to go on without this rank; so is what else this rank alone has met.
         NotEnoughMembers, StepRefused: see :meth:`commopt.outer.roster.Roster.meet`.
-        LeftOut: the others have gone on without this rank, and it shall not join them anew.
+        LeftOut: the others have gone on without this rank, and it shall not join them anew, or cannot.
         commopt.comm.CollectiveError: the store is lost and does not come back, or members cannot reach each other, time
             after time.
     """
@@ -83,15 +83,12 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
     while True:
         try:
             _end_round(optimizer, members)
-            return
         except StoreLost as lost:
             members.find_store(lost)
         except LeftOut as left:
-            if not members.rejoin:
-                raise
-            logger.warning("members: %s; its own round is lost, and it joins anew", left)
-            members.forsake()
-            joining.join(optimizer, members, fetch_base=False)
+            joining.join_anew(optimizer, members, left)
+            return
+        else:
             return
 
 

@@ -18,7 +18,7 @@ from commopt.comm.store import StoreAnother, StoreClient, StoreLost, until
 from commopt.optim import checks
 from commopt.outer import lobby
 from commopt.outer.roster import Roster
-from commopt.outer.view import Name, Report, Ticket, View
+from commopt.outer.view import CutOff, Name, Report, Ticket, View
 
 logger = logging.getLogger("commopt")
 
@@ -56,9 +56,10 @@ class Members:
             the first of them is there: more than the time by which one is slower than another.
         timeout: seconds > 0 that a collective may take, and joiners until they have the state.
         join_timeout: seconds > 0 that a rank waits to be taken in: more than a round takes.
-        reconnect: seconds >= 0 that a rank which is cut off from the store goes on asking it; then, and at once with 0,
-            ``step()`` raises StoreLost. If it answers again, the rank joins anew (``rejoin``), unless the others have
-            waited.
+        reconnect: seconds >= 0 that a rank which is cut off goes on trying. From the store: it asks that again; if it
+            answers, the rank joins anew (``rejoin``), unless the others have waited. From other members: it joins anew
+            after a pause, of ``patience`` seconds at first, and of twice as many each time that it is cut off once more.
+            After so many seconds, and at once with 0, ``step()`` raises StoreLost, or :class:`commopt.outer.CutOff`.
         quorum: how many must be there to go on, of the members of the last round and of those that wait to join,
             >= 1. None is more than half of the members of the last round; those that have called :meth:`leave` do not
             count. With 1, the last one goes on alone.
@@ -122,6 +123,7 @@ class Members:
         self.among: list[Ticket] = []  # those over which the optimizer has its buckets
         self._weight: float | None = None
         self._taken = False
+        self._pauses = 0  # since the last round
         self._channel: tuple[list[Ticket], Backend] | None = None
 
     # what users call --------------------------------------------------------------------------------------------------
@@ -233,6 +235,8 @@ class Members:
         told = self.roster.verdict(state)
         if told == "failed":
             self._channel = None
+        elif told == "done":
+            self._pauses = 0
         return told
 
     def wait_to_join(self) -> Backend:
@@ -269,6 +273,20 @@ class Members:
                 logger.warning("members: the store answers again")
                 return
         raise lost
+
+    def pause(self, cut: CutOff) -> None:
+        """Waits before this rank joins those anew whom it has not reached, twice as long as the last time: as long as it
+        reaches them no better, it costs them the exchanges of a round.
+
+        Raises:
+            CutOff: ``cut``, once these pauses would take more than ``reconnect`` seconds.
+        """
+        seconds = self.patience * 2**self._pauses
+        if 2 * seconds - self.patience > self.reconnect:
+            raise cut
+        logger.warning("members: %s; its own round is lost, and it joins anew in %g s", cut, seconds)
+        self._pauses += 1
+        time.sleep(seconds)
 
     def ready(self) -> list[Ticket]:
         """The joiners that are there."""

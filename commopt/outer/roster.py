@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from commopt.comm import first_notice
 from commopt.comm.store import StoreAnother, StoreClient
 from commopt.optim.agreement import StepRefused
-from commopt.outer.view import REMEDY, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
+from commopt.outer.view import REMEDY, CutOff, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
 
 logger = logging.getLogger("commopt")
 
@@ -143,8 +143,8 @@ class Roster:
             busy: seconds that they wait before that for who gives joiners the state, for each of these.
 
         Raises:
-            LeftOut: the others have gone on without this rank.
-            StepRefused: most others stand elsewhere than this rank, or do not reach it; or it has left.
+            LeftOut: the others have gone on without this rank; CutOff, if some do not reach it.
+            StepRefused: most others stand elsewhere than this rank; or it has left.
             NotEnoughMembers: there are too few.
         """
         if self.view is None:
@@ -167,8 +167,12 @@ class Roster:
             assert self.view is not None
             return self.view
         new = self.read(now)
-        if new is not None and new.epoch == epoch and self.ticket in new.refused:
-            raise StepRefused(f"the other members go on without this rank: {new.refused[self.ticket]}")
+        if new is not None and new.epoch == epoch:
+            why = "the other members go on without this rank: "
+            if self.ticket in new.refused:
+                raise StepRefused(why + new.refused[self.ticket])
+            if self.ticket in new.unreached:
+                raise CutOff(why + new.unreached[self.ticket])
         raise LeftOut(f"the other members have gone on without this rank: it was not there in time at meeting {epoch}")
 
     def verdict(self, state: str) -> str:
@@ -281,17 +285,17 @@ class Roster:
         return made
 
     def _log(self, last: View, view: View, gone: Sequence[Ticket]) -> None:
-        lost = [t for t in self.expected if t not in view.members and t not in gone and t not in view.refused]
+        without = {**view.refused, **view.unreached}
+        lost = [t for t in self.expected if t not in view.members and t not in gone and t not in without]
         told = {"have gone": gone, "are missing": lost, "join": view.joiners}
         for what, tickets in told.items():
             if tickets:
                 names: Mapping[Ticket, Name] = {**last.names, **view.names}
                 who = ", ".join(str(names[t]) for t in tickets)
                 logger.warning("members, meeting %d: %d go on; %s: %s", view.epoch, len(view.members), what, who)
-        for ticket, why in {**view.refused, **view.excluded}.items():
-            name = last.names.get(ticket, "?")
-            what = "goes on without" if ticket in view.refused else "does not count"
-            logger.warning("members, meeting %d: %s %s: %s", view.epoch, what, name, why)
+        for what, found in {"goes on without": without, "does not count": view.excluded}.items():
+            for ticket, why in found.items():
+                logger.warning("members, meeting %d: %s %s: %s", view.epoch, what, last.names.get(ticket, "?"), why)
 
 
 def _body(now: str) -> str:

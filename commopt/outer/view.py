@@ -33,6 +33,10 @@ class LeftOut(CollectiveError):
     """The others have gone on without this rank."""
 
 
+class CutOff(LeftOut):
+    """The same, as this rank reaches the store, but not all of them."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a rank says of itself where members meet.
@@ -81,6 +85,7 @@ class View:
         joiners: tickets of those that are to get the state of a member, and be members from then on.
         drawn: how many tickets were drawn before.
         refused: why, by ticket, of those that cannot go on with the others.
+        unreached: why, by ticket, of those that others do not reach.
         excluded: why, by ticket, of members whose pseudo-gradients do not count.
         failures: how many meetings before this one have failed, in a row.
         before: keys in the store of the view before, for whoever takes them away.
@@ -93,6 +98,7 @@ class View:
     joiners: Sequence[Ticket] = ()
     drawn: int = 0
     refused: Mapping[Ticket, str] = field(default_factory=dict)
+    unreached: Mapping[Ticket, str] = field(default_factory=dict)
     excluded: Mapping[Ticket, str] = field(default_factory=dict)
     failures: int = 0
     before: Sequence[str] = ()
@@ -104,7 +110,7 @@ class View:
     def from_json(cls, text: str) -> View:
         given = json.loads(text)
         given["reports"] = [Report(**report) for report in given["reports"]]
-        for name in ("names", "refused", "excluded"):
+        for name in ("names", "refused", "unreached", "excluded"):
             given[name] = {int(ticket): value for ticket, value in given[name].items()}
         return cls(**given)
 
@@ -154,14 +160,15 @@ def next_view(
     """
     names = {ticket: last.names[ticket] for ticket in reports}
     refused = odd_ones(reports, names)
-    refused |= cut_off({t: r for t, r in reports.items() if t not in refused}, names)
-    members = [ticket for ticket in order_of(names) if ticket not in refused]
+    unreached = cut_off({t: r for t, r in reports.items() if t not in refused}, names)
+    without = {**refused, **unreached}
+    members = [ticket for ticket in order_of(names) if ticket not in without]
     joiners = {} if state == "done" else {ticket: last.names[ticket] for ticket in last.joiners}
     of = len(set(last.members) - set(gone))
     if members and len(members) + len(joiners) + len(waiting) < needed(of):
         raise NotEnoughMembers(
             f"{len(members)} of {of} members are there ({last.named(members)}), and {needed(of)} are needed to go on; "
-            + "".join(f"not {last.names[ticket]}: {why}; " for ticket, why in refused.items())
+            + "".join(f"not {last.names[ticket]}: {why}; " for ticket, why in without.items())
             + REMEDY
         )
     joins = bool(members) and reports[members[0]].kind == "round"
@@ -174,6 +181,7 @@ def next_view(
         joiners=sorted(joiners),
         drawn=drawn if joins else last.drawn,
         refused=refused,
+        unreached=unreached,
         excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z),
         failures=last.failures + 1 if state == "failed" else 0,
     )
