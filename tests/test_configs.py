@@ -16,8 +16,10 @@ from trainer_runs import assert_same, content, records
 
 from commopt.train.config import (
     CommConfig,
+    CompressorConfig,
     Config,
     DataConfig,
+    GradientsConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -281,6 +283,22 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
+def test_a_compressor_is_a_name_or_name_and_args(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "optim: {lr: 3e-4, compressor: {name: TopK, args: {k: 8}}, settings: {AdamW: {comm.compress: Sign}}}\n"
+    )
+    for compressor in ("Int4", "commopt.compress.Int4"):
+        optim = parse([str(path), f"--optim.compressor={compressor}"]).optim
+        assert optim.compressor == CompressorConfig(compressor)  # nothing is left of the other one's
+    assert parse([str(path), "--optim.name=AdamW"]).comm.compress == GradientsConfig("Sign")
+    path.write_text("optim: {lr: 3e-4, compressor: Int4}\ncomm: {compress: Int8, timeout: 1e2}\n")
+    config = parse([str(path), "--comm.compress.feedback=false"])
+    assert (config.optim.compressor, config.optim.lr) == (CompressorConfig("Int4"), 3e-4)
+    assert (config.comm.compress, config.comm.timeout) == (GradientsConfig("Int8", feedback=False), 100.0)
+    assert parse([str(path), "--comm.compress=null"]).comm.compress is None
+
+
 WRONG = [
     (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),
     (["--steps=1"], "", "unknown key 'steps' .*; did you mean train.steps"),
@@ -294,6 +312,7 @@ WRONG = [
         "unknown key 'optim.compressor.nam' in .*; did you mean optim.compressor.name",
     ),
     ([], "optim: {lr: fast}", "optim.lr.*float.*fast"),
+    ([], "optim: {lr: fast, compressor: Int4}", "optim.lr.*float.*fast"),
     ([], "train: {steps: 1.5}", "train.steps.*int.*1.5"),
     (["--train.precision=fp8"], "", "train.precision.*fp8"),
     ([], "optim: [1", "c.yaml: not valid YAML"),

@@ -75,13 +75,35 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
             _check_tree(value, where, f"{key}.")
 
 
-def _has_content(path: Path) -> bool:
-    """True if the file says anything. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
+def _named(key: str, value: Any) -> Any:
+    """``value`` of ``key``; {name: Int4, args: {}} for Int4 where a class may be named."""
+    hint = keys().get(key)
+    is_name = isinstance(value, str) and value.replace(".", "_").isidentifier() and value not in ("null", "None")
+    optional = type(None) in typing.get_args(hint) and _section(hint) is not None
+    return {"name": value, "args": {}} if is_name and optional else value
+
+
+def _whole(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``data`` without such names."""
+    out = {name: _named(f"{prefix}{name}", value) for name, value in data.items()}
+    sections = {name for name in out if _section(keys().get(f"{prefix}{name}")) is not None}
+    return {
+        name: _whole(value, f"{prefix}{name}.") if name in sections and isinstance(value, Mapping) else value
+        for name, value in out.items()
+    }
+
+
+def _content(path: Path) -> str:
+    """What jsonargparse is given for a config file: its path, what is in it without such names, or "" if that is
+    nothing. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
     data = read_yaml(path)
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")
     _check_tree(data or {}, f"in {path}")
-    return bool(data)
+    whole = _whole(data or {})
+    if whole == (data or {}):
+        return str(path) if data else ""
+    return str(yaml.safe_dump(whole))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -143,14 +165,15 @@ def parse(argv: Sequence[str]) -> Config:
     named = [word.split("=", 1)[1] for word in overrides if word.startswith("--config=")]
     overrides = [word for word in overrides if not word.startswith("--config=")]
     files = [os.path.expanduser(path) for path in (*files, *named)]
-    files = [path for path in files if _has_content(Path(path))]
+    contents = [content for path in files if (content := _content(Path(path)))]
     for word in overrides:
         _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
     parser = make_parser()
 
     def read(*words: str) -> dict[str, Any]:
+        given = [_override(*word[2:].split("=", 1)) for word in (*words, *overrides)]
         try:
-            parsed = parser.parse_args([*(f"--config={path}" for path in files), *words, *overrides])
+            parsed = parser.parse_args([*(f"--config={content}" for content in contents), *given])
         except (ArgumentError, ValueError) as error:
             raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
         values: dict[str, Any] = parsed.as_dict()
@@ -165,6 +188,12 @@ def parse(argv: Sequence[str]) -> Config:
         raise ConfigError(f"optim.settings.{chosen}.name={values['optim']['name']}: settings cannot change the name")
     values["optim"]["settings"] = {}
     return from_dict(values)
+
+
+def _override(key: str, value: str = "") -> str:
+    """The word of the command line that gives ``key`` a value."""
+    named = _named(key, value)
+    return f"--{key}={value if named is value else json.dumps(named)}"
 
 
 def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
