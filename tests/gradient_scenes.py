@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -258,6 +259,8 @@ def wrapped(rank: int, world_size: int) -> dict[str, Any]:
     except ValueError as error:
         said["before"] = str(error)
     bare = net.module
+    vars(net)["itself"] = net  # a cycle, as one with a trainer that the model knows
+    gc.collect()  # old then, so that it stays for a while
     del net
     handle = commopt.compress_gradients(bare, Sign())
     bare(images(0, rank)).square().sum().backward()

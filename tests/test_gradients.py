@@ -556,6 +556,7 @@ def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
         for other in (copied, pickled):
             other(tokens(0, backend.rank, 2)).backward()
         assert handle.comm_stats()["steps"] == 0
+        assert repr(handle) == f"CompressedGradients(Used, {Sign(16)!r}, ranks={backend.world_size}, steps=0)"
         commopt.compress_gradients(copied, Sign(16), backend=backend)
         copied(tokens(0, backend.rank, 2)).backward()
         del handle

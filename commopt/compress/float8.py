@@ -61,7 +61,6 @@ class Float8(Compressor):
         scales = usable(room.amax(-1) / x.new_full((), top), top)
         wide = scales.to(x.dtype).unsqueeze(-1)
         torch.div(parts, wide.where(wide > 0, torch.inf), out=room)  # above top by so little that the cast rounds to it
-        room.nan_to_num_(0.0)
         payload[:, :head] = scales.view(torch.uint8)
         payload[:, head : head + n].view(cast).copy_(room.flatten(1)[:, :n])
         payload[:, head + n :] = 0

@@ -46,19 +46,25 @@ class CompressedGradients:
     """What :func:`compress_gradients` returns. It lives as long as the model does, or until :meth:`remove`.
 
     Attributes:
+        compressor: of the gradients.
         mean: takes the means.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        compressor: OfGradients,
         mean: GradientMean,
         door: DDPHook | ParameterHooks,
         sharded: ShardedDoor | None = None,
         taken: Sequence[TakenReplicas] = (),
     ) -> None:
         self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
-        self._taken = taken
+        self.compressor, self._taken = compressor, taken
+
+    def __repr__(self) -> str:
+        name, ranks = type(self._model()).__name__, self.mean.topology.world_size
+        return f"CompressedGradients({name}, {self.compressor!r}, ranks={ranks}, steps={self.mean.steps})"
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -258,7 +264,7 @@ def _connected(
                 grouped,
             )  # fmt: skip
             mean.parts.append(sharded)
-    handle = CompressedGradients(model, mean, door, sharded, taken)
+    handle = CompressedGradients(model, given.compressor, mean, door, sharded, taken)
     topology.traffic.leave_out()
     if sharded is None:
         _HANDLES[model] = lambda: handle
