@@ -23,6 +23,7 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.ops import native
+from commopt.ops.integers import E4M3, LARGEST_CODE, width
 
 BLOCK, INT_BLOCK, RANKS, TENSORS = 2048, 128, 4, 16
 Route = Callable[[], object]
@@ -205,10 +206,13 @@ def usual_integers(
     error.add_(z)
     blocks = error.view(-1, INT_BLOCK)
     rotated = blocks if hadamard is None else blocks @ hadamard
-    scales = rotated.abs().amax(1, keepdim=True) / max(2 ** (bits - 1) - 1, 1.5)
+    scales = rotated.abs().amax(1, keepdim=True) / LARGEST_CODE[bits]
     codes = rotated / scales
-    codes = codes.add_(torch.rand_like(codes)).floor_() if stochastic else codes.round_()
-    sent = codes.to(torch.int8) * scales
+    if bits == E4M3:  # torch does not round these stochastically
+        sent = codes.to(torch.float8_e4m3fn).to(codes.dtype) * scales
+    else:
+        codes = codes.add_(torch.rand_like(codes)).floor_() if stochastic else codes.round_()
+        sent = codes.to(torch.int8) * scales
     blocks.sub_(sent if hadamard is None else sent @ hadamard)
 
 
@@ -221,18 +225,19 @@ def walsh_hadamard(size: int) -> Tensor:
 
 
 def int_cases(n: int) -> list[Case]:
-    """Integers on ``n`` elements, whole blocks of them; in the other route nothing is packed."""
+    """Integers and floats of 8 bits on ``n`` elements, whole blocks of them; in the other route nothing is packed."""
     n = max(n, INT_BLOCK)
-    return [case for bits in (8, 4, 2) for case in cases_of_bits(n, bits)]
+    return [case for bits in (8, 4, 2, E4M3) for case in cases_of_bits(n, bits)]
 
 
 def cases_of_bits(n: int, bits: int) -> list[Case]:
-    """Integers of so many bits."""
+    """Integers of so many bits, or floats."""
     x, error, usual_x, usual_error, out, new_error = (torch.randn(1, n) for _ in range(6))
     wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
     ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
-    own, size, matrix = wire[:1].clone(), 4 / INT_BLOCK + bits / 8, walsh_hadamard(INT_BLOCK)
-    codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK, dtype=torch.int8), torch.ones(n // INT_BLOCK, 1)
+    own, size, matrix = wire[:1].clone(), 4 / INT_BLOCK + width(bits) / 8, walsh_hadamard(INT_BLOCK)
+    kind = torch.float8_e4m3fn if bits == E4M3 else torch.int8
+    codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK).to(kind), torch.ones(n // INT_BLOCK, 1)
 
     def compress(stochastic: bool, rotated: bool) -> Route:
         return lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, stochastic, rotated)
@@ -244,18 +249,20 @@ def cases_of_bits(n: int, bits: int) -> list[Case]:
     def usual_mean() -> None:
         out.zero_()
         for rows in codes:
-            out.view(-1, INT_BLOCK).add_(rows * scales)
+            out.view(-1, INT_BLOCK).add_((rows.float() if bits == E4M3 else rows) * scales)
         out.div_(RANKS)
 
     def usual_reduce() -> None:
         usual_mean()
         usual_integers(out, usual_error, bits)
 
-    every = [(False, False, ""), (True, False, "  stochastic"), (False, True, "  rotated")]
+    every, name = [(False, False, "")], "floats of 8 bits" if bits == E4M3 else f"{bits} bits"
+    if bits != E4M3:
+        every += [(True, False, "  stochastic"), (False, True, "  rotated")]
     if bits == 4:
         every.append((True, True, "  rotated, stochastic"))
     return [
-        *(Case(name or f"{bits} bits, with feedback", compress(*how), usual(*how), 12 + size) for *how, name in every),
+        *(Case(label or f"{name}, with feedback", compress(*how), usual(*how), 12 + size) for *how, label in every),
         Case(
             "  to a new residual",
             lambda: ops.int_compress_with_feedback(x, error, own, bits, INT_BLOCK, new_error=new_error),

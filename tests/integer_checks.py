@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from oracle_integers import value_of
 from torch import Tensor
 from wires import FLAVOURS, mask_bits, same, tensors_in, values
 
 from commopt import ops
 from commopt.ops import reference_integers as reference
+from commopt.ops.integers import E4M3, E5M2, LARGEST_CODE
 
+BITS = list(LARGEST_CODE)
 ANY = {
     "rows": st.integers(1, 3),
     "n": st.one_of(st.integers(1, 40), st.integers(41, 700), st.sampled_from([2049, 4096, 8191, 9001, 17_000])),
-    "bits": st.sampled_from([8, 4, 2]),
+    "bits": st.sampled_from(BITS),
     "block": st.sampled_from([8, 16, 32, 64, 128, 128, 256, 512, 2048, 8192]),
     "stochastic": st.booleans(),
     "rotated": st.booleans(),
-    "flavour": st.sampled_from(FLAVOURS),
+    "flavour": st.sampled_from([*FLAVOURS, "ties"]),
     "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
     "bad": st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
     "seed": st.integers(0, 2**32 - 1),
@@ -31,6 +34,19 @@ ANY = {
 def new_wire(rows: int, n: int, bits: int, block: int) -> Tensor:
     """A wire full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.int_nbytes(n, bits, block)), 0xA5, dtype=torch.uint8)
+
+
+def ties(shape: tuple[int, int], bits: int, block: int, rng: np.random.Generator) -> Tensor:
+    """Elements halfway between what two codes stand for, in blocks whose scale is 1."""
+    top = LARGEST_CODE[bits]
+    if bits in (E4M3, E5M2):
+        stand_for = torch.tensor([v for code in range(128) if (v := value_of(code, bits)) <= top])
+        halfway = (stand_for[1:] + stand_for[:-1]) / 2
+        x = halfway[rng.integers(0, len(halfway), shape)] * torch.from_numpy(rng.choice([1.0, -1.0], shape)).float()
+    else:
+        x = torch.from_numpy(rng.integers(-int(top), int(top) + 1, shape) + 0.5).float()
+    x[:, ::block] = top
+    return x
 
 
 def check(
@@ -49,7 +65,10 @@ def check(
 ) -> None:
     """``run`` has the operators as attributes, and works on ``device``."""
     rng = np.random.default_rng(seed)
-    x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
+    if flavour == "ties":
+        x, error = ties((rows, n), bits, block, rng), torch.zeros(rows, n)
+    else:
+        x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
     if bad is not None:
         x[rng.integers(rows), rng.integers(n)] = bad
     live, coding, results = mask_bits(mask, rows, n, rng), (bits, block, stochastic, rotated, seed), []

@@ -26,21 +26,21 @@ def test_each_element_becomes_the_nearest_number_of_the_format(name, dtype, n):
     kind, top = FORMATS[name]
     table = torch.arange(256, dtype=torch.uint8).view(kind).to(F64)
     table = table[table.isfinite()]
-    compressor = Float8(format=name, block=24)
+    compressor = Float8(format=name, block=16)
     x = torch.randn(2, n, dtype=F64, generator=torch.Generator().manual_seed(n)).to(dtype)
     payload, out = payload_of(compressor, x), torch.empty_like(x)
     compressor.compress(x, payload)
     compressor.decompress(payload, out)
-    scales = payload[:, : 4 * math.ceil(n / 24)].contiguous().view(F32)
+    scales = payload[:, : 4 * math.ceil(n / 16)].contiguous().view(F32)
     for r in range(2):
         for i in range(n):
-            block = x[r, i // 24 * 24 : i // 24 * 24 + 24]
-            s = scales[r, i // 24].double()
+            block = x[r, i // 16 * 16 : i // 16 * 16 + 16]
+            s = scales[r, i // 16].double()
             assert s == (block.abs().max() / block.new_tensor(top)).float()
             nearest = float((table * s - x[r, i].double()).abs().min())
             off = float((out[r, i].double() - x[r, i].double()).abs())
             assert off <= nearest * (1 + 1e-5) + float(s) * 1e-7 * top
-    assert not payload[:, 4 * math.ceil(n / 24) + n :].any()
+    assert not payload[:, 4 * math.ceil(n / 16) + n :].any()
     assert bool(compressor.is_sound(payload, n))
 
 
@@ -49,19 +49,16 @@ def test_each_element_becomes_the_nearest_number_of_the_format(name, dtype, n):
 @pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 3e33])
 def test_every_code_stands_for_what_torch_casts_it_to(name, dtype, scale):
     codes = torch.arange(256, dtype=torch.uint8)
-    compressor, values = Float8(format=name, block=24), codes.view(FORMATS[name][0]).to(dtype)
+    compressor, values = Float8(format=name, block=16), codes.view(FORMATS[name][0]).to(dtype)
     finite = values.isfinite()
     values = torch.where(finite, values, 0)
-    scales = torch.full((math.ceil(256 / 24),), scale, dtype=F32)
+    scales = torch.full((math.ceil(256 / 16),), scale, dtype=F32)
     payload, out = payload_of(compressor, values.view(1, 256)), torch.empty(1, 256, dtype=dtype)
     payload[0, : 4 * len(scales)] = scales.view(torch.uint8)
     payload[0, 4 * len(scales) :][:256] = torch.where(finite, codes, 0)
     compressor.decompress(payload, out)
     assert torch.equal(out[0], values * scales[0].to(dtype))
     assert bool(compressor.is_sound(payload, 256))
-    for code in codes[~finite]:
-        payload[0, 4 * len(scales) + 7] = code
-        assert not bool(compressor.is_sound(payload, 256))
 
 
 @every_format
@@ -115,9 +112,9 @@ def test_what_is_sent_and_what_stays_are_what_was_there(compressor, dtype):
     ("arguments", "says"),
     [
         ({"format": "e4m4"}, "format must be 'e4m3' or 'e5m2', got 'e4m4'"),
-        ({"block": 0}, "block must be a positive multiple of 8, got 0"),
-        ({"block": 12}, "got 12"),
-        ({"block": True}, "got True"),
+        ({"format": None}, "got None"),
+        ({"block": 0}, "block must be a power of two from 8 to 8192, got 0"),
+        ({"block": 24}, "got 24"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, says):

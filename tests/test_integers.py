@@ -1,9 +1,10 @@
-"""Int8, Int4 and Int2: against lists of floats, and every provider against the reference."""
+"""Int8, Int4, Int2 and Float8: against lists of floats, and every provider against the reference."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import integer_checks as checks
@@ -17,13 +18,14 @@ from torch import Tensor
 from wires import bits_equal, mask_bits, unpacked
 
 from commopt import ops
-from commopt.compress import Int2, Int4, Int8
+from commopt.compress import Float8, Int2, Int4, Int8
 from commopt.ops import reference_integers as reference
+from commopt.ops.integers import E4M3, E5M2
 
 F32, F64 = torch.float32, torch.float64
-KINDS = (Int8, Int4, Int2)
+KINDS = (Int8, Int4, Int2, Float8, partial(Float8, format="e5m2"))
 WAYS = list(itertools.product((False, True), (False, True)))
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=["Int8", "Int4", "Int2", "e4m3", "e5m2"])
 every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
@@ -42,7 +44,7 @@ def there_and_back(compressor: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("stochastic", "rotated"), WAYS)
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", checks.BITS)
 @pytest.mark.parametrize(("n", "block"), [(1, 8), (37, 16), (100, 64), (300, 128), (129, 128), (64, 64)])
 def test_rows_are_those_of_the_definition(n, block, bits, stochastic, rotated):
     for seed, mask in enumerate(["none", "some", "blocks", "dead"]):
@@ -65,7 +67,7 @@ def test_rows_are_those_of_the_definition(n, block, bits, stochastic, rotated):
         torch.testing.assert_close(mean, out.mean(0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [(Int8, 8), (Int4, 4), (Int2, 2)])
+@pytest.mark.parametrize(("kind", "bits"), [*zip(KINDS, (8, 4, 2, 8, 8))])
 def test_a_row_has_the_size_it_says(kind, bits):
     for n, block in itertools.product([0, 1, 7, 8, 63, 128, 129, 5000], [8, 128, 8192]):
         size = 4 * math.ceil(n / block) + math.ceil(n * bits / 8)
@@ -107,7 +109,7 @@ def test_native_equals_reference_bitwise(isa):
     check_native_columns()
 
 
-@pytest.mark.parametrize(("bits", "rotated"), [(8, False), (4, True), (2, False)])
+@pytest.mark.parametrize(("bits", "rotated"), [(8, False), (4, True), (2, False), (E4M3, False), (E5M2, True)])
 def test_what_bypasses_the_caches_is_the_same(isa, bits, rotated):
     n = 2**18 + 200  # the end is no whole block, nor a whole register
     x, error, results = normal(1, n, dtype=F32), normal(1, n, seed=1, dtype=F32), []
@@ -140,7 +142,7 @@ def test_more_ranks_than_any_buffer(isa):
     assert bits_equal(mean, expected)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", checks.BITS)
 def test_results_do_not_depend_on_threads(isa, threads, bits):
     n, seen = 300_001, []
     x, error = normal(2, n, dtype=F32), normal(2, n, seed=1, dtype=F32)
@@ -243,7 +245,7 @@ def test_equal_elements_are_rounded_differently_in_different_places_and_blocks(k
 
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "rounding"), [(Int8, "nearest"), (Int4, "nearest"), *[(k, "stochastic") for k in KINDS]]
+    ("kind", "rounding"), [*((k, "nearest") for k in KINDS if k is not Int2), *[(k, "stochastic") for k in KINDS]]
 )
 def test_the_mean_of_many_equal_steps_tends_to_what_is_sent(kind, rounding, rotate):
     compressor, x = kind(rounding=rounding, rotate=rotate), normal(1, 512, seed=4)
@@ -338,7 +340,7 @@ def columns_(**wrong):
     ("call", "says"),
     [
         (lambda: ops.int_nbytes(-1, 8, 8), "n must be at least 0, got -1"),
-        (lambda: ops.int_nbytes(8, 3, 8), "bits must be 8, 4 or 2, got 3"),
+        (lambda: ops.int_nbytes(8, 3, 8), r"bits must be 8, 4 or 2, or E4M3 \(43\) or E5M2 \(52\), got 3"),
         (lambda: ops.int_nbytes(8, 4, 12), "power of two from 8 to 8192, got 12"),
         (lambda: ops.int_compress(torch.ones(8), new_wire(1, 8, 4, 8), 4, 8), "x .*2 dimensions"),
         (lambda: ops.int_compress(torch.ones(1, 8).half(), new_wire(1, 8, 4, 8), 4, 8), "x .*float16"),

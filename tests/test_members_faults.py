@@ -390,8 +390,8 @@ def test_the_member_that_gives_the_state_dies(caplog):
 
 @pytest.mark.parametrize("call", ["ready", "forsake"])
 def test_the_store_is_lost_while_a_rank_joins(call, monkeypatch, caplog):
-    """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks again.
-    Both find the store again, and all three are members in the end."""
+    """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks
+    again. Both find the store again, and all three are members in the end."""
     world, inner, lost = Rendezvous(), getattr(Members, call), [StoreLost("no answer")]
 
     def once(self, *args):

@@ -22,7 +22,7 @@ CASES = [
     Int4(block=8, rounding="stochastic"),
     Int2(block=64),
     Int2(block=16, rounding="stochastic", rotate=True, seed=9),
-    Float8(block=24),
+    Float8(block=32),
     Float8(format="e5m2", block=64),
     BFloat16(),
 ]

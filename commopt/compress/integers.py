@@ -7,158 +7,33 @@ The four levels of ``Int2`` lie at +-0.5 and +-1.5 root mean squares, which is w
 of a Gaussian; what lies beyond is cut off, and stays in the residual. With stochastic rounding nothing may be cut off,
 or it would be biased: its scale is larger, and so is its error.
 
-**Stochastic rounding** rounds up or down at random, so that the mean of what is sent is what was to be sent. The noise
-is a hash of the seed, the block's scale, the place in the block and the value itself: no generator and no state, equal
-inputs give equal codes, and a resumed run is exact. So it is unbiased over elements and over inputs that change, but
-not over repetitions of the very same input: there only the residual helps.
-
-**Rotation** (SDP4Bit, arXiv 2410.15526) puts a normalised Walsh-Hadamard transform of the block before, and its inverse
-behind. It spreads an element that is much larger than the rest over the whole block, so that the others need not share
-its scale. Where all are of one size nothing is gained.
-
-Formats and arithmetic: :mod:`commopt.ops.integers`.
+Rounding and rotation: :mod:`commopt.compress.scaled`. Formats and arithmetic: :mod:`commopt.ops.integers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from commopt import ops
-from commopt.compress.compressor import Chunk, Compressor, Momentum
-from commopt.ops.integers import LARGEST_BLOCK
+from commopt.compress.scaled import Scaled
 
 
 @dataclass(frozen=True)
-class Integers(Compressor):
-    """What ``Int8``, ``Int4`` and ``Int2`` have in common.
+class Int8(Scaled):
+    """8 bits an element and a float32 scale a block: see :class:`commopt.compress.scaled.Scaled`."""
 
-    A payload row is ``[float32 scales][codes, the first in the lowest bits][zeros up to a multiple of 16]``. A block
-    that holds inf or NaN has the scale NaN, and decodes to NaN on every rank; one of zeros decodes to zeros.
-
-    Args:
-        block: elements that share a scale, a power of two from 8 to 8192. The last one of a row may be shorter.
-        rounding: "nearest" or "stochastic".
-        rotate: whether blocks are transformed first. A shorter last block is, in pieces that are powers of two.
-        seed: of the noise of stochastic rounding, 0 <= seed < 2**32.
-
-    Raises:
-        ValueError: for any of them out of range.
-    """
-
-    block: int = 128
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    rotate: bool = False
-    seed: int = 0
-
-    bits: ClassVar[int]
-    """Bits of an element."""
-
-    def __post_init__(self) -> None:
-        block, seed = self.block, self.seed
-        whole = isinstance(block, int) and not isinstance(block, bool)
-        if not whole or not 8 <= block <= LARGEST_BLOCK or block & (block - 1):
-            raise ValueError(f"block must be a power of two from 8 to {LARGEST_BLOCK}, got {block!r}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
-        if not isinstance(self.rotate, bool):
-            raise ValueError(f"rotate must be True or False, got {self.rotate!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise ValueError(f"seed must be an int with 0 <= seed < 2**32, got {seed!r}")
-
-    @property
-    def chunk_multiple(self) -> int | None:
-        return self.block
-
-    @property
-    def _coding(self) -> tuple[int, int, bool, bool, int]:
-        return self.bits, self.block, self.rounding == "stochastic", self.rotate, self.seed
-
-    def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
-        return ops.int_nbytes(n, self.bits, self.block)
-
-    def compress(self, x: Tensor, payload: Tensor) -> None:
-        ops.int_compress(x, payload, *self._coding)
-
-    def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = payload.view(torch.float32)[:, : -(-n // self.block)]
-        return ((scales >= 0) & (scales < float("inf"))).all()
-
-    def decompress(self, payload: Tensor, out: Tensor) -> None:
-        ops.int_decompress(payload, out, self.bits, self.block, self.rotate)
-
-    def decompress_active(
-        self, payload: Tensor, out: Tensor, active: Tensor | None, chunk: Chunk | None = None
-    ) -> None:
-        if chunk is None:
-            ops.int_decompress(payload, out, self.bits, self.block, self.rotate, active)
-        elif out.dtype == torch.float32:
-            self.decompress_to(payload, [out], [0], out.view(-1), active, chunk)
-        else:
-            super().decompress_active(payload, out, active, chunk)
-
-    def decompress_to(
-        self,
-        payload: Tensor,
-        outs: Sequence[Tensor],
-        offsets: Sequence[int],
-        room: Tensor,
-        active: Tensor | None,
-        chunk: Chunk | None = None,
-    ) -> None:
-        if room.dtype == torch.float32:
-            rows = self.bits, self.block, self.rotate, active
-            ops.int_decompress_to(payload, outs, offsets, room.numel(), *rows, *(chunk or ()))
-        else:
-            super().decompress_to(payload, outs, offsets, room, active, chunk)
-
-    def compress_with_feedback(
-        self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
-    ) -> None:
-        ops.int_compress_with_feedback(x, error, payload, *self._coding, active, new_error)
-
-    def compress_momentum(
-        self,
-        momentum: Momentum | None,
-        error: Tensor,
-        payload: Tensor,
-        active: Tensor | None,
-        new_error: Tensor,
-        chunk: Chunk | None = None,
-    ) -> None:
-        of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
-        ops.int_compress_momentum(
-            of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), payload, *self._coding,
-            active, *(chunk or ()),
-        )  # fmt: skip
-
-    def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
-        ops.int_decompress_mean(payload, out, self.bits, self.block, self.rotate)
-
-    def reduce(self, payloads: Tensor, error: Tensor, own: Tensor, active: Tensor | None, new_error: Tensor) -> None:
-        ops.int_reduce(payloads, error, new_error, own, *self._coding, active)
+    bits: ClassVar[int] = 8  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Int8(Integers):
-    """8 bits an element and a float32 scale a block: see :class:`Integers`."""
+class Int4(Scaled):
+    """4 bits an element and a float32 scale a block: see :class:`commopt.compress.scaled.Scaled`."""
 
-    bits: ClassVar[int] = 8
-
-
-@dataclass(frozen=True)
-class Int4(Integers):
-    """4 bits an element and a float32 scale a block: see :class:`Integers`."""
-
-    bits: ClassVar[int] = 4
+    bits: ClassVar[int] = 4  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Int2(Integers):
-    """2 bits an element and a float32 scale a block: see :class:`Integers`."""
+class Int2(Scaled):
+    """2 bits an element and a float32 scale a block: see :class:`commopt.compress.scaled.Scaled`."""
 
-    bits: ClassVar[int] = 2
+    bits: ClassVar[int] = 2  # type: ignore[misc]

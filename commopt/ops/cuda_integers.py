@@ -21,7 +21,7 @@ _P, _I64 = ctypes.c_void_p, ctypes.c_longlong
 
 # As in the source, field by field.
 class Coding(Structure):
-    _fields_ = [("bits", _I64), ("stochastic", _I64), ("rotated", _I64), ("seed", _I64)]
+    _fields_ = [("kind", _I64), ("stochastic", _I64), ("rotated", _I64), ("seed", _I64)]
 
 
 class Compression(Structure):

@@ -1,10 +1,11 @@
-"""Integers of 8, 4 or 2 bits and a scale a block: the operators of :mod:`commopt.compress.integers`.
+"""Integers of 8, 4 or 2 bits, or floats of 8, and a scale a block: the operators of :mod:`commopt.compress.scaled`.
 
 **Wire row.** ``n`` elements in blocks of ``block`` (the last one may be shorter)::
 
-    [ceil(n / block) float32 scales][ceil(n bits / 8) bytes of codes][zeros up to a multiple of 16 bytes]
+    [ceil(n / block) float32 scales][ceil(n b / 8) bytes of codes][zeros up to a multiple of 16 bytes]
 
-The code of element i begins at bit b (i % (8 / b)) of byte i b // 8, least significant first; unused bits are 0.
+The code of element i has b bits and begins at bit b (i % (8 / b)) of byte i b // 8, least significant first; unused
+bits are 0. ``bits`` is 8, 4 or 2, and b; or the kind of float, and b is 8.
 Everything below is computed in the dtype of the input, each operation rounded once, without fused multiply-adds: all
 providers agree bit for bit.
 
@@ -12,10 +13,15 @@ providers agree bit for bit.
 * **2 bits**: q in 0..3 stands for (q - 1.5) s.  To nearest: s = sqrt(sum z^2 / count), in float64, the sum in a fixed
   order (:mod:`commopt.ops.reference_integers`). Stochastic: s = max |z| / 1.5.
 
+* **Floats of 8 bits**: what torch.float8_e4m3fn or torch.float8_e5m2 stand for, times s;  s = max |z| / Q, Q = 448 or
+  57344, their largest number.
+
 With t = z (1 / s), codes are rounded to nearest (ties to even; 2 bits: floor(t) + 2), or stochastically: floor(t + u),
 for 2 bits floor(t + 1.5 + u); then clamped. The noise u, a multiple of 2^-24 in [0, 1), is the finaliser of
-MurmurHash3 of the seed, the scale, the place in the block and the bits of z as float32. It has no state: equal inputs
-give equal codes, wherever in a row their block lies.
+MurmurHash3 of the seed, the scale, the place in the block and the bits of z as float32, but for its last 8 bits. It has
+no state: equal inputs give equal codes, wherever in a row their block lies. For floats t is rounded to float32 and
+clamped first; a stochastic code is that of the number towards zero whose digits, with as many bits of the hash behind
+them as float32 has more, are added up without a carry beyond; below the smallest normal number floor(t / unit + u).
 
 The scale is rounded to float32. It is 0 where that would be below the smallest normal float32, and then the block
 decodes to zeros; it is NaN where Q s would not be finite in float32 (2 bits: 1.5 s; rotated: Q s block, to which the
@@ -42,19 +48,20 @@ from commopt.ops.checks import check_like, check_real, check_runs, check_shared_
 
 _ops = torch.ops.commopt
 
-BITS = (2, 4, 8)
-LARGEST_CODE = {8: 127.0, 4: 7.0, 2: 1.5}
-"""What the largest code stands for, by its bits: that many scales."""
+E4M3, E5M2 = 43, 52
+"""Floats of 8 bits, by their bits of exponent and of mantissa."""
+LARGEST_CODE = {8: 127.0, 4: 7.0, 2: 1.5, E4M3: 448.0, E5M2: 57344.0}
+"""What the largest code stands for, by ``bits``: that many scales."""
 LARGEST_BLOCK = 8192
 """Elements of the largest block: what one team of threads of a GPU does in one pass."""
 
 
 def int_nbytes(n: int, bits: int, block: int) -> int:
-    """Bytes of the wire row of ``n`` elements: 4 ceil(n / block) + ceil(n bits / 8), rounded up to a multiple of 16.
+    """Bytes of the wire row of ``n`` elements: 4 ceil(n / block) + ceil(n b / 8), rounded up to a multiple of 16.
 
     Args:
         n: elements in the row; 0 gives 0.
-        bits: 8, 4 or 2.
+        bits: 8, 4 or 2, which is b; or E4M3 or E5M2, whose b is 8.
         block: elements that share a scale, a power of two from 8 to 8192.
 
     Raises:
@@ -62,11 +69,16 @@ def int_nbytes(n: int, bits: int, block: int) -> int:
     """
     if n < 0:
         raise ValueError(f"n must be at least 0, got {n}")
-    if bits not in BITS:
-        raise ValueError(f"bits must be 8, 4 or 2, got {bits}")
+    if bits not in LARGEST_CODE:
+        raise ValueError(f"bits must be 8, 4 or 2, or E4M3 ({E4M3}) or E5M2 ({E5M2}), got {bits}")
     if not 8 <= block <= LARGEST_BLOCK or block & (block - 1):
         raise ValueError(f"block must be a power of two from 8 to {LARGEST_BLOCK}, got {block}")
-    return (4 * -(-n // block) + -(-n * bits // 8) + 15) & ~15
+    return (4 * -(-n // block) + -(-n * width(bits) // 8) + 15) & ~15
+
+
+def width(bits: int) -> int:
+    """Bits of a code."""
+    return 8 if bits in (E4M3, E5M2) else bits
 
 
 def int_compress(
@@ -84,7 +96,7 @@ def int_compress(
     Args:
         x: (r, n) float32 or float64, contiguous; unchanged.
         wire: (r, int_nbytes(n, bits, block)) uint8, contiguous; written, in the format that the module states.
-        bits: of an element: 8, 4 or 2.
+        bits: of an element: 8, 4 or 2; or E4M3 or E5M2.
         block: elements that share a scale, a power of two from 8 to 8192.
         stochastic: rounding; otherwise to nearest.
         rotated: whether blocks are transformed first.

@@ -1,4 +1,4 @@
-"""Integers of 8, 4 and 2 bits in plain PyTorch: what :mod:`commopt.ops.integers` says, on any device.
+"""Integers of 8, 4 and 2 bits, and floats of 8, in plain PyTorch: what :mod:`commopt.ops.integers` says, on any device.
 
 Written to be read, as :mod:`commopt.ops.reference`. Rows are padded with zeros to whole blocks where that is simpler.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.integers import LARGEST_CODE
+from commopt.ops.integers import E4M3, E5M2, LARGEST_CODE, width
 from commopt.ops.reference import momentum, unpack_bits, write_columns
 
+_FLOATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _WORD = 0xFFFFFFFF
 _STEP = 0x9E3779B9
 
@@ -96,29 +97,55 @@ def _words(x: Tensor) -> Tensor:
     return x.float().view(torch.int32).long() & _WORD
 
 
-def _noise(parts: Tensor, scales: Tensor, seed: int) -> Tensor:
-    """In [0, 1), of the dtype of ``parts`` (r, nblocks, block)."""
+def _hashes(parts: Tensor, scales: Tensor, seed: int) -> Tensor:
+    """Words in int64, for ``parts`` (r, nblocks, block)."""
     key = _mix(_words(scales) ^ seed).unsqueeze(-1)
     place = torch.arange(parts.shape[-1], device=parts.device)
-    hashed = _mix(((_words(parts) ^ key) + _times(place, _STEP)) & _WORD)
-    return (hashed >> 8).to(parts.dtype) * 2.0**-24
+    return _mix(((_words(parts) ^ key) + _times(place, _STEP)) & _WORD)
+
+
+def _float_codes(t: Tensor, hashes: Tensor | None, kind: int) -> Tensor:
+    """int64, 0 to 255: ``t`` as floats of 8 bits, to nearest without ``hashes``."""
+    t = t.float().clamp(-LARGEST_CODE[kind], LARGEST_CODE[kind])
+    if hashes is None:
+        return t.to(_FLOATS[kind]).view(torch.uint8).long()
+    mantissa = kind % 10
+    dropped, bias = 23 - mantissa, 7 if kind == E4M3 else 15
+    u = _words(t) & 0x7FFFFFFF
+    normal = (u + (hashes >> 32 - dropped) >> dropped) - (127 - bias << mantissa)
+    small = (t.abs() * 2.0 ** (bias - 1 + mantissa) + (hashes >> 8).float() * 2.0**-24).floor().long()
+    return torch.where(u < 128 - bias << 23, small, normal) + (_words(t) >> 31 << 7)
+
+
+def _floats(codes: Tensor, kind: int) -> Tensor:
+    """What codes, 0 to 255, stand for, as float32. (torch's own cast takes long on a CPU, and knows inf and NaN, of
+    which there are no codes here.)"""
+    mantissa, bias = kind % 10, 7 if kind == E4M3 else 15
+    digits = codes & 0x7F
+    small = digits.float() * 2.0 ** (1 - bias - mantissa)
+    normal = ((digits << 23 - mantissa) + (127 - bias << 23)).to(torch.int32).view(torch.float32)
+    size = torch.where(digits < 1 << mantissa, small, normal)
+    return torch.where(codes > 0x7F, -size, size)
 
 
 def _codes(y: Tensor, scales: Tensor, bits: int, block: int, stochastic: bool, seed: int) -> Tensor:
-    """(r, n) int64: what is sent of y, as whole numbers; of 2 bits 0 to 3."""
+    """(r, n) int64: what is sent of y, as whole numbers; of 2 bits 0 to 3, of floats 0 to 255."""
     parts, top = in_blocks(y, block), LARGEST_CODE[bits]
     good = (scales > 0).unsqueeze(-1)
     wide = scales.to(y.dtype).unsqueeze(-1)
-    t = parts * wide.reciprocal().where(good, 0)
-    if stochastic:
-        t = (t + 1.5 if bits == 2 else t) + _noise(parts, scales, seed)
+    t = (parts * wide.reciprocal()).where(good, 0)
+    hashes = _hashes(parts, scales, seed) if stochastic else None
+    if bits in _FLOATS:
+        return _float_codes(t, hashes, bits).where(good, 0).flatten(1)[:, : y.shape[1]]
+    if hashes is not None:
+        t = (t + 1.5 if bits == 2 else t) + (hashes >> 8).to(t.dtype) * 2.0**-24
     t = t.floor() + 2 if bits == 2 and not stochastic else t.floor() if stochastic else t.round()
     t = t.clamp(0, 3) if bits == 2 else t.clamp(-top, top)
     return t.where(good, 2 if bits == 2 else 0).long().flatten(1)[:, : y.shape[1]]
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(r, n) -> (r, ceil(n bits / 8)) uint8, the first in the lowest bits."""
+    """(r, n) -> (r, ceil(n bits / 8)) uint8, the first in the lowest ``bits``, 8, 4 or 2."""
     per = 8 // bits
     octets = torch.nn.functional.pad(codes & (2**bits - 1), (0, -codes.shape[1] % per)).unflatten(1, (-1, per))
     shifts = bits * torch.arange(per, device=codes.device)
@@ -131,7 +158,7 @@ def _encode(
     """Writes C[z] to ``wire``."""
     y = rotate(z, block) if rotated else z
     scales = _scales(y, None if rotated else mask, bits, block, stochastic, rotated)
-    codes = _pack(_codes(y, scales, bits, block, stochastic, seed), bits)
+    codes = _pack(_codes(y, scales, bits, block, stochastic, seed), width(bits))
     head = 4 * scales.shape[1]
     tail = head + codes.shape[1]
     wire[:, :head] = scales.view(torch.uint8)
@@ -224,14 +251,15 @@ def int_reduce(
 
 def _decode(wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
     """(r, nbytes) -> (r, n) of ``dtype``, still rotated: code * (scale / world), the quotient rounded in ``dtype``."""
-    head, per = 4 * -(-n // block), 8 // bits
+    head, size = 4 * -(-n // block), width(bits)
+    per = 8 // size
     scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
     shares = scales if world == 1 else scales / scales.new_full((), world)
     octets = wire[:, head : head + -(-n // per)].long().unsqueeze(-1)
-    codes = (octets >> bits * torch.arange(per, device=wire.device) & (2**bits - 1)).flatten(1)[:, :n]
-    if bits > 2:
+    codes = (octets >> size * torch.arange(per, device=wire.device) & (2**size - 1)).flatten(1)[:, :n]
+    if bits in (8, 4):
         codes = (codes ^ (1 << bits - 1)) - (1 << bits - 1)
-    values = codes.to(dtype) - (1.5 if bits == 2 else 0)
+    values = _floats(codes, bits).to(dtype) if bits in _FLOATS else codes.to(dtype) - (1.5 if bits == 2 else 0)
     return values * shares.repeat_interleave(block, dim=1)[:, :n]
 
 

@@ -58,7 +58,7 @@ class Members:
         join_timeout: seconds > 0 that a rank waits to be taken in: more than a round takes.
         reconnect: seconds >= 0 that a rank which is cut off goes on trying. From the store: it asks that again; if it
             answers, the rank joins anew (``rejoin``), unless the others have waited. From other members: it joins anew
-            after a pause, of ``patience`` seconds at first, and of twice as many each time that it is cut off once more.
+            after a pause, of ``patience`` seconds at first, and of twice as many each time that it is cut off again.
             After so many seconds, and at once with 0, ``step()`` raises StoreLost, or :class:`commopt.outer.CutOff`.
         quorum: how many must be there to go on, of the members of the last round and of those that wait to join,
             >= 1. None is more than half of the members of the last round; those that have called :meth:`leave` do not
@@ -275,7 +275,7 @@ class Members:
         raise lost
 
     def pause(self, cut: CutOff) -> None:
-        """Waits before this rank joins those anew whom it has not reached, twice as long as the last time: as long as it
+        """Waits before this rank joins those anew whom it has not reached, twice as long as the last time: while it
         reaches them no better, it costs them the exchanges of a round.
 
         Raises:

@@ -227,8 +227,8 @@ class CommConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class behind mpi (cuda_aware) or of your own, checked against its signature."""
     compress: GradientsConfig | None = None
-    """Compressor of the mean gradients of a torch optimizer, a name, or name and args and more; null for full precision.
-    A commopt optimizer has optim.compressor."""
+    """Compressor of the mean gradients of a torch optimizer, a name, or name, args and more; null for full precision. A
+    commopt optimizer has optim.compressor."""
     timeout: float = 600.0
     """Seconds for which a rank waits for the others, in (0, 604800]: to start, in a step, and in the messages between
     the ranks, over MPI too; then it ends with an error. A class of your own has its own way in steps."""

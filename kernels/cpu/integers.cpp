@@ -1,4 +1,4 @@
-// Integers of 8, 4 and 2 bits over rows and blocks.
+// Integers of 8, 4 and 2 bits, and floats of 8, over rows and blocks.
 #include "integers.hpp"
 
 #include <cstring>
@@ -28,15 +28,15 @@ struct Rows {
 
     Rows(int64_t n_, const Coding& coding) : n(n_) {
         codes = 4 * ((n + coding.block - 1) / coding.block);
-        used = codes + (n * coding.bits + 7) / 8;
+        used = codes + (n * bits_of(coding.kind) + 7) / 8;
         nbytes = (used + 15) / 16 * 16;
     }
     const uint8_t* scales_at(const uint8_t* row, int64_t i, const Coding& c) const { return row + i / c.block * 4; }
     const uint8_t* codes_at(const uint8_t* row, int64_t i, const Coding& c) const {
-        return row + codes + i * c.bits / 8;
+        return row + codes + i * bits_of(c.kind) / 8;
     }
     uint8_t* scales_at(uint8_t* row, int64_t i, const Coding& c) const { return row + i / c.block * 4; }
-    uint8_t* codes_at(uint8_t* row, int64_t i, const Coding& c) const { return row + codes + i * c.bits / 8; }
+    uint8_t* codes_at(uint8_t* row, int64_t i, const Coding& c) const { return row + codes + i * bits_of(c.kind) / 8; }
     void clear_tail(uint8_t* row) const { std::memset(row + used, 0, size_t(nbytes - used)); }
 };
 
@@ -57,8 +57,8 @@ void each_near(int64_t i, int64_t n, int64_t block, const Use& use) {
     for (const int64_t end = i + n; i < end; i += size) use(i, end - i < size ? end - i : size);
 }
 
-Coding coding_of(int64_t block, int32_t bits, int32_t stochastic, int32_t rotated, int64_t seed) {
-    return {block, bits, stochastic != 0, rotated != 0, uint32_t(seed)};
+Coding coding_of(int64_t block, int32_t kind, int32_t stochastic, int32_t rotated, int64_t seed) {
+    return {block, kind, stochastic != 0, rotated != 0, uint32_t(seed)};
 }
 
 // Whether an output of so many elements bypasses the caches, where a run of it begins.
@@ -75,9 +75,9 @@ extern "C" {
 
 // error and new_error: null without feedback.
 int commopt_int_compress(const float* x, const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
-                         int64_t rows, int64_t n, int64_t block, int32_t bits, int32_t stochastic, int32_t rotated,
+                         int64_t rows, int64_t n, int64_t block, int32_t kind, int32_t stochastic, int32_t rotated,
                          int64_t seed, int32_t threads) {
-    const Coding c = coding_of(block, bits, stochastic, rotated, seed);
+    const Coding c = coding_of(block, kind, stochastic, rotated, seed);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     const bool apart = new_error != error && new_error != x;
@@ -96,9 +96,9 @@ int commopt_int_compress(const float* x, const float* error, float* new_error, u
 // Of the rows of n elements, only the columns [start, stop).
 int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
                                   const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
-                                  int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t bits,
+                                  int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t kind,
                                   int32_t stochastic, int32_t rotated, int64_t seed, int32_t threads) {
-    const Coding c = coding_of(block, bits, stochastic, rotated, seed);
+    const Coding c = coding_of(block, kind, stochastic, rotated, seed);
     const Rows at(stop - start, c);
     const Momentum momentum = {m, grads, count, beta, alpha};
     const IntegerKernels& k = table();
@@ -120,9 +120,9 @@ int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t coun
 }
 
 int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_error, uint8_t* own, const uint8_t* live,
-                       int64_t ranks, int64_t n, int64_t block, int32_t bits, int32_t stochastic, int32_t rotated,
+                       int64_t ranks, int64_t n, int64_t block, int32_t kind, int32_t stochastic, int32_t rotated,
                        int64_t seed, int32_t threads) {
-    const Coding c = coding_of(block, bits, stochastic, rotated, seed);
+    const Coding c = coding_of(block, kind, stochastic, rotated, seed);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t from, int64_t length) {
@@ -139,8 +139,8 @@ int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_erro
 }
 
 int commopt_int_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n, int64_t block,
-                           int32_t bits, int32_t rotated, int32_t threads) {
-    const Coding c = coding_of(block, bits, 0, rotated, 0);
+                           int32_t kind, int32_t rotated, int32_t threads) {
+    const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(rows, n, rows * n, threads, [&](int64_t r, int64_t i, int64_t size) {
@@ -154,9 +154,9 @@ int commopt_int_decompress(const uint8_t* wire, float* out, const uint8_t* live,
 
 // To tensors that lie in rows of n elements, where they are in the columns [start, stop).
 int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t count, const uint8_t* live, int64_t rows,
-                              int64_t n, int64_t start, int64_t stop, int64_t block, int32_t bits, int32_t rotated,
+                              int64_t n, int64_t start, int64_t stop, int64_t block, int32_t kind, int32_t rotated,
                               int32_t threads) {
-    const Coding c = coding_of(block, bits, 0, rotated, 0);
+    const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(stop - start, c);
     const IntegerKernels& k = table();
     each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
@@ -182,9 +182,9 @@ int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t coun
     return 0;
 }
 
-int commopt_int_decompress_mean(const uint8_t* wires, float* out, int64_t ranks, int64_t n, int64_t block, int32_t bits,
+int commopt_int_decompress_mean(const uint8_t* wires, float* out, int64_t ranks, int64_t n, int64_t block, int32_t kind,
                                 int32_t rotated, int32_t threads) {
-    const Coding c = coding_of(block, bits, 0, rotated, 0);
+    const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t i, int64_t size) {

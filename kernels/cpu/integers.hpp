@@ -1,4 +1,5 @@
-// Integers of 8, 4 and 2 bits: what an instruction set provides. commopt/ops/integers.py states the format.
+// Integers of 8, 4 and 2 bits, and floats of 8: what an instruction set provides. commopt/ops/integers.py states the
+// format.
 //
 // integers_avx512.cpp, integers_avx2.cpp and integers_plain.cpp each define vectors, and compile integers.inc with them;
 // all tables give the same bits.
@@ -13,10 +14,18 @@ constexpr int64_t kLargestIntegerBlock = 8192;
 // Elements whose blocks are made into codes together, in cache: what one block waits for, the others need not.
 constexpr int64_t kTogether = 1 << 11;
 
+// Kinds of codes: 8, 4 and 2, integers of so many bits; floats of 8, by their bits of exponent and of mantissa.
+constexpr int kE4M3 = 43, kE5M2 = 52;
+constexpr bool is_float(int kind) { return kind > 8; }
+constexpr int bits_of(int kind) { return is_float(kind) ? 8 : kind; }
+constexpr float largest_of(int kind) {
+    return kind == kE4M3 ? 448.0f : kind == kE5M2 ? 57344.0f : kind == 8 ? 127.0f : kind == 4 ? 7.0f : 1.5f;
+}
+
 // How blocks are made into codes.
 struct Coding {
     int64_t block;
-    int bits;
+    int kind;
     bool stochastic, rotated;
     uint32_t seed;
 };

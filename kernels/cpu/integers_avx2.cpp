@@ -1,4 +1,4 @@
-// Integers with AVX2.
+// Integers and floats of 8 bits with AVX2.
 #include <cmath>
 #include <cstring>
 
@@ -20,6 +20,14 @@ constexpr int kLanes = 8, kWidth = 4;
 typedef float Lanes __attribute__((vector_size(32)));
 typedef int32_t IntLanes __attribute__((vector_size(32)));
 typedef uint32_t WordLanes __attribute__((vector_size(32)));
+
+}  // namespace
+}  // namespace commopt
+
+#include "floats8.inc"
+
+namespace commopt {
+namespace {
 
 inline void stream(float* p, Lanes x) { _mm256_stream_ps(p, __m256(x)); }
 inline Lanes signed_sum(Lanes v, Lanes s, Lanes w) { return Lanes(_mm256_fmadd_ps(__m256(v), __m256(s), __m256(w))); }
@@ -43,8 +51,9 @@ inline void put_codes(const IntLanes (&q)[kWidth], uint8_t* to) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), joined<4>(_mm256_castsi128_si256(pairs)));
 }
 
-template <int BITS>
+template <int KIND>
 struct Values {
+    static constexpr int BITS = bits_of(KIND);
     __m256 table;  // the scale; 2 bits: what each code stands for, which is found by the code
 
     explicit Values(float scale) : table(_mm256_set1_ps(scale)) {
@@ -54,7 +63,9 @@ struct Values {
     __m256 get(const uint8_t* codes) const {
         if (BITS == 8) {
             const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-            return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), table);
+            const __m256i q = _mm256_cvtepi8_epi32(bytes);
+            if constexpr (is_float(KIND)) return _mm256_mul_ps(__m256(Float8<KIND>::decode(IntLanes(q))), table);
+            return _mm256_mul_ps(_mm256_cvtepi32_ps(q), table);
         }
         if (BITS == 4) {
             int word;

@@ -1,4 +1,4 @@
-// Integers with AVX512.
+// Integers and floats of 8 bits with AVX512.
 #include <cmath>
 #include <cstring>
 
@@ -20,6 +20,14 @@ constexpr int kLanes = 16, kWidth = 4;
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 typedef uint32_t WordLanes __attribute__((vector_size(64)));
+
+}  // namespace
+}  // namespace commopt
+
+#include "floats8.inc"
+
+namespace commopt {
+namespace {
 
 inline void stream(float* p, Lanes x) { _mm512_stream_ps(p, __m512(x)); }
 inline Lanes signed_sum(Lanes v, Lanes s, Lanes w) { return Lanes(_mm512_fmadd_ps(__m512(v), __m512(s), __m512(w))); }
@@ -44,8 +52,9 @@ inline void put_codes(const IntLanes (&q)[kWidth], uint8_t* to) {
     }
 }
 
-template <int BITS>
+template <int KIND>
 struct Values {
+    static constexpr int BITS = bits_of(KIND);
     __m512 table;  // 8 bits: the scale; else what each code stands for, which is found by the code
 
     explicit Values(float scale) {
@@ -61,7 +70,9 @@ struct Values {
     __m512 get(const uint8_t* codes) const {
         if (BITS == 8) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-            return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), table);
+            const __m512i q = _mm512_cvtepi8_epi32(bytes);
+            if constexpr (is_float(KIND)) return _mm512_mul_ps(__m512(Float8<KIND>::decode(IntLanes(q))), table);
+            return _mm512_mul_ps(_mm512_cvtepi32_ps(q), table);
         }
         int word;
         std::memcpy(&word, codes, 4);

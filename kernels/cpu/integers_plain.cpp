@@ -1,4 +1,4 @@
-// Integers with the build's baseline: any machine.
+// Integers and floats of 8 bits with the build's baseline: any machine.
 #include <cmath>
 #include <cstring>
 
@@ -12,6 +12,14 @@ constexpr int kLanes = 4, kWidth = 16, kCodes = kLanes * kWidth;
 typedef float Lanes __attribute__((vector_size(16)));
 typedef int32_t IntLanes __attribute__((vector_size(16)));
 typedef uint32_t WordLanes __attribute__((vector_size(16)));
+
+}  // namespace
+}  // namespace commopt
+
+#include "floats8.inc"
+
+namespace commopt {
+namespace {
 
 inline void stream(float* p, Lanes x) { std::memcpy(p, &x, sizeof x); }  // not every machine can
 inline Lanes signed_sum(Lanes v, Lanes s, Lanes w) { return s * v + w; }  // the product is exact
@@ -56,8 +64,9 @@ inline void take_codes(const uint8_t* from, uint8_t (&q)[kCodes]) {
     }
 }
 
-template <int BITS>
+template <int KIND>
 struct Values {
+    static constexpr int BITS = bits_of(KIND);
     float s;
 
     explicit Values(float scale) : s(scale) {}
@@ -65,6 +74,15 @@ struct Values {
     void write(const uint8_t* codes, Lanes (&sums)[kWidth]) const {
         uint8_t q[kCodes];
         take_codes<BITS>(codes, q);
+        if constexpr (is_float(KIND)) {
+            for (int k = 0; k < kWidth; ++k) {
+                IntLanes code;
+                for (int j = 0; j < kLanes; ++j) code[j] = q[k * kLanes + j];
+                const Lanes values = Float8<KIND>::decode(code) * s;
+                sums[k] = ADD ? sums[k] + values : values;
+            }
+            return;
+        }
         float* out = reinterpret_cast<float*>(sums);
         for (int i = 0; i < kCodes; ++i) {
             const float code = BITS == 8   ? float(int32_t(int8_t(q[i])))

@@ -1,4 +1,4 @@
-// Integers of 8, 4 and 2 bits. commopt/ops/integers.py states the format and the arithmetic.
+// Integers of 8, 4 and 2 bits, and floats of 8. commopt/ops/integers.py states the format and the arithmetic.
 //
 // A block is one tile: its elements stay in the registers of a team. Places in a block are items in the order of
 // wire.cuh, so that bits 0 to 4 of a place are the lane, 5 to 7 the item and the others the warp. blockDim.x is a power
@@ -13,8 +13,16 @@ constexpr u32 kRoundBits = 0x4B400000u;
 constexpr u32 kInfinity = 0x7F800000u, kNotANumber = 0x7FC00000u, kSmallestNormal = 0x00800000u;
 
 struct Coding {
-    i64 bits, stochastic, rotated, seed;
+    i64 kind, stochastic, rotated, seed;
 };
+
+// Kinds of codes: 8, 4 and 2, integers of so many bits; floats of 8, by their bits of exponent and of mantissa.
+constexpr int kE4M3 = 43, kE5M2 = 52;
+constexpr bool is_float(int kind) { return kind > 8; }
+constexpr int bits_of(int kind) { return is_float(kind) ? 8 : kind; }
+constexpr float largest_of(int kind) {
+    return kind == kE4M3 ? 448.0f : kind == kE5M2 ? 57344.0f : kind == 8 ? 127.0f : kind == 4 ? 7.0f : 1.5f;
+}
 
 struct Larger {
     __device__ u32 operator()(u32 a, u32 b) const { return a > b ? a : b; }
@@ -135,10 +143,10 @@ __device__ inline float usable(float scale, float reach) {
 
 // y: 0 where there is nothing. members: of the items that count in a mean. spread: over how many elements decoding adds
 // codes up. Every thread of the grid's block must come here.
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline float scale_of(const float (&y)[ITEMS], u32 members, bool stochastic, float spread) {
-    const float most = BITS == 8 ? 127.0f : BITS == 4 ? 7.0f : 1.5f;
-    if (BITS == 2 && !stochastic) {
+    const float most = largest_of(KIND);
+    if (KIND == 2 && !stochastic) {
         double t[kItems] = {};
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) {
@@ -163,29 +171,70 @@ __device__ inline u32 mix(u32 h) {
     return h ^ h >> 16;
 }
 
+// To nearest, ties to even, or to the floor.
+__device__ inline int rounded(float t, bool down) {
+    const float nearest = add(t, kRound);
+    const int code = int(__float_as_uint(nearest) - kRoundBits);
+    return down && __float_as_uint(sub(t, sub(nearest, kRound))) > 0x80000000u ? code - 1 : code;
+}
+
+// 1.0f times 2 to the power of exponent, as bits.
+constexpr u32 power(int exponent) { return u32(127 + exponent) << 23; }
+
+template <int KIND>
+struct Float8 {
+    static constexpr int kMantissa = KIND % 10, kBias = KIND == kE4M3 ? 7 : 15, kDropped = 23 - kMantissa;
+    static constexpr u32 kTop = power(KIND == kE4M3 ? 8 : 15) | 3u << 21;  // the largest number
+    static constexpr u32 kLeastNormal = power(1 - kBias);
+    static constexpr int kUnitExponent = 1 - kBias - kMantissa;  // of the numbers below that
+    static constexpr u32 kRebias = u32(127 - kBias);
+
+    // The code of t, of which more than the largest is that; h: random, or nothing.
+    static __device__ inline int encode(float t, bool stochastic, u32 h) {
+        u32 u = __float_as_uint(t) & 0x7FFFFFFFu, code;
+        u = u > kTop ? kTop : u;
+        if (u >= kLeastNormal) {
+            const u32 up = stochastic ? h >> (32 - kDropped) : (1u << (kDropped - 1)) - 1 + (u >> kDropped & 1);
+            code = ((u + up) >> kDropped) - (kRebias << kMantissa);
+        } else if (stochastic) {
+            const float units = mul(__uint_as_float(u), __uint_as_float(power(-kUnitExponent)));
+            code = u32(rounded(add(units, mul(float(int(h >> 8)), 1.0f / 16777216.0f)), true));
+        } else {
+            const u32 magic = power(23 + kUnitExponent);  // of a number whose last digit is the unit
+            code = __float_as_uint(add(__uint_as_float(u), __uint_as_float(magic))) - magic;
+        }
+        return int(code) - int(__float_as_uint(t) >> 31 << 7);
+    }
+
+    static __device__ inline float decode(int code) {
+        const u32 m = u32(code) & 0x7Fu;
+        const float small = mul(float(int(m)), __uint_as_float(power(kUnitExponent)));
+        const u32 size = m < 1u << kMantissa ? __float_as_uint(small) : (m << kDropped) + (kRebias << 23);
+        return __uint_as_float(size | (u32(code) << 24 & 0x80000000u));
+    }
+};
+
 // s: positive. i: the place in the block.
-template <int BITS>
+template <int KIND>
 __device__ inline int code_of(float y, float inverse, u32 key, int i, bool stochastic) {
     float t = mul(y, inverse);
+    const u32 h = stochastic ? mix((__float_as_uint(y) ^ key) + 0x9E3779B9u * u32(i)) : 0;
+    if constexpr (is_float(KIND)) return Float8<KIND>::encode(t, stochastic, h);
     if (stochastic) {
-        const u32 h = mix((__float_as_uint(y) ^ key) + 0x9E3779B9u * u32(i));
-        if (BITS == 2) t = add(t, 1.5f);
+        if (KIND == 2) t = add(t, 1.5f);
         t = add(t, mul(float(int(h >> 8)), 1.0f / 16777216.0f));
     }
-    const float rounded = add(t, kRound);
-    int code = int(__float_as_uint(rounded) - kRoundBits);
-    if (stochastic || BITS == 2) {  // to the floor
-        if (__float_as_uint(sub(t, sub(rounded, kRound))) > 0x80000000u) --code;
-    }
-    if (BITS == 2 && !stochastic) code += 2;
-    const int high = BITS == 2 ? 3 : BITS == 4 ? 7 : 127, low = BITS == 2 ? 0 : -high;
+    int code = rounded(t, stochastic || KIND == 2);
+    if (KIND == 2 && !stochastic) code += 2;
+    const int high = KIND == 2 ? 3 : KIND == 4 ? 7 : 127, low = KIND == 2 ? 0 : -high;
     return code < low ? low : code > high ? high : code;
 }
 
 // code * s; for 2 bits (code - 1.5) * s.
-template <int BITS>
+template <int KIND>
 __device__ inline float value_of(int code, float s) {
-    return mul(BITS == 2 ? mul(float(2 * code - 3), 0.5f) : float(code), s);
+    if constexpr (is_float(KIND)) return mul(Float8<KIND>::decode(code), s);
+    return mul(KIND == 2 ? mul(float(2 * code - 3), 0.5f) : float(code), s);
 }
 
 // Writes the codes of a tile; there: of which items. Every lane of a warp must come here.
@@ -213,8 +262,9 @@ struct IntCompression {
 };
 
 // Compresses z, the items of this thread.
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_encode(const IntCompression& to, const Tile& tile, float (&z)[ITEMS]) {
+    constexpr int BITS = bits_of(KIND);
     const i64 place = tile.row * to.stride + tile.start;
     const int block = int(to.at.block), count = tile.count;
     const bool stochastic = to.how.stochastic != 0;
@@ -233,14 +283,14 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     }
     if (to.how.rotated) rotate<WARP>(y, count, block);
     const u32 there = present<ITEMS>(nullptr, count);
-    const float s = scale_of<BITS, WARP>(y, to.how.rotated ? there : alive, stochastic, to.how.rotated ? float(block) : 1.0f);
+    const float s = scale_of<KIND, WARP>(y, to.how.rotated ? there : alive, stochastic, to.how.rotated ? float(block) : 1.0f);
     const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
     const float inverse = good ? div(1.0f, s) : 0.0f;
     const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
     int code[ITEMS];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        code[j] = good ? code_of<BITS>(y[j], inverse, key, item(j), stochastic) : BITS == 2 ? 2 : 0;
+        code[j] = good ? code_of<KIND>(y[j], inverse, key, item(j), stochastic) : KIND == 2 ? 2 : 0;
     }
     u8* row = to.wire + tile.row * to.at.nbytes;
     const i64 codes = 4 * i64(to.at.nblocks);
@@ -252,7 +302,7 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     }
     if (to.error == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) y[j] = value_of<BITS>(code[j], s);
+    for (int j = 0; j < ITEMS; ++j) y[j] = value_of<KIND>(code[j], s);
     if (to.how.rotated) rotate<WARP>(y, count, block);
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
@@ -265,12 +315,12 @@ struct IntCompressRows {
     i64 stride;
 };
 
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_compress_of(const IntCompressRows& of) {
     const Tile tile(of.to.at);
     float z[ITEMS];
     load(of.x + tile.row * of.stride + tile.start, tile.count, z);
-    int_encode<BITS, WARP>(of.to, tile, z);
+    int_encode<KIND, WARP>(of.to, tile, z);
 }
 
 struct IntCompressMomentum {
@@ -280,12 +330,12 @@ struct IntCompressMomentum {
 
 static_assert(sizeof(IntCompressMomentum) <= 4096, "arguments may have 4096 bytes");
 
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_compress_momentum_of(const IntCompressMomentum& of) {
     const Tile tile(of.to.at);
     float x[ITEMS];
     of.of.load_items(tile, x);
-    int_encode<BITS, WARP>(of.to, tile, x);
+    int_encode<KIND, WARP>(of.to, tile, x);
 }
 
 // decoding -------------------------------------------------------------------------------------------------------------
@@ -297,17 +347,19 @@ __device__ inline u32 int_byte(const u8* codes, int j) {
 }
 
 // What the code of this lane's items in that byte stands for.
-template <int BITS>
+template <int KIND>
 __device__ inline float int_decode(u32 byte, float s) {
+    constexpr int BITS = bits_of(KIND);
     int code = int(byte >> (lane() * BITS & 7)) & ((1 << BITS) - 1);
-    if (BITS > 2) code = (code ^ 1 << (BITS - 1)) - (1 << (BITS - 1));
-    return value_of<BITS>(code, s);
+    if (KIND == 8 || KIND == 4) code = (code ^ 1 << (BITS - 1)) - (1 << (BITS - 1));
+    return value_of<KIND>(code, s);
 }
 
 // Adds N of the rows whose mean is taken; all that they need is asked for before any of it is used.
-template <int BITS, int N, int ITEMS>
+template <int KIND, int N, int ITEMS>
 __device__ inline void add_int_ranks(const u8* row, const Layout& at, int ranks, bool first, const Tile& tile,
                                      float (&x)[ITEMS]) {
+    constexpr int BITS = bits_of(KIND);
     const i64 place = 4 * i64(at.nblocks) + tile.start * BITS / 8;
     const int there = items_there<ITEMS>(tile.count);
     u32 bytes[N][ITEMS];
@@ -322,14 +374,14 @@ __device__ inline void add_int_ranks(const u8* row, const Layout& at, int ranks,
         const float share = __shfl_sync(0xFFFFFFFFu, mine, r);
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) {
-            const float own = int_decode<BITS>(bytes[r][j], share);
+            const float own = int_decode<KIND>(bytes[r][j], share);
             x[j] = first && r == 0 ? own : add(x[j], own);
         }
     }
 }
 
 // The mean of rows, in their order; 0 where there is nothing. Every thread of the grid's block must come here.
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding& how, int ranks, const Tile& tile,
                                 float (&x)[ITEMS]) {
 #pragma unroll
@@ -337,10 +389,10 @@ __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding&
     if (tile.count > 0) {
         int rank = 0;
         for (; rank + 4 <= ranks; rank += 4) {
-            add_int_ranks<BITS, 4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+            add_int_ranks<KIND, 4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
         for (; rank < ranks; ++rank) {
-            add_int_ranks<BITS, 1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+            add_int_ranks<KIND, 1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
     }
     const int there = items_there<ITEMS>(tile.count);
@@ -357,12 +409,12 @@ struct IntReduce {
     i64 ranks;
 };
 
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_reduce_of(const IntReduce& of) {
     const Tile tile(of.to.at);
     float x[ITEMS];
-    int_mean<BITS, WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
-    int_encode<BITS, WARP>(of.to, tile, x);
+    int_mean<KIND, WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
+    int_encode<KIND, WARP>(of.to, tile, x);
 }
 
 struct IntDecompression {
@@ -373,15 +425,16 @@ struct IntDecompression {
     const u8* live;  // null: all
 };
 
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_decompress_of(const IntDecompression& of) {
+    constexpr int BITS = bits_of(KIND);
     const Tile tile(of.at);
     const u8* row = of.wire + tile.row * of.at.nbytes;
     const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * BITS / 8;
     const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
     float x[ITEMS];
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode<BITS>(int_byte<BITS>(codes, j), s) : 0.0f;
+    for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode<KIND>(int_byte<BITS>(codes, j), s) : 0.0f;
     if (of.how.rotated) rotate<WARP>(x, tile.count, int(of.at.block));
     const i64 mask_bytes = (of.at.n + 7) / 8;
     const u32 alive = present<ITEMS>(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
@@ -400,11 +453,11 @@ struct IntMean {
     i64 ranks;
 };
 
-template <int BITS, bool WARP, int ITEMS>
+template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_decompress_mean_of(const IntMean& of) {
     const Tile tile(of.at);
     float x[ITEMS];
-    int_mean<BITS, WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
+    int_mean<KIND, WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
     store(of.out + tile.start, tile.count, x);
 }
 
@@ -416,24 +469,24 @@ __device__ inline const Coding& coding(const IntReduce& of) { return of.to.how; 
 __device__ inline const Coding& coding(const IntDecompression& of) { return of.how; }
 __device__ inline const Coding& coding(const IntMean& of) { return of.how; }
 
-#define COMMOPT_OF_BITS(NAME, WARP, ITEMS)            \
-    if (coding(of).bits == 8) {                       \
-        NAME##_of<8, WARP, ITEMS>(of);                \
-    } else if (coding(of).bits == 4) {                \
-        NAME##_of<4, WARP, ITEMS>(of);                \
-    } else {                                          \
-        NAME##_of<2, WARP, ITEMS>(of);                \
+#define COMMOPT_OF_KIND(NAME, WARP, ITEMS)                             \
+    switch (int(coding(of).kind)) {                                    \
+        case 8: return NAME##_of<8, WARP, ITEMS>(of);                  \
+        case 4: return NAME##_of<4, WARP, ITEMS>(of);                  \
+        case 2: return NAME##_of<2, WARP, ITEMS>(of);                  \
+        case kE4M3: return NAME##_of<kE4M3, WARP, ITEMS>(of);          \
+        default: return NAME##_of<kE5M2, WARP, ITEMS>(of);             \
     }
 
 #define COMMOPT_INTEGER_KERNELS(NAME, ARGUMENT)                                                              \
     extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ ARGUMENT of) {    \
-        COMMOPT_OF_BITS(NAME, false, kItems)                                                                 \
+        COMMOPT_OF_KIND(NAME, false, kItems)                                                                 \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(kSegment) NAME##_256(const __grid_constant__ ARGUMENT of) { \
-        COMMOPT_OF_BITS(NAME, true, kItems)                                                                  \
+        COMMOPT_OF_KIND(NAME, true, kItems)                                                                  \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(kSegment) NAME##_128(const __grid_constant__ ARGUMENT of) { \
-        COMMOPT_OF_BITS(NAME, true, kItems / 2)                                                              \
+        COMMOPT_OF_KIND(NAME, true, kItems / 2)                                                              \
     }
 
 COMMOPT_INTEGER_KERNELS(int_compress, IntCompressRows)
