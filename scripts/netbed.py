@@ -297,6 +297,19 @@ class NetBed(Loopback):
         with enter(self.spaces[-1]):
             tool(f"ip link set port{host} up")
 
+    def cut_between(self, host: int, other: int) -> None:
+        """Drops what two hosts send each other; all else goes on."""
+        self._routes("add", host, other)
+
+    def mend_between(self, host: int, other: int) -> None:
+        """Drops it no more."""
+        self._routes("delete", host, other)
+
+    def _routes(self, change: str, *hosts: int) -> None:
+        for host, other in (hosts, hosts[::-1]):
+            with self.inside(host):
+                tool(f"ip route {change} blackhole {self.address(other)}/32")
+
     def _shape(self, interface: str) -> None:
         if self.rate is not None:
             # What exceeds the burst is cut into packets by the CPU, 8 ms of a core for 0.7 MB; a NIC does it itself.

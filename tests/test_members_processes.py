@@ -195,6 +195,28 @@ def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
             run.close()
 
 
+@needs_bed
+def test_a_host_that_others_do_not_reach_joins_anew_when_they_do():
+    """It reaches the store and another host all the time; the exchanges of all three fail after 8 s."""
+    with netbed.NetBed(3) as bed:
+        with bed.inside(0):
+            store = dist.TCPStore(bed.address(0), 0, is_master=True, wait_for_workers=False)
+            run = Run(store.port, patience=2.0, host=bed.address(0))
+        try:
+            for name in range(3):
+                with bed.inside(name):
+                    run.start(name, 3, reconnect=60.0, nic=netbed.NIC)
+            run.go_on([0, 1, 2])
+            bed.cut_between(1, 2)
+            run.go_on([0, 1])
+            bed.mend_between(1, 2)
+            run.go_on([2, 0, 1])
+            assert run.number("began 2") == 0
+            run.replicas_equal()
+        finally:
+            run.close()
+
+
 def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_ended():
     """They would have the patience for longer than this test has."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

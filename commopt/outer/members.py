@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +26,8 @@ logger = logging.getLogger("commopt")
 ANSWER = 20.0
 """Most seconds within which the store has to answer."""
 TRY = 5.0
-"""Most seconds within which one member reaches another, where all have failed to reach all."""
+"""Most seconds within which one member reaches another, where all have failed to reach all: more than that by which
+they learn of it at different times."""
 AGAIN = 1.0
 """Seconds between two questions to a store that does not answer."""
 CALL = 5.0
@@ -124,6 +126,7 @@ class Members:
         self._weight: float | None = None
         self._taken = False
         self._pauses = 0  # since the last round
+        self._tries = 0.0  # most seconds by which one member has tried to reach others for longer than another
         self._channel: tuple[list[Ticket], Backend] | None = None
 
     # what users call --------------------------------------------------------------------------------------------------
@@ -192,7 +195,8 @@ class Members:
 
     def meet(self, report: Report) -> View:
         """The view of all that come; see :meth:`commopt.outer.roster.Roster.meet`."""
-        return self.roster.meet(report, self.patience, self.timeout)
+        tries, self._tries = self._tries, 0.0
+        return self.roster.meet(report, self.patience + tries, self.timeout)
 
     def backend(self) -> Backend:
         """The members of the last view: the same connections as before, if they are the same, and have not failed.
@@ -213,20 +217,28 @@ class Members:
         """The members of the last view that this rank does not reach, each alone. All of them call it together."""
         view, mine = self.roster.view, self.roster.rank
         assert view is not None
-        out, size = [], len(view.members) + len(view.members) % 2
-        for turn in range(size - 1):  # in each turn, everybody has another one
-            other = _partner(mine, turn, size)
-            if other >= len(view.members):
-                continue
-            name = f"try {min(mine, other)} {max(mine, other)} of {self.roster.now.replace(' ', '-')}"
-            store = dist.PrefixStore(name, self._store)
-            within = min(TRY, self.patience)
-            try:
-                pair = connected(self._connect, store, name, int(mine > other), 2, within, within, nobody_has)
-                gather_rows(pair, torch.zeros(1), name)
-            except CollectiveError:
-                out.append(view.members[other])
-        return out
+        size = len(view.members) + len(view.members) % 2
+        others = [other for turn in range(size - 1) if (other := _partner(mine, turn, size)) < len(view.members)]
+        self._tries = 2 * TRY  # to open a connection, and to use it
+        # All at once: a rank that waits for one that it does not reach is not there for the next one.
+        with ThreadPoolExecutor(max(1, len(others)) if hasattr(self._store, "clone") else 1) as pool:
+            reached = list(pool.map(self._reaches, others))
+        return [view.members[other] for other, can in zip(others, reached) if not can]
+
+    def _reaches(self, other: int) -> bool:
+        """Whether this rank and another one of the last view can send each other something."""
+        mine, now = self.roster.rank, self.roster.now.replace(" ", "-")
+        name = f"try {min(mine, other)} {max(mine, other)} of {now}"
+        try:
+            own = self._store  # of which one question is asked at a time
+            if hasattr(own, "clone"):
+                own = self.roster.client.ask(lambda store: store.clone())
+            store = dist.PrefixStore(name, own)
+            pair = connected(self._connect, store, name, int(mine > other), 2, TRY, TRY, nobody_has)
+            gather_rows(pair, torch.zeros(1), name)
+        except (CollectiveError, RuntimeError):
+            return False
+        return True
 
     def verdict(self, state: str) -> str:
         """What has become of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""
