@@ -6,11 +6,13 @@ import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mesh_scenes import Plain, grid, images
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from trainer_runs import assert_same
 
 import commopt
 from commopt.compress import Identity, PowerSGD, Sign
@@ -177,6 +179,12 @@ def sharded(rank: int, world_size: int) -> dict[str, Any]:
         optimizer.step()
     out["pieces"] = [local(p).detach().clone() for p in net.parameters()]
     out["stats"] = handle.comm_stats()
+
+    given = [handle.consolidated_state_dict(to=3)]
+    dist.broadcast_object_list(given, src=3)
+    _, other = made(Sign(16))
+    other.load_state_dict(given[0])
+    assert_same(other.state_dict()["residuals"], handle.state_dict()["residuals"])
 
     owed = handle.state_dict()["residuals"]["state"]
     optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import pickle
 import weakref
@@ -15,6 +16,7 @@ import pytest
 import torch
 from given import SIZES, Given, check_nothing_is_left, check_resumed, made, split_all
 from torch import Tensor, nn
+from trainer_runs import assert_same
 from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 
 import commopt
@@ -294,22 +296,35 @@ def test_a_resumed_run_is_the_one_never_stopped(half):
     on_threads(3, run)
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_another_number_of_ranks_owes_the_same(after):
+    """From a file of each rank, or one that has all of theirs."""
+
     def before(backend: ThreadBackend) -> dict[str, Any]:
         model = Given()
         handle = commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
         for step in range(5):
             model.backward(some_grads(SIZES, step, backend.rank))
-        return handle.state_dict()
+        last = handle.comm_stats()["step"]
+        consolidated = handle.consolidated_state_dict(to=1)
+        assert ("residuals_of_ranks" in consolidated) == (backend.rank == 1)
+        assert handle.comm_stats()["step"] == last
+        return handle.state_dict() if backend.rank != 1 else consolidated
 
     states = on_threads(3, before)
+    file = io.BytesIO()
+    torch.save(states[1], file)
 
     def again(backend: ThreadBackend) -> tuple[list[Tensor | None], dict[str, Any]]:
         model = Given()
         handle = commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
         handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, after))
         kept = handle.state_dict()
+        other = commopt.compress_gradients(Given(), Sign(16), backend=backend, bucket_mb=2e-4)
+        other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        assert_same(other.state_dict()["residuals"], kept["residuals"])
+        if after == 3:
+            assert_same(kept["residuals"], states[backend.rank]["residuals"])
         model.backward([torch.zeros(size, dtype=torch.float64) for size in SIZES])
         return model.take(), kept
 

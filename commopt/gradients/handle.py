@@ -31,7 +31,10 @@ from commopt.gradients.saving import load_residuals, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
+from commopt.optim.checks import check_rank
+from commopt.optim.consolidate import gather_parts, with_own
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, describe, equalize, versions
+from commopt.optim.state import OF_RANKS
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
 
@@ -63,7 +66,8 @@ class CompressedGradients:
         self.compressor, self._taken = compressor, taken
 
     def __repr__(self) -> str:
-        name, ranks = type(self._model()).__name__, self.mean.topology.world_size
+        model, ranks = self._model(), self.mean.topology.world_size
+        name = "a model that has gone" if model is None else type(model).__name__
         return f"CompressedGradients({name}, {self.compressor!r}, ranks={ranks}, steps={self.mean.steps})"
 
     def comm_stats(self) -> dict[str, Any]:
@@ -102,14 +106,32 @@ class CompressedGradients:
         """
         return saved_residuals(self.mean, self._sharded)
 
+    def consolidated_state_dict(self, to: int = 0) -> dict[str, Any]:
+        """:meth:`state_dict`, on rank ``to`` with what every rank owes: for whoever saves one file for all ranks, such
+        as Lightning. Each rank takes its own when it loads that. All ranks must call it, between two backward passes.
+
+        Rank ``to`` has the residuals of all ranks in host memory then.
+
+        Raises:
+            ValueError: if there is no rank ``to``.
+            commopt.comm.CollectiveError: a collective failed or timed out.
+        """
+        topology = self.mean.topology
+        check_rank("to", to, topology.world_size)
+        state = self.state_dict()
+        mine = state["residuals"]
+        parts = gather_parts(topology, mine, to, "compress_gradients, consolidated_state_dict()")
+        topology.traffic.leave_out()
+        return {**state, OF_RANKS: [mine if part is None else part for part in parts]} if parts else state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` or ``join_state_dict`` gave. All ranks must do so between two backward passes;
-        with ``weights``, at the same point.
+        """Loads what :meth:`state_dict`, :meth:`consolidated_state_dict` or ``join_state_dict`` gave. All ranks must do
+        so between two backward passes; with ``weights``, at the same point.
 
         Raises:
             ValueError: for residuals of another model.
         """
-        load_residuals(self.mean, state, self._sharded)
+        load_residuals(self.mean, with_own(dict(state), self.mean.topology), self._sharded)
         self.mean.topology.traffic.leave_out()
 
     def remove(self) -> None:
