@@ -5,8 +5,8 @@ alike on the GPT of scripts/convergence_tasks.py.
     scripts/tuned.py [--methods ...] [--seeds 0,1,2,3,4] [--steps 600]     # goes on where it was ended
     scripts/tuned.py --update-docs                                       # the table of docs/convergence.md, no run
 
-First a grid of the same size for every method: RATES times the middle of its family, on seeds that are not reported.
-Then the other seeds at the best of it. Longer runs (--steps) take the rate that the grid has found. Every run is a
+First a grid of the same size for every method: RATES times the middle of its family, on seeds that are not reported; if
+the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps) take the rate that the grid has found. Every run is a
 line of benchmarks/tuned.jsonl as soon as it has ended, and is not repeated.
 """
 
@@ -30,7 +30,9 @@ from marked import put
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "tuned.jsonl"
 MARKS = "<!-- tuned: made by scripts/tuned.py --update-docs -->", "<!-- /tuned -->"
-RATES = 0.4, 0.63, 1.0, 1.6, 2.5
+RATES = 0.1, 0.16, 0.25, 0.4, 0.63, 1.0, 1.6, 2.5, 4.0, 6.3, 10.0, 16.0, 25.0
+FIRST, SIZE = 3, 5
+"""The grid: so many of RATES, at first from this one on."""
 TUNING_SEEDS = 100, 101
 """Two: where some seeds fail and others do not, one of them says too little."""
 STEPS = 600
@@ -114,16 +116,35 @@ def read(path: Path = FIGURES) -> list[Record]:
     return [{**r, "heldout_loss": math.inf if r["heldout_loss"] is None else r["heldout_loss"]} for r in records]
 
 
-def grid(method: str) -> list[float]:
+def rates(method: str) -> list[float]:
+    """All that its grid may come to."""
     return [float(f"{METHODS[method].optim['lr'] * rate:.3g}") for rate in RATES]
+
+
+def grid(method: str, records: Iterable[Record] = ()) -> dict[float, list[float]]:
+    """The losses of each learning rate of the grid, on its seeds, as far as they have been run: a rate for each of RATES
+    that are next to each other, moved on as long as all have been run, and the best is the first or the last."""
+    found: dict[float, list[float]] = {lr: [] for lr in rates(method)}
+    for r in records:
+        if r["method"] == method and r["seed"] in TUNING_SEEDS and r["steps"] == STEPS and r["lr"] in found:
+            found[r["lr"]].append(r["heldout_loss"])
+    first = FIRST
+    while True:
+        out = dict(list(found.items())[first : first + SIZE])
+        if any(len(losses) < len(TUNING_SEEDS) for losses in out.values()):
+            return out
+        at = [statistics.mean(losses) for losses in out.values()]
+        if min(at) == at[0] and first > 0:
+            first -= 1
+        elif min(at) == at[-1] and first + SIZE < len(found):
+            first += 1
+        else:
+            return out
 
 
 def best(records: Iterable[Record], method: str) -> float | None:
     """The learning rate with the least mean loss over the grid's seeds, once all of it has been run."""
-    found: dict[float, list[float]] = {lr: [] for lr in grid(method)}
-    for r in records:
-        if r["method"] == method and r["seed"] in TUNING_SEEDS and r["steps"] == STEPS and r["lr"] in found:
-            found[r["lr"]].append(r["heldout_loss"])
+    found = grid(method, records)
     if any(len(losses) < len(TUNING_SEEDS) for losses in found.values()):
         return None
     return min(found, key=lambda lr: statistics.mean(found[lr]))
@@ -149,7 +170,7 @@ def missing(records: list[Record], methods: list[str], seeds: list[int], steps: 
         {"method": method, "lr": lr, "seed": seed, "steps": STEPS}
         for method in methods
         for seed in TUNING_SEEDS
-        for lr in grid(method)
+        for lr in grid(method, records)
     ]
     todo = [run for run in runs if key_of(run) not in done]
     if not todo:
@@ -183,7 +204,7 @@ def rows(records: list[Record], steps: int) -> list[Record]:
         out[method] = {
             "method": method,
             "lr": lr,
-            "edge": lr in (grid(method)[0], grid(method)[-1]),
+            "edge": lr in (min(tried := grid(method, records)), max(tried)),
             "seeds": {run["seed"]: run["heldout_loss"] for run in runs},
             "loss": statistics.mean(losses),
             "spread": max(losses) - min(losses),

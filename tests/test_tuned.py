@@ -31,7 +31,7 @@ def test_every_method_has_a_grid_of_the_same_size_and_a_counterpart_before_it():
     names = list(tuned.METHODS)
     assert not [name for name in names if "," in name]
     for i, name in enumerate(names):
-        assert len(set(tuned.grid(name))) == len(tuned.RATES)
+        assert len(tuned.grid(name)) == tuned.SIZE
         counterpart = tuned.METHODS[name].counterpart
         assert counterpart is None or counterpart in names[:i], name
 
@@ -47,23 +47,35 @@ def test_first_the_grid_then_the_seeds_and_nothing_twice():
     assert [(run["method"], run["seed"], run["steps"]) for run in todo] == [
         ("AdamW", 0, 2000), ("Muon", 0, 2000), ("AdamW", 1, 2000), ("Muon", 1, 2000)
     ]  # fmt: skip
-    assert [run["lr"] for run in todo[:2]] == [tuned.grid("AdamW")[2], tuned.grid("Muon")[3]]
+    assert [run["lr"] for run in todo[:2]] == [tuned.rates("AdamW")[5], tuned.rates("Muon")[6]]
     records += [ran(**{**run, "loss": 1.0}) for run in todo]
     assert tuned.missing(records, methods, [0, 1], 2000) == []
 
 
 def test_the_best_rate_is_that_of_all_tuning_seeds():
     first, second = tuned.TUNING_SEEDS
-    lrs = tuned.grid("AdamW")
+    lrs = list(tuned.grid("AdamW"))
     records = [ran("AdamW", lr, first, loss) for lr, loss in zip(lrs, [5, 4, 3, 2, 1])]
     assert tuned.best(records, "AdamW") is None
     records += [ran("AdamW", lr, second, loss) for lr, loss in zip(lrs, [5, 4, 3, 4.5, 9])]
     assert tuned.best(records, "AdamW") == lrs[2]
 
 
+@pytest.mark.parametrize(("losses", "first", "missing", "best"), [([1, 2, 3, 4, 5], 2, 2, 3), ([5, 4, 3, 2, 1], 4, 8, 7)])
+def test_a_grid_whose_best_is_at_its_end_moves_on_by_one(losses, first, missing, best):
+    rates, records = tuned.rates("AdamW"), grid_of("AdamW", losses)
+    assert list(tuned.grid("AdamW", records)) == rates[first : first + 5]
+    assert tuned.best(records, "AdamW") is None
+    todo = tuned.missing(records, ["AdamW"], [0], 600)
+    assert [(run["lr"], run["seed"]) for run in todo] == [(rates[missing], seed) for seed in tuned.TUNING_SEEDS]
+    records += [ran("AdamW", rates[missing], seed, 3.0) for seed in tuned.TUNING_SEEDS]
+    assert tuned.best(records, "AdamW") == rates[best]
+
+
 def test_a_row_is_of_the_best_rate_and_of_seeds_that_both_have():
-    adam, onebit = tuned.grid("AdamW"), tuned.grid("OneBitAdam")
+    adam, onebit = list(tuned.grid("AdamW")), tuned.rates("OneBitAdam")
     records = [*grid_of("AdamW", [5, 4, 3, 4, 5]), *grid_of("OneBitAdam", [1, 2, 3, 4, 5])]
+    records += [ran("OneBitAdam", lr, seed, 0.1 + lr) for lr in onebit[:3] for seed in tuned.TUNING_SEEDS]
     records += [ran("AdamW", adam[2], seed, loss) for seed, loss in ((0, 3.0), (1, 3.2), (2, 9.0))]
     records += [ran("OneBitAdam", onebit[0], seed, loss) for seed, loss in ((0, 3.1), (1, 3.4))]
     records += [ran("AdamW", adam[0], 0, 0.1), ran("AdamW", adam[2], 0, 0.1, steps=2000)]
@@ -71,7 +83,7 @@ def test_a_row_is_of_the_best_rate_and_of_seeds_that_both_have():
     assert (plain["loss"], plain["edge"], plain["against"]) == (pytest.approx(15.2 / 3), False, None)
     assert (compressed["edge"], compressed["against"], compressed["sent"]) == (True, "AdamW", 0.25)
     assert compressed["gap"] == pytest.approx(0.15)
-    assert "| OneBitAdam | 0.0008 (edge) | 2 | 3.250 | 0.300 | AdamW | +0.150 | yes | 25.0 % |" in tuned.table(
+    assert "| OneBitAdam | 0.0002 (edge) | 2 | 3.250 | 0.300 | AdamW | +0.150 | yes | 25.0 % |" in tuned.table(
         [plain, compressed]
     )
 
@@ -94,6 +106,6 @@ def test_the_page_has_the_table_of_the_figures_that_are_kept():
 def test_the_figures_that_are_kept_are_whole_runs():
     for record in tuned.read():
         assert record["method"] in tuned.METHODS
-        assert record["lr"] in tuned.grid(record["method"])
+        assert record["lr"] in tuned.rates(record["method"])
         diverged = record["heldout_loss"] == float("inf")
         assert record["fp32_bytes"] * 600 == (0 if diverged else record["steps"] * 493_056_000)
