@@ -6,8 +6,9 @@ alike on the GPT of scripts/convergence_tasks.py.
     scripts/tuned.py --update-docs                                       # the table of docs/convergence.md, no run
 
 First a grid of the same size for every method: RATES times the middle of its family, on seeds that are not reported; if
-the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps) take the rate that the grid has found. Every run is a
-line of benchmarks/tuned.jsonl as soon as it has ended, and is not repeated.
+the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps) take
+the rate that the grid has found. Every run is a line of benchmarks/tuned.jsonl as soon as it has ended, and is not
+repeated.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def rates(method: str) -> list[float]:
 
 
 def grid(method: str, records: Iterable[Record] = ()) -> dict[float, list[float]]:
-    """The losses of each learning rate of the grid, on its seeds, as far as they have been run: a rate for each of RATES
-    that are next to each other, moved on as long as all have been run, and the best is the first or the last."""
+    """The losses of each learning rate of the grid, on its seeds, as far as they have been run: rates for SIZE of RATES
+    next to each other, moved on by one while all of them have been run, and the best is the first or the last."""
     found: dict[float, list[float]] = {lr: [] for lr in rates(method)}
     for r in records:
         if r["method"] == method and r["seed"] in TUNING_SEEDS and r["steps"] == STEPS and r["lr"] in found:

@@ -61,7 +61,9 @@ def test_the_best_rate_is_that_of_all_tuning_seeds():
     assert tuned.best(records, "AdamW") == lrs[2]
 
 
-@pytest.mark.parametrize(("losses", "first", "missing", "best"), [([1, 2, 3, 4, 5], 2, 2, 3), ([5, 4, 3, 2, 1], 4, 8, 7)])
+@pytest.mark.parametrize(
+    ("losses", "first", "missing", "best"), [([1, 2, 3, 4, 5], 2, 2, 3), ([5, 4, 3, 2, 1], 4, 8, 7)]
+)
 def test_a_grid_whose_best_is_at_its_end_moves_on_by_one(losses, first, missing, best):
     rates, records = tuned.rates("AdamW"), grid_of("AdamW", losses)
     assert list(tuned.grid("AdamW", records)) == rates[first : first + 5]
