@@ -6,8 +6,8 @@ alike on the GPT of scripts/convergence_tasks.py.
     scripts/tuned.py --update-docs                                       # the table of docs/convergence.md, no run
 
 First a grid of the same size for every method: RATES times the middle of its family, on seeds that are not reported; if
-the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps) take
-the rate that the grid has found. Every run is a line of benchmarks/tuned.jsonl as soon as it has ended, and is not
+the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps)
+take the rate that the grid has found. Every run is a line of benchmarks/tuned.jsonl as soon as it has ended, and is not
 repeated.
 """
 
