@@ -84,7 +84,8 @@ METHODS: dict[str, Method] = {
     )
 }  # fmt: skip
 METHODS |= {
-    "OneBitLion": Method(LION, "AdamW"),
+    "Lion": Method({**LION, "compressor": {"name": "Identity", "args": {}}}, "AdamW"),
+    "OneBitLion": Method(LION, "Lion"),
     "Muon": Method(MUON),
     **{
         f"Muon + {name}": Method(MUON, "Muon", comm={"compress": {"name": name}})
