@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -171,9 +172,9 @@ def test_a_rank_that_was_cut_off_from_the_store_joins_anew_when_it_reaches_it():
         way.close()
 
 
-@needs_bed
-def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
-    """Nothing tells it that it is cut off: its store does not answer within 8 s."""
+@contextlib.contextmanager
+def hosts() -> Iterator[tuple[netbed.NetBed, Run]]:
+    """Three, with a rank each; the store is on the first."""
     with netbed.NetBed(3) as bed:
         with bed.inside(0):
             store = dist.TCPStore(bed.address(0), 0, is_master=True, wait_for_workers=False)
@@ -183,38 +184,34 @@ def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
                 with bed.inside(name):
                     run.start(name, 3, reconnect=60.0, nic=netbed.NIC)
             run.go_on([0, 1, 2])
-            bed.cut(1)
-            until = time.monotonic() + 12
-            while time.monotonic() < until:
-                run.go_on([0, 2])
-            assert run.left() == [0, 1, 2]
-            bed.mend(1)
-            run.go_on([1, 0, 2])
+            yield bed, run
             run.replicas_equal()
         finally:
             run.close()
+
+
+@needs_bed
+def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
+    """Nothing tells it that it is cut off: its store does not answer within 8 s."""
+    with hosts() as (bed, run):
+        bed.cut(1)
+        until = time.monotonic() + 12
+        while time.monotonic() < until:
+            run.go_on([0, 2])
+        assert run.left() == [0, 1, 2]
+        bed.mend(1)
+        run.go_on([1, 0, 2])
 
 
 @needs_bed
 def test_a_host_that_others_do_not_reach_joins_anew_when_they_do():
     """It reaches the store and another host all the time; the exchanges of all three fail after 8 s."""
-    with netbed.NetBed(3) as bed:
-        with bed.inside(0):
-            store = dist.TCPStore(bed.address(0), 0, is_master=True, wait_for_workers=False)
-            run = Run(store.port, patience=2.0, host=bed.address(0))
-        try:
-            for name in range(3):
-                with bed.inside(name):
-                    run.start(name, 3, reconnect=60.0, nic=netbed.NIC)
-            run.go_on([0, 1, 2])
-            bed.cut_between(1, 2)
-            run.go_on([0, 1])
-            bed.mend_between(1, 2)
-            run.go_on([2, 0, 1])
-            assert run.number("began 2") == 0
-            run.replicas_equal()
-        finally:
-            run.close()
+    with hosts() as (bed, run):
+        bed.cut_between(1, 2)
+        run.go_on([0, 1])
+        bed.mend_between(1, 2)
+        run.go_on([2, 0, 1])
+        assert run.number("began 2") == 0
 
 
 def test_nobody_waits_for_ranks_that_leave_and_when_the_last_has_the_run_has_ended():

@@ -43,6 +43,11 @@ class Momentum:
     beta: float
     alpha: float
 
+    @classmethod
+    def nothing(cls, like: Tensor) -> Momentum:
+        """Zeros, as many as ``like`` has."""
+        return cls(like.view(-1), [], [], 0.0, 0.0)
+
     def columns(self, rows: int, start: int, stop: int) -> Tensor:
         """It, formed: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor (rows, stop - start)."""
         n = self.m.numel() // rows
@@ -88,6 +93,12 @@ Chunk = tuple[int, int]
 def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:
     """The bits of a chunk: (r, ceil(n / 8)) uint8 -> (r, ceil((stop - start) / 8))."""
     return None if active is None else active[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
+
+
+def scales_are_sound(payload: Tensor, scales: int) -> Tensor:
+    """0-d bool, true if so many float32 scales, with which each row begins, are finite and not negative."""
+    found = payload.view(torch.float32)[:, :scales]
+    return ((found >= 0) & (found < float("inf"))).all()
 
 
 def zero_inactive_(x: Tensor, active: Tensor | None) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Chunk, Compressor, Momentum
+from commopt.compress.compressor import Chunk, Compressor, Momentum, scales_are_sound
 from commopt.ops.integers import LARGEST_BLOCK
 
 
@@ -81,8 +81,7 @@ class Scaled(Compressor):
         ops.int_compress(x, payload, *self._coding)
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = payload.view(torch.float32)[:, : -(-n // self.block)]
-        return ((scales >= 0) & (scales < float("inf"))).all()
+        return scales_are_sound(payload, -(-n // self.block))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.int_decompress(payload, out, self.bits, self.block, self.rotate)
@@ -126,7 +125,7 @@ class Scaled(Compressor):
         new_error: Tensor,
         chunk: Chunk | None = None,
     ) -> None:
-        of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
+        of = momentum or Momentum.nothing(error)
         ops.int_compress_momentum(
             of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), payload, *self._coding,
             active, *(chunk or ()),

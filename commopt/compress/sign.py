@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress.compressor import Chunk, Compressor, FrozenAdam, Momentum
+from commopt.compress.compressor import Chunk, Compressor, FrozenAdam, Momentum, scales_are_sound
 
 _NORMS = {"l1": 1, "l2": 2}
 
@@ -60,8 +60,7 @@ class Sign(Compressor):
         ops.sign_compress(x, payload, self.block or 0, _NORMS[self.norm])
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = payload.view(torch.float32)[:, : -(-n // (self.block or n or 1))]
-        return ((scales >= 0) & (scales < float("inf"))).all()
+        return scales_are_sound(payload, -(-n // (self.block or n or 1)))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.sign_decompress(payload, out, self.block or 0)
@@ -89,7 +88,7 @@ class Sign(Compressor):
         new_error: Tensor,
         chunk: Chunk | None = None,
     ) -> None:
-        of = Momentum(error.view(-1), [], [], 0.0, 0.0) if momentum is None else momentum
+        of = momentum or Momentum.nothing(error)
         ops.sign_compress_momentum(
             of.m, of.grads, of.offsets, of.beta, of.alpha, error.view(-1), new_error.view(-1), payload,
             self.block or 0, _NORMS[self.norm], active, *(chunk or ()),

@@ -119,7 +119,8 @@ class Members:
         self.patience, self.timeout, self.join_timeout = float(patience), float(timeout), float(join_timeout)
         self.reconnect = float(reconnect)
         self.rejoin, self.fetch_base, self.on_join = rejoin, fetch_base, on_join
-        self._store, self._connect = dist.PrefixStore("commopt/members", store), connect or over_gloo
+        self._store: dist.Store = dist.PrefixStore("commopt/members", store)
+        self._connect = connect or over_gloo
         client = StoreClient(self._store, min(ANSWER, self.timeout))
         self.roster = Roster(client, name, self._needed, max_z)
         self.among: list[Ticket] = []  # those over which the optimizer has its buckets
@@ -221,7 +222,7 @@ class Members:
         others = [other for turn in range(size - 1) if (other := _partner(mine, turn, size)) < len(view.members)]
         self._tries = 2 * TRY  # to open a connection, and to use it
         # All at once: a rank that waits for one that it does not reach is not there for the next one.
-        with ThreadPoolExecutor(max(1, len(others)) if hasattr(self._store, "clone") else 1) as pool:
+        with ThreadPoolExecutor(max(1, len(others)) if self._makes_connections else 1) as pool:
             reached = list(pool.map(self._reaches, others))
         return [view.members[other] for other, can in zip(others, reached) if not can]
 
@@ -230,10 +231,7 @@ class Members:
         mine, now = self.roster.rank, self.roster.now.replace(" ", "-")
         name = f"try {min(mine, other)} {max(mine, other)} of {now}"
         try:
-            own = self._store  # of which one question is asked at a time
-            if hasattr(own, "clone"):
-                own = self.roster.client.ask(lambda store: store.clone())
-            store = dist.PrefixStore(name, own)
+            store = dist.PrefixStore(name, self._connection())
             pair = connected(self._connect, store, name, int(mine > other), 2, TRY, TRY, nobody_has)
             gather_rows(pair, torch.zeros(1), name)
         except (CollectiveError, RuntimeError):
@@ -275,8 +273,7 @@ class Members:
         while left():
             try:
                 self.roster.look()
-                if hasattr(self._store, "clone"):
-                    self._store = self.roster.client.ask(lambda store: store.clone())
+                self._store = self._connection()
             except StoreAnother:
                 raise
             except StoreLost:
@@ -329,12 +326,21 @@ class Members:
     def _needed(self, of: int) -> int:
         return of // 2 + 1 if self.quorum is None else self.quorum
 
+    @property
+    def _makes_connections(self) -> bool:
+        """Whether torch makes further connections to the store; 2.6 does not."""
+        return hasattr(self._store, "clone")
+
+    def _connection(self) -> dist.Store:
+        """Another connection to the store, as over each one question is asked at a time; or else the one there is."""
+        return self.roster.client.ask(lambda store: store.clone()) if self._makes_connections else self._store
+
     def _reach(self, what: str, rank: int, world_size: int) -> Backend:
         epoch, _, lot = self.roster.now.split()
         name = f"{what} {epoch}-{lot}"
         store = dist.PrefixStore(name, self._store)
         patience, why = self.patience, self.roster.given_up
-        if not hasattr(self._store, "clone"):  # of torch 2.6: who connects has the one connection to it meanwhile
+        if not self._makes_connections:  # who connects has the one connection to it meanwhile
             patience, why = self.patience + self.timeout, nobody_has
         return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
 

@@ -85,12 +85,13 @@ def _named(key: str, value: Any) -> Any:
 
 def _whole(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``data`` without such names."""
-    out = {name: _named(f"{prefix}{name}", value) for name, value in data.items()}
-    sections = {name for name in out if _section(keys().get(f"{prefix}{name}")) is not None}
-    return {
-        name: _whole(value, f"{prefix}{name}.") if name in sections and isinstance(value, Mapping) else value
-        for name, value in out.items()
-    }
+    out = {}
+    for name, given in data.items():
+        key = f"{prefix}{name}"
+        value = _named(key, given)
+        nested = isinstance(value, Mapping) and _section(keys().get(key)) is not None
+        out[name] = _whole(value, f"{key}.") if nested else value
+    return out
 
 
 def _content(path: Path) -> str:
