@@ -103,6 +103,7 @@ class Run:
 
 def optimizer_of(run: Run, method: str, lr: float, beta2: float, weight_decay: float, backend: ThreadBackend) -> Any:
     kind, _, end = method.partition("=")
+    thaw = "always" if end.endswith("!") else "auto"
     at: Any = "auto" if end == "auto" else NEVER if end == "never" else int(end.rstrip("!"))
     common: dict[str, Any] = {
         "lr": lr, "betas": (0.9, beta2), "weight_decay": weight_decay, "backend": backend,
@@ -110,9 +111,9 @@ def optimizer_of(run: Run, method: str, lr: float, beta2: float, weight_decay: f
     }  # fmt: skip
     if kind == "zero":
         policies = {"variance": VariancePolicy(64, at), "sync": SyncPolicy(1, 120, 4)}
-        return commopt.ZeroOneAdam(run.model.parameters(), **policies, **common)
+        return commopt.ZeroOneAdam(run.model.parameters(), thaw=thaw, **policies, **common)
     cls = {"adam": commopt.OneBitAdam, "lamb": commopt.OneBitLamb}[kind]
-    return cls(run.model.parameters(), freeze_step=at, thaw="always" if end.endswith("!") else "auto", **common)
+    return cls(run.model.parameters(), freeze_step=at, thaw=thaw, **common)
 
 
 def train(spec: str) -> Record:

@@ -242,12 +242,11 @@ class Trainee:
             self.optimizer.flights.land_all()
 
     def warm_up(self, seconds: float) -> None:
-        """Past every warm-up; decides how many steps make a block of about ``seconds``: at most 50, or 10 rounds."""
+        """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
         took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle, self.land)["seconds"]
-        most = 10 * PERIOD if self.cycle == PERIOD else 50
-        count = torch.tensor([max(1, min(most, round(seconds / took)) // self.cycle)])
+        count = torch.tensor([max(1, round(seconds / took) // self.cycle)])
         dist.broadcast(count, 0)
         self.count = int(count) * self.cycle
         if isinstance(self.optimizer, CommOptimizer) and dist.get_world_size() > 1:

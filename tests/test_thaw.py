@@ -12,9 +12,9 @@ from torch import nn
 from worlds import on_threads, same_bits, tensors_in, through_a_file
 
 import commopt
-from commopt import OneBitAdam, OneBitLamb
+from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commopt.compress import Int8
-from commopt.optim import thaw
+from commopt.optim import SyncPolicy, VariancePolicy, thaw
 
 SIZES = (64, 48, 32)
 FROZEN = 10
@@ -23,7 +23,8 @@ FROZEN = 10
 def make(backend, cls=OneBitAdam, **settings):
     draw = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(n, generator=draw, dtype=torch.float64)) for n in SIZES]
-    settings = {"betas": (0.9, 0.95), "lr": 1e-3, "freeze_step": FROZEN, "thaw": "always", **settings}
+    stands = {"variance": VariancePolicy(4, FROZEN)} if cls is ZeroOneAdam else {"freeze_step": FROZEN}
+    settings = {"betas": (0.9, 0.95), "lr": 1e-3, "thaw": "always", **stands, **settings}
     return params, cls([{"params": params[:1]}, {"params": params[1:]}], backend=backend, **settings)
 
 
@@ -46,7 +47,9 @@ def blows_up(t):
 
 
 def what(optimizer):
-    return [(group["freeze_step"], group["thawed"]) for group in optimizer.param_groups]
+    """Of each group the step since which its variance stands, and that after which it has gone back."""
+    key = "variance_stop" if isinstance(optimizer, ZeroOneAdam) else "freeze_step"
+    return [(group[key], group["thawed"]) for group in optimizer.param_groups]
 
 
 def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr():
@@ -164,7 +167,7 @@ def test_a_number_of_the_user_stands_and_a_warning_says_it_once(when, caplog):
 
     assert on_threads(2, run) == [[(FROZEN, 0)] * 2] * 2
     assert caplog.text.count("since the variance was frozen") == 1
-    assert 'Take a larger freeze_step; "auto" would go back' in caplog.text
+    assert 'Take a larger freeze_step, or thaw="always": then all ranks go back to the warm-up' in caplog.text
 
 
 def test_what_auto_has_frozen_goes_back_but_for_never(caplog):
@@ -225,6 +228,98 @@ def test_it_is_the_same_with_overlap_and_holds_with_nodes_and_a_compressed_warm_
         assert same_bits(plain[0][1], ranks[0][1])
 
 
+# 0/1 Adam -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", [SyncPolicy(), SyncPolicy(3, None, 7), SyncPolicy(16)], ids=["each", "3rd", "16th"])
+def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_until_that_ends(sync, caplog):
+    """It goes back at a round, where all that ranks have is the same; the residuals are 0 then, and v is m^2 at least.
+    T_v is counted from there. When it has ended again, so are the rounds."""
+
+    def run(backend):
+        params, optimizer = make(backend, ZeroOneAdam, sync=sync, variance=VariancePolicy(4, FROZEN))
+        kinds, raised = [optimizer.kind_of(optimizer.param_groups[0])], []
+
+        def after(t):
+            kinds.append(optimizer.kind_of(optimizer.param_groups[0]))
+            if optimizer.param_groups[0]["thawed"] == t:
+                assert not optimizer.replicas_differ
+                for p in params:
+                    state = optimizer.state[p]
+                    count = int(state["variance_step"])
+                    v = state["exp_avg_sq"] / (1 - 0.95**count)
+                    assert count <= 10
+                    assert (v >= state["exp_avg"].square() * (1 - 1e-12)).all()
+                    raised.append(torch.isclose(v, state["exp_avg"].square(), rtol=1e-12).any())
+                    assert not any(r.any() for r in optimizer.residuals[p].values())
+
+        steps(params, optimizer, backend, range(1, 320), lambda t: blows_up(min(t, 60)), after=after)
+        assert any(raised)
+        return kinds, what(optimizer), [p.detach().clone() for p in params], optimizer.replicas_differ
+
+    (kinds, [(stood, thawed), _], params, differ), (others, _, same, _) = on_threads(2, run)
+    assert kinds == others
+    assert differ or same_bits(params, same)
+    assert 30 < thawed <= 30 + 10 + 3 * sync.longest  # A grows by a half from one look to the next
+    assert sync.synchronises(thawed - FROZEN), "at a round"
+    assert thawed < stood < 300
+    policy = VariancePolicy(4, stood - thawed)
+    expected = ["exact" if policy.refreshes(t - thawed) else "compressed" for t in range(thawed + 1, stood + 1)]
+    assert kinds[thawed:stood] == expected
+    rounds = ["compressed" if sync.synchronises(t - stood) else "local" for t in range(stood + 1, 320)]
+    assert kinds[stood:319] == rounds
+    assert caplog.text.count("all ranks refresh it again, in full precision") == 1
+
+
+@pytest.mark.parametrize("half", [37, 48, 110, 170])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_zero_one_adam_that_is_resumed_goes_back_and_on_as_one_never_stopped(half, overlap):
+    def run(backend):
+        def grow(t):
+            return blows_up(min(t, 60))
+
+        settings = {"sync": SyncPolicy(3), "overlap": overlap}
+        params, optimizer = make(backend, ZeroOneAdam, **settings)
+        steps(params, optimizer, backend, range(1, half), grow)
+        saved = through_a_file(optimizer.state_dict())
+        others, second = make(backend, ZeroOneAdam, **settings)
+        for p, q in zip(others, params):
+            p.data.copy_(q.data)
+        second.load_state_dict(saved)
+        for run_of in ((params, optimizer), (others, second)):
+            steps(*run_of, backend, range(half, 200), grow)
+        assert same_bits([*params], [*others])
+        assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict()))
+        assert optimizer.state_dict()["param_groups"] == second.state_dict()["param_groups"]
+        return what(optimizer)
+
+    first, second = on_threads(2, run)
+    assert first == second
+    assert 30 < first[0][1] < 60
+    assert 60 < first[0][0] < 200, "and it stands again"
+
+
+def test_zero_one_adam_leaves_the_number_of_a_user_and_what_auto_has_stopped_goes_back(caplog):
+    def run(backend, stop, when):
+        params, optimizer = make(backend, ZeroOneAdam, variance=VariancePolicy(64, stop), thaw=when)
+        steps(params, optimizer, backend, range(1, 130), lambda t: blows_up(t if stop != "auto" else t - 60))
+        return what(optimizer)
+
+    assert on_threads(2, lambda backend: run(backend, FROZEN, "auto")) == [[(FROZEN, 0)] * 2] * 2
+    assert 'Take a larger VariancePolicy(stop=), or thaw="always": then all ranks refresh it again' in caplog.text
+    back = on_threads(2, lambda backend: run(backend, "auto", "auto"))
+    assert back[0] == back[1]
+    (step, at), _ = back[0]
+    assert step == "auto"
+    assert 90 < at < 115
+    (stopped, never), _ = on_threads(2, lambda backend: run(backend, "auto", "never"))[0]
+    assert 20 < stopped < 90
+    assert never == 0
+
+
+# all ------------------------------------------------------------------------------------------------------------------
+
+
 def test_a_skipped_step_is_no_look():
     """Every look from step 32 on has a NaN on one rank: nothing is heard of the growth before the last of them."""
 
@@ -232,7 +327,7 @@ def test_a_skipped_step_is_no_look():
         params, optimizer = make(backend)
 
         def grow(t):
-            looks = optimizer.phase == "compressed" and thaw.is_look(optimizer.param_groups[0])
+            looks = optimizer.phase == "compressed" and thaw.is_look(optimizer.param_groups[0], "freeze_step")
             return math.nan if backend.rank and 32 <= t <= 52 and looks else blows_up(t)
 
         steps(params, optimizer, backend, range(1, 70), grow)

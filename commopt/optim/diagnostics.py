@@ -192,21 +192,21 @@ class Diagnostics:
                 self.optimizer, step, why, until,
             )  # fmt: skip
 
-    def frozen_too_early(self, freeze_steps: Sequence[Any], goes_back: bool, for_good: bool) -> None:
-        """Gradients have outgrown a variance that stands since ``freeze_steps``; ``goes_back``: to the warm-up, and
-        maybe ``for_good``."""
+    def frozen_too_early(self, steps: Sequence[Any], longer: str, back: str, goes_back: bool, for_good: bool) -> None:
+        """Gradients have outgrown a variance that stands since ``steps``; ``goes_back``: to one that moves, and maybe
+        ``for_good``. ``longer``: how to set a later step; ``back``: what all ranks do."""
         if self.rank or not (goes_back or self._once("frozen too early")):
             return
-        steps = ", ".join(map(str, dict.fromkeys(freeze_steps)))
+        which = ", ".join(map(str, dict.fromkeys(steps)))
         follows = (
-            "all ranks go back to the warm-up" + (", for the rest of the run" if for_good else "")
+            back + (", for the rest of the run" if for_good else "")
             if goes_back
-            else 'the run may fall back to where it was. Take a larger freeze_step; "auto" would go back to the warm-up'
+            else f'the run may fall back to where it was. Take {longer}, or thaw="always": then {back}'
         )
         logger.warning(
             "%s: gradients have grown so much since the variance was frozen (step %s) that steps are 1.6 times as long "
-            "as they should be: learning began later. %s",
-            self.optimizer, steps, follows,
+            "as they should be, for learning began later: %s",
+            self.optimizer, which, follows,
         )  # fmt: skip
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:

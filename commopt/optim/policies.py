@@ -46,10 +46,11 @@ class VariancePolicy:
         """True if the variance stands still at ``step``."""
         return self.stop != "auto" and step > self.stop
 
-    def refreshes(self, step: int) -> bool:
-        """True if ``step`` >= 1 is in T_v."""
+    def refreshes(self, step: int, begun: int = 0) -> bool:
+        """True if ``step`` > ``begun`` is in T_v; ``begun``: the step, 0 or later, after which it has begun."""
         if self.has_stopped(step):
             return False
+        step -= begun
         doubled = ((step - 1) // self.kappa + 1).bit_length() - 1  # the distance is 2^doubled around here,
         start = self.kappa * (2**doubled - 1)  # after this step
         return (step - start) % 2**doubled == 0

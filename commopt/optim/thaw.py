@@ -1,4 +1,4 @@
-"""Back to the warm-up where the variance was frozen too early: once, and a second time for the rest of the run.
+"""Back where the variance moves, if it was frozen too early: once, and a second time for the rest of the run.
 
 A frozen v is right as long as gradients stay what they were. Where learning begins only then, those of some tensors
 grow a thousandfold, the steps lr m / sqrt(v) of these grow with them, and the run falls back to where it was, or worse.
@@ -13,7 +13,8 @@ the least of the first three. When
 
     A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
 
-all ranks go back to the warm-up, after the step in which they have heard of it, and the log says so:
+all ranks go back to the warm-up (in 0/1 Adam to refreshes, T_v from its beginning), after the step in which they have
+heard of it, and the log says so:
 
     v = max(v, m^2), with as much weight as 1 / (1-b1) updates;   m stays;   residuals are 0
 
@@ -28,8 +29,10 @@ all ranks go back to the warm-up, after the step in which they have heard of it,
   well, it goes back once more, and for the rest of the run: a rule that was wrong twice is not asked again. Of the runs
   in benchmarks/freeze.json none has gone back twice.
 * A tensor that a rank lacks a gradient of is left out.
+* In 0/1 Adam only rounds can tell: with local steps between them a look is the first round after every 5th step.
 
-``freeze_step`` of a group is "auto" again then, and ``thawed`` the step. Whether it goes back is ``thaw`` of the group:
+The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
+the step. Whether it goes back is ``thaw`` of the group:
 
     "auto"      if "auto" has chosen the step; a number that the user has given stands, and a warning is all: it says
                 what a run sends, and who gives one may have reasons
@@ -41,13 +44,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from commopt.optim import settling
 from commopt.optim.rules import square_sums
 from commopt.optim.state_bucket import StateBucket
+
+if TYPE_CHECKING:
+    from commopt.optim.base import CommOptimizer
 
 EVERY = 5
 """Steps from one look to the next."""
@@ -75,10 +81,17 @@ DEFAULTS = {
 the step, the step after which it has last gone back (0: it has not), and how often it has."""
 
 
-def is_look(group: dict[str, Any]) -> bool:
-    """True if ranks look at the gradients of the next step of ``group``, whose variance stands."""
+def defaults(when: Any) -> dict[str, Any]:
+    """Defaults of parameter groups whose variance may stand by itself, and goes back ``when``."""
+    return {"thaw": when, **settling.DEFAULTS, **DEFAULTS}
+
+
+def is_look(group: dict[str, Any], key: str) -> bool:
+    """True if ranks look at the gradients of the next step of ``group``, in which they communicate: its variance stands
+    since the step ``key``, and since they last did so they have taken ``local_steps``, if there are such."""
     step = group["step"] + 1
-    return step % EVERY == 0 or bool(step <= group["freeze_step"] + EARLY)
+    last = step - 1 - group.get("local_steps", 0)
+    return step // EVERY > last // EVERY or bool(step <= group[key] + EARLY)
 
 
 def begin(group: dict[str, Any], chosen: bool) -> None:
@@ -96,9 +109,78 @@ def is_watched(group: dict[str, Any]) -> bool:
     return bool(group["watch_lr"] > 0)
 
 
-def may_freeze(group: dict[str, Any]) -> bool:
-    """True unless ``group`` has gone back for the rest of the run."""
-    return bool(group["thaws"] < TIMES)
+class Words(NamedTuple):
+    """What an optimizer calls what it does, for the log."""
+
+    key: str
+    """Of a group: the step since which its variance stands, or "auto"."""
+    until: str
+    """What goes on while it moves, and how to end that."""
+    longer: str
+    """How a user sets a later step."""
+    back: str
+    """What all ranks do when they go back."""
+
+
+class Watch:
+    """Says of the groups of an optimizer when their variance stands, and when it moves again. The optimizer calls
+    :meth:`growth` for the report of a step that all ranks agree on, :meth:`heard` with what they have told, and after
+    every step :meth:`go_back` and :meth:`stop_where_settled`.
+
+    Args:
+        words: what the optimizer calls it; its buckets have ``exp_avg`` and ``exp_avg_sq``.
+        corrects_bias: whether v is used over 1 - b2^t.
+    """
+
+    def __init__(self, words: Words, corrects_bias: bool = True) -> None:
+        self.words = words
+        self.corrects_bias = corrects_bias
+        self.looked: list[dict[str, Any]] = []  # groups, in this step
+        self.mean = 0.0
+
+    def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
+        """a of this rank, of the ``frozen`` groups in which ranks communicate in the next step, by gradients times
+        ``unscale``; 0 if that is no look at them."""
+        watched = [group for group in frozen if is_watched(group)]
+        self.looked = watched if any(is_look(group, self.words.key) for group in watched) else []
+        return growth(buckets_of(optimizer, self.looked), unscale)
+
+    def heard(self, mean: float, clip: float) -> None:
+        """Takes the mean of a over all ranks, whose gradients are then clipped by the factor ``clip``."""
+        self.mean = mean + 2 * math.log(clip)
+
+    def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
+        """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it."""
+        for group in frozen:
+            if not is_watched(group):
+                begin(group, chosen=False)
+        watched, self.looked = self.looked, []
+        if not watched or not has_outgrown(watched, self.mean):
+            return
+        back = [group for group in watched if goes_back(group)]
+        for group in watched:
+            begin(group, group["chosen"])
+        for_good = any(group["thaws"] + 1 == TIMES for group in back)
+        stood = [group[self.words.key] for group in watched]
+        optimizer._diagnostics.frozen_too_early(stood, self.words.longer, self.words.back, bool(back), for_good)
+        for bucket, group in buckets_of(optimizer, back):
+            thaw(bucket, group["betas"], self.corrects_bias)
+        for group in back:
+            group.update({self.words.key: "auto", "thawed": group["step"], "thaws": group["thaws"] + 1})
+            group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
+
+    def stop_where_settled(self, optimizer: CommOptimizer, moving: Sequence[dict[str, Any]]) -> None:
+        """Lets the variance of those of the ``moving`` groups stand in which it has settled; not of one that has gone
+        back for the rest of the run."""
+        may = [group for group in moving if group["thaws"] < TIMES]
+        for group in settling.stop_where_settled(optimizer, may, self.words.key, self.words.until):
+            begin(group, chosen=True)
+
+
+def buckets_of(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> list[tuple[StateBucket, dict[str, Any]]]:
+    """The buckets of ``groups``, each with its group."""
+    chosen = {id(group) for group in groups}
+    return [(bucket, group) for bucket, group in optimizer.grouped_buckets() if id(group) in chosen]
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
@@ -118,7 +200,7 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
     return total / count if count else 0.0
 
 
-def heard(groups: Sequence[dict[str, Any]], mean: float) -> bool:
+def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:
     """Takes the ``mean`` of a over the ranks into what ``groups`` remember, which are watched together. Returns whether
     it has become too much."""
     looks = {group["watch_looks"] for group in groups}

@@ -33,10 +33,12 @@ from commopt.optim.state_bucket import StateBucket
 
 UNTIL = "everything is still sent in full precision; freeze_step=<an int> ends the warm-up at a step of your choice"
 
+WORDS = thaw.Words("freeze_step", UNTIL, "a larger freeze_step", "all ranks go back to the warm-up")
+
 
 def warmup_defaults(freeze_step: Any, thaw_when: Any) -> dict[str, Any]:
     """Defaults of the parameter groups of a :class:`WarmupOptimizer`."""
-    return {"freeze_step": freeze_step, "thaw": thaw_when, **settling.DEFAULTS, **thaw.DEFAULTS}
+    return {"freeze_step": freeze_step, **thaw.defaults(thaw_when)}
 
 
 class WarmupOptimizer(CommOptimizer):
@@ -77,8 +79,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._watched: list[dict[str, Any]] = []  # groups, in this step
-        self._growth = 0.0
+        self._frozen = thaw.Watch(WORDS, self.corrects_bias)
         self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
@@ -131,10 +132,8 @@ class WarmupOptimizer(CommOptimizer):
     def after_step(self) -> None:
         """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
-        self._watch_frozen()
-        moving = [g for g in self.param_groups if self.phase_of(g) == "warmup" and thaw.may_freeze(g)]
-        for group in settling.stop_where_settled(self, moving, "freeze_step", UNTIL):
-            thaw.begin(group, chosen=True)
+        self._frozen.go_back(self, self._in("compressed"))
+        self._frozen.stop_where_settled(self, self._in("warmup"))
 
     def _count(self) -> None:
         """Notes what is said at the end of a run."""
@@ -145,36 +144,11 @@ class WarmupOptimizer(CommOptimizer):
             window = round(1 / (1 - group["betas"][1]))
             self._run |= {"enough": min(window, 100), "freeze_step": group["freeze_step"]}
 
-    # what if it was too early -----------------------------------------------------------------------------------------
+    def _in(self, phase: str) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if self.phase_of(group) == phase]
 
     def growth(self, unscale: float) -> float:
-        compressed = [group for group in self.param_groups if self.phase_of(group) == "compressed"]
-        watched = [group for group in compressed if thaw.is_watched(group)]
-        self._watched = watched if any(map(thaw.is_look, watched)) else []
-        chosen = {id(group) for group in self._watched}
-        of_these = [(bucket, group) for bucket, group in self.grouped_buckets() if id(group) in chosen]
-        return thaw.growth(of_these, unscale)
+        return self._frozen.growth(self, self._in("compressed"), unscale)
 
     def heard(self, decision: StepDecision) -> None:
-        self._growth = decision.growth + 2 * math.log(self._clip(decision))
-
-    def _watch_frozen(self) -> None:
-        """Goes back to the warm-up where gradients have outgrown a variance that stands."""
-        for group in self.param_groups:
-            if self.phase_of(group) == "compressed" and not group["watch_lr"]:
-                thaw.begin(group, chosen=False)
-        watched, self._watched = self._watched, []
-        if not watched or not thaw.heard(watched, self._growth):
-            return
-        back = [group for group in watched if thaw.goes_back(group)]
-        for group in watched:
-            thaw.begin(group, group["chosen"])
-        for_good = any(group["thaws"] + 1 == thaw.TIMES for group in back)
-        self._diagnostics.frozen_too_early([group["freeze_step"] for group in watched], bool(back), for_good)
-        chosen = {id(group) for group in back}
-        for bucket, group in self.grouped_buckets():
-            if id(group) in chosen:
-                thaw.thaw(bucket, group["betas"], self.corrects_bias)
-        for group in back:
-            now = {"freeze_step": "auto", "watch_lr": 0.0, "thawed": group["step"], "thaws": group["thaws"] + 1}
-            group.update(now, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
+        self._frozen.heard(decision.growth, self._clip(decision))

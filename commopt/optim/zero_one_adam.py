@@ -32,8 +32,9 @@ the
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m. Coupled
   decay is a part of the gradient, g_i + wd x_i, in all three.
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
-* ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. There is no way
-  back from there, as there is in 1-bit Adam.
+* ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
+  too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
+  are no local steps.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
   :class:`commopt.OneBitAdam`.
 * A parameter without a gradient on any rank is left alone, momentum and residuals too, in exact steps and in a round
@@ -57,6 +58,7 @@ from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.optim import checks, replicas, settling
+from commopt.optim.agreement import StepDecision
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
 from commopt.optim.diagnostics import tell_if_never_settled
@@ -69,6 +71,8 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, coupled_decay
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.thaw import Watch, Words
+from commopt.optim.thaw import defaults as thaw_defaults
 
 logger = logging.getLogger("commopt")
 
@@ -76,6 +80,7 @@ UNTIL = (
     "ranks still send something in every step; VariancePolicy(stop=<an int>) lets local steps begin at a step of your "
     "choice"
 )
+WORDS = Words("variance_stop", UNTIL, "a larger VariancePolicy(stop=)", "all ranks refresh it again, in full precision")
 _POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
 
 
@@ -107,6 +112,8 @@ class ZeroOneAdam(CommOptimizer):
         variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
             must fit the run: local steps begin there; "auto" finds it as 1-bit Adam does. In a parameter group it
             is the numbers ``variance_kappa`` and ``variance_stop``.
+        thaw: whether a variance that was stopped too early moves again (:mod:`commopt.optim.thaw`): "auto" if its
+            ``stop`` was "auto", "always", or "never". A warning says that it was, in any case.
         sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments; ``sync_first``, ``sync_double_every`` and
             ``sync_longest`` in a group.
         compressor: what is sent at T_u; ``Sign()`` if None.
@@ -134,7 +141,8 @@ class ZeroOneAdam(CommOptimizer):
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars = settling.SCALARS
     hyperparams_used_in_backward = (
-        "betas", "maximize", "lr", "variance_kappa", "variance_stop", "sync_first", "sync_double_every", "sync_longest",
+        "betas", "maximize", "lr", "variance_kappa", "variance_stop", "thawed", "sync_first", "sync_double_every",
+        "sync_longest",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +157,7 @@ class ZeroOneAdam(CommOptimizer):
         decoupled_weight_decay: bool = True,
         variance: VariancePolicy | Mapping[str, Any] | None = None,
         sync: SyncPolicy | Mapping[str, Any] | None = None,
+        thaw: Literal["auto", "always", "never"] = "auto",
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
@@ -166,7 +175,7 @@ class ZeroOneAdam(CommOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
-            **settling.DEFAULTS,
+            **thaw_defaults(thaw),
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
@@ -192,6 +201,7 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
+        checks.check_thaw(group["thaw"])
         _variance(group)
         _sync(group)
         known = {**_numbers("variance", None), **_numbers("sync", None)}
@@ -212,6 +222,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
+        self._frozen = Watch(WORDS)
         self._run: dict[str, Any] = {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_settled, type(self).__name__, self._run)
@@ -232,8 +243,8 @@ class ZeroOneAdam(CommOptimizer):
         if self.topology.nodes == 1:
             return "exact"
         variance = _variance(group)
-        if variance.refreshes(step):  # not between rounds: a policy that was changed there waits for the round
-            return "compressed" if group["local_steps"] else "exact"
+        if variance.refreshes(step, group["thawed"]):
+            return "compressed" if group["local_steps"] else "exact"  # between rounds a policy that was changed waits
         if variance.stop == "auto":
             return "compressed"
         return "compressed" if _sync(group).synchronises(step - variance.stop) else "local"
@@ -263,15 +274,30 @@ class ZeroOneAdam(CommOptimizer):
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "mean_momentum") if group["local_steps"] else ()
 
+    def growth(self, unscale: float) -> float:
+        frozen = [group for group in self._in("frozen") if not self.is_local(group)]
+        return self._frozen.growth(self, frozen, unscale)
+
+    def heard(self, decision: StepDecision) -> None:
+        self._frozen.heard(decision.growth, self._clip(decision))
+
+    def _in(self, phase: str) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if self.phase_of(group) == phase]
+
     def after_step(self) -> None:
-        """Counts the local steps since the last round, and stops a variance that has settled (``stop="auto"``)."""
-        refreshing = [group for group in self.param_groups if self.phase_of(group) == "refreshing"]
-        settling.stop_where_settled(self, refreshing, "variance_stop", UNTIL)
-        waiting = [group["betas"][1] for group in refreshing if group["variance_stop"] == "auto"]
+        """Counts the local steps since the last round. Stops a variance that has settled, and lets it move again where
+        it had not (``stop="auto"``)."""
+        self._count_local_steps()
+        frozen, refreshing = self._in("frozen"), self._in("refreshing")
+        self._frozen.go_back(self, frozen)
+        self._frozen.stop_where_settled(self, refreshing)
+        waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
             self._run["waited"] += 1
             self._run["enough"] = min(round(1 / (1 - max(waiting))), 100)
+
+    def _count_local_steps(self) -> None:
         for group in self.param_groups:
             if self._kind(group, group["step"]) == "local":
                 now = next_interval(group)
