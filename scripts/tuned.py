@@ -232,8 +232,35 @@ def table(found: list[Record]) -> str:
             against = [row["against"], f"{row['gap']:+.3f}", "yes" if row["passed"] else "no"]
         rate = f"{row['lr']:.2g}" + (" (edge)" if row["edge"] else "")
         cells = [row["method"], rate, str(len(row["seeds"])), f"{row['loss']:.3f}", f"{row['spread']:.3f}", *against]
-        sent = f"{100 * row['sent']:.1f} %" if row["sent"] >= 0.01 else f"{100 * row['sent']:.2f} %"
-        lines.append("| " + " | ".join([*cells, sent]) + " |")
+        lines.append("| " + " | ".join([*cells, share(row["sent"])]) + " |")
+    return "\n".join(lines)
+
+
+def share(sent: float) -> str:
+    """As per cent."""
+    return f"{100 * sent:.1f} %" if sent >= 0.01 else f"{100 * sent:.2f} %"
+
+
+def frontier(found: Iterable[Record]) -> list[Record]:
+    """Those of which no other sends as few bytes and ends as low; the fewest bytes first."""
+    out: list[Record] = []
+    for row in sorted(found, key=lambda row: (row["sent"], row["loss"])):
+        if not out or row["loss"] < out[-1]["loss"]:
+            out.append(row)
+    return out
+
+
+def table_of_bytes(found: list[Record]) -> str:
+    """As Markdown: the frontier of all, and of what has Adam inside."""
+    adams = [row for row in found if "Adam" in row["method"]]
+    columns = [frontier(rows) for rows in (found, adams)]
+    lines = ["| sent | of all methods | held-out loss | of those with Adam | held-out loss |", "|" + " --- |" * 5]
+    for sent in sorted({row["sent"] for rows in columns for row in rows}):
+        cells = [share(sent)]
+        for rows in columns:
+            here = [row for row in rows if row["sent"] == sent]
+            cells += [here[0]["method"], f"{here[0]['loss']:.3f}"] if here else ["", ""]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -243,6 +270,8 @@ def update_docs(records: list[Record], root: Path = ROOT) -> None:
         found = rows(records, steps)
         if found:
             parts += [f"**{steps} steps:**", table(found)]
+    best_for = f"**The best for the bytes**, {STEPS} steps: nothing that sends as few ended lower."
+    parts += [best_for, table_of_bytes(rows(records, STEPS))]
     put("\n\n".join(parts), root / "docs" / "convergence.md", MARKS)
 
 

@@ -90,6 +90,26 @@ def test_a_row_is_of_the_best_rate_and_of_seeds_that_both_have():
     )
 
 
+def test_of_what_sends_as_few_bytes_the_lowest_alone_is_the_best():
+    def row(method, sent, loss):
+        return {"method": method, "sent": sent, "loss": loss}
+
+    adam, onebit, muon, sgd = (
+        row("AdamW", 1.0, 3.0),
+        row("OneBitAdam", 0.2, 3.1),
+        row("Muon", 1.0, 2.9),
+        row("SGD", 0.2, 3.5),
+    )
+    rounds, signs = row("MuLoCo", 0.05, 3.2), row("AdamW + Sign", 0.05, 3.3)
+    found = [muon, adam, sgd, onebit, signs, rounds]
+    assert tuned.frontier(found) == [rounds, onebit, muon]
+    assert tuned.table_of_bytes(found).splitlines()[2:] == [
+        "| 5.0 % | MuLoCo | 3.200 | AdamW + Sign | 3.300 |",
+        "| 20.0 % | OneBitAdam | 3.100 | OneBitAdam | 3.100 |",
+        "| 100.0 % | Muon | 2.900 | AdamW | 3.000 |",
+    ]
+
+
 def test_sign_momentum_has_the_same_outer_step_at_every_rate():
     for lr in tuned.grid("SignMomentum(AdamW)"):
         optim = tuned.optim_of("SignMomentum(AdamW)", lr)
@@ -103,6 +123,7 @@ def test_the_page_has_the_table_of_the_figures_that_are_kept():
     page, records = (tuned.ROOT / "docs" / "convergence.md").read_text(), tuned.read()
     for steps in {record["steps"] for record in records}:
         assert f"**{steps} steps:**\n\n{tuned.table(tuned.rows(records, steps))}" in page
+    assert tuned.table_of_bytes(tuned.rows(records, tuned.STEPS)) in page
 
 
 def test_the_figures_that_are_kept_are_whole_runs():
