@@ -141,7 +141,13 @@ class Server:
     def _fork(self, client: socket.socket) -> Request | None:
         data, files, _, _ = socket.recv_fds(client, 1 << 20, 4)
         while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
-            data += client.recv(1 << 20)
+            more = client.recv(1 << 20)
+            if not more:  # killed while it asked
+                for file in files:
+                    os.close(file)
+                client.close()
+                return None
+            data += more
         process = os.fork()
         if process == 0:
             signal.set_wakeup_fd(-1)
@@ -151,8 +157,9 @@ class Server:
             return (*marshal.loads(data[8:]), files)
         for file in files:
             os.close(file)
-        client.sendall(process.to_bytes(8, "little"))
         self.clients[process] = client
+        with contextlib.suppress(OSError):  # killed since: the selector says so
+            client.sendall(process.to_bytes(8, "little"))
         self.selector.register(client, selectors.EVENT_READ)
         return None
 
