@@ -68,7 +68,7 @@ class Bucket:
             self.offsets.append(self.numel)
             self.numel += x.numel()
         multiple = 1 if self.world_size == 1 else self.world_size * ROW_MULTIPLE
-        self.padded = -(-self.numel // multiple) * multiple
+        self.padded = max(1, -(-self.numel // multiple)) * multiple  # some for empty parameters, too: rows have bytes
 
     @property
     def values(self) -> list[Tensor]:

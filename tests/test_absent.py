@@ -22,8 +22,8 @@ from worlds import (
     tokens,
 )
 
-from commopt import CSER, Lamb, Lans, OneBitAdam, OneBitLamb, OneBitLion, QSparseLocalSGD, ZeroOneAdam
-from commopt.compress import Identity, Sign
+from commopt import CSER, Lamb, Lans, LocalSGD, OneBitAdam, OneBitLamb, OneBitLion, QSparseLocalSGD, ZeroOneAdam
+from commopt.compress import BFloat16, Float8, Identity, Int8, Sign, ThresholdTopK, TopK
 from commopt.optim import SyncPolicy, VariancePolicy
 
 SIZES: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5), (9,)]
@@ -44,6 +44,27 @@ def everything_of(optimizer: Any, p: nn.Parameter) -> list[Tensor]:
     """All that an optimizer keeps of a parameter, this rank's own included, and the parameter; as copies."""
     kept = {**optimizer.state[p], **getattr(optimizer, "residuals", {}).get(p, {})}
     return [t.detach().clone() for t in [p, *kept.values()]]
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [Sign(16), Sign(None), Int8(), TopK(), ThresholdTopK(), BFloat16(), Float8(), Identity()],
+    ids=lambda c: type(c).__name__,
+)
+def test_a_group_of_empty_parameters_is_no_trouble(compressor):
+    """It has a bucket of its own, of which nothing is sent but what fills it up."""
+
+    def run(backend, make):
+        full, empty = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(0, 4))
+        groups = [{"params": [full]}, {"params": [empty]}]
+        optimizer = make(groups, lr=1e-3, compressor=compressor, backend=backend)
+        for _ in range(4):
+            full.grad, empty.grad = torch.full((5,), 1.0 + backend.rank), torch.zeros(0, 4)
+            optimizer.step()
+        return bool((full < 1).any())
+
+    for make in (OneBitLion, partial(LocalSGD, period=2)):
+        assert on_threads(2, lambda backend, make=make: run(backend, make)) == [True, True]
 
 
 @pytest.mark.parametrize(("cls", "settings"), EVERYTHING)

@@ -266,3 +266,19 @@ def test_with_the_identity_and_all_of_the_state_it_is_as_if_there_was_one_base()
     train(whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), range(6))
     for params in on_threads(2, run):
         torch.testing.assert_close(params, params_of(whole), rtol=1e-11, atol=1e-12)
+
+
+def test_a_rank_that_has_used_a_scalar_only_knows_of_no_name():
+    """Of a scalar nobody can say whether a tensor of the state is shaped like it."""
+
+    def run(backend):
+        w, scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(()))
+        optimizer = LocalSGD([w, scale], lr=1e-2, period=2, state_period={"exp_avg": 1}, backend=backend)
+        for _ in range(4):
+            scale.grad = torch.ones(())
+            w.grad = torch.ones(4, 4) if backend.rank == 0 else None
+            optimizer.step()
+        return [w.detach(), scale.detach()]
+
+    first, second = on_threads(2, run)
+    assert same_bits(first, second)

@@ -585,3 +585,30 @@ def test_the_whole_state_of_rank_0_on_every_rank_is_told_and_they_meet(name, ste
         assert same_bits(a[1], b[1])
         assert caplog.text.count("what is each rank's own") == told
         assert caplog.text.count("is that of rank 0 of 2 in the loaded state, not that of rank 1 of 2") == told
+
+
+@every
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_model_that_is_loaded_between_two_rounds_is_trained_and_saved(name, before):
+    """After the optimizer was made, or at a round: the next steps are from there, and so is a run resumed from what is
+    saved before them."""
+
+    def run(backend):
+        model, gone = Toy(), Toy()
+        optimizer, resumed = (EVERY[name](m.parameters(), backend=backend, lr=1e-9) for m in (model, gone))
+        train(model, optimizer, range(before), backend.rank, 2)
+        if getattr(optimizer, "replicas_differ", False):
+            optimizer.synchronize()
+        weights = {key: value + 1 for key, value in Toy(seed=9).state_dict().items()}
+        model.load_state_dict(weights)
+        state = through_a_file(optimizer.state_dict())
+        gone.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        for m, o in ((model, optimizer), (gone, resumed)):
+            train(m, o, range(before, before + 6), backend.rank, 2)
+        moved = max(float((p.detach() - weights[key]).abs().max()) for key, p in model.named_parameters() if p.numel())
+        return moved, same_bits(params_of(model), params_of(gone))
+
+    for moved, same in on_threads(2, run):
+        assert moved < 0.1
+        assert same

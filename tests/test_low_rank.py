@@ -378,3 +378,34 @@ def test_gradients_of_zeros_leave_what_was_learnt_of_the_matrix(method):
         torch.testing.assert_close(model.take()[0], a, rtol=0, atol=1e-10)
 
     on_threads(2, run)
+
+
+@both
+@pytest.mark.parametrize(("world_size", "nodes"), [(4, 4), (4, 2), (2, 2), (2, 1)])
+def test_of_ranks_in_nodes_other_ranks_and_nodes_owe_the_same(method, world_size, nodes):
+    """Each rank of a node owes of the whole, as nobody averages a part for others."""
+
+    def before(backend: ThreadBackend) -> dict[str, Any]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend.nodes(2), bucket_mb=2e-4)
+        for step in range(3):
+            model.backward(grads(step, backend.rank))
+        return handle.state_dict()
+
+    states = on_threads(4, before)
+
+    def again(backend: ThreadBackend) -> dict[str, Any]:
+        handle = commopt.compress_gradients(
+            Given(SIZES), method, backend=backend if nodes == world_size else backend.nodes(world_size // nodes)
+        )
+        handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, world_size, handle.nodes))
+        return handle.state_dict()["residuals"]["state"]
+
+    kept = on_threads(world_size, again)
+    for i in (0, 2):
+        owed = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 4
+        now = sum(state[i]["worker_error"] for state in kept) / world_size
+        torch.testing.assert_close(now, owed, rtol=0, atol=1e-12)
+        if world_size == 4:
+            for mine, theirs in zip(kept, states):
+                assert torch.equal(mine[i]["worker_error"], theirs["residuals"]["state"][i]["worker_error"])

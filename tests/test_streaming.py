@@ -621,3 +621,25 @@ def test_streams_that_differ_between_ranks_are_refused():
             DiLoCo(Toy().parameters(), period=6, streaming=Streaming(2 + backend.rank), backend=backend)
 
     on_threads(2, run)
+
+
+@EVERY_LATE
+@pytest.mark.parametrize("compressor", [None, Sign(16)])
+def test_a_group_that_is_added_while_fragments_are_in_flight_joins_them(streaming, compressor):
+    def run(backend):
+        first, added = (some_params([(3, 7), (5,), (4,)]) for _ in range(2))
+        optimizer = LocalSGD(first, lr=1e-2, period=6, streaming=streaming, backend=backend, compressor=compressor)
+        for step in range(18):
+            if step == 8:
+                optimizer.add_param_group({"params": added})
+            for i, p in enumerate([*first, *added]):
+                p.grad = torch.full_like(p, (1.0 + backend.rank) * (1 + i))
+            optimizer.step()
+        optimizer.synchronize()
+        return [p.detach() for p in (*first, *added)]
+
+    ranks = on_threads(2, run)
+    begun = some_params([(3, 7)])[0].detach()
+    for params in ranks:
+        assert same_bits(params, ranks[0])
+        assert float((params[3] - begun).abs().min()) > 0.01  # it was trained

@@ -22,6 +22,8 @@ class Flat:
         feedback: whether what is lost is kept, and sent later.
     """
 
+    of_whole = False
+
     def __init__(self, feedback: bool) -> None:
         self.feedback = feedback
         self._scratches: dict[Any, Tensor] = {}

@@ -27,7 +27,7 @@ from commopt.gradients.low_rank import Thin
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.method import Method, OfGradients
 from commopt.gradients.rows import Rows
-from commopt.gradients.saving import load_residuals, saved_residuals
+from commopt.gradients.saving import load_residuals, nodes_of, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
@@ -70,6 +70,11 @@ class CompressedGradients:
         name = "a model that has gone" if model is None else type(model).__name__
         return f"CompressedGradients({name}, {self.compressor!r}, ranks={ranks}, steps={self.mean.steps})"
 
+    @property
+    def nodes(self) -> int:
+        """What :func:`commopt.optim.join_state_dict` wants as ``nodes`` for this handle."""
+        return nodes_of(self.mean, self._sharded)
+
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
 
@@ -102,7 +107,8 @@ class CompressedGradients:
         """What this rank owes: its residuals, as copies. Communicates nothing.
 
         All of it is this rank's own (``"residuals"``): save that of every rank, and give each its own back, or, in a
-        world of another size or on another mesh, what :func:`commopt.optim.join_state_dict` makes of all of them.
+        world of another size, with other nodes (:attr:`nodes`) or on another mesh, what
+        :func:`commopt.optim.join_state_dict` makes of all of them.
         """
         return saved_residuals(self.mean, self._sharded)
 
@@ -131,7 +137,7 @@ class CompressedGradients:
         Raises:
             ValueError: for residuals of another model.
         """
-        load_residuals(self.mean, with_own(dict(state), self.mean.topology), self._sharded)
+        load_residuals(self.mean, with_own(dict(state), self.mean.topology, self.nodes), self._sharded)
         self.mean.topology.traffic.leave_out()
 
     def remove(self) -> None:

@@ -44,6 +44,8 @@ class Thin:
         feedback: whether what is lost is kept, and sent later.
     """
 
+    of_whole = True
+
     def __init__(self, spec: LowRank, feedback: bool) -> None:
         self.spec, self.feedback = spec, feedback
         self._of: dict[int, Owed] = {}

@@ -47,7 +47,13 @@ class Received:
 
 
 class Method(Protocol):
-    """A way to take means between several nodes."""
+    """A way to take means between several nodes.
+
+    Attributes:
+        of_whole: whether each rank owes of all that its node brings, and not of its part.
+    """
+
+    of_whole: bool
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
         """Makes what a new bucket owes, all zeros; ``capacity`` is the most bytes of a bucket."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
 from commopt.optim.own import Origin, digest_of, origin_of
+from commopt.optim.own_tensor import Place
 from commopt.optim.places import PLACES
 from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
 from commopt.sharding import is_sharded
@@ -25,18 +27,37 @@ logger = logging.getLogger("commopt")
 def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
     part = {**saving.whose(_origin(mean, sharded), mean.topology), "state": mean.method.own(mean.buckets, mean.params)}
+    part["nodes"] = nodes_of(mean, sharded)
     common = mean.method.common(mean.buckets, mean.params)
     if sharded is not None:
         part["state"] |= sharded.own(mean.params)
-        if sharded.whole:  # each rank owes of the whole, as if it were a node
-            part["nodes"] = mean.topology.world_size
     if isinstance(mean.topology.backend, MeshBackend):  # parameters may be in pieces
         part[PLACES] = mean.method.places(mean.buckets, mean.params)
         for i in [i for i in common if is_sharded(mean.params[i])]:
             part["state"].setdefault(i, {}).update(common.pop(i))
+    _add_owed(part, mean)
     part["digest"] = digest_of(part)
     groups = [{"params": list(range(len(mean.params)))}]
     return {"param_groups": groups, "state": common, "residuals": part}
+
+
+def nodes_of(mean: GradientMean, sharded: ShardedDoor | None) -> int:
+    """By how many nodes ranks owe of parts of the whole; where each owes of all of it, each is as a node."""
+    whole = mean.method.of_whole or (sharded is not None and sharded.whole)
+    return mean.topology.world_size if whole else mean.topology.nodes
+
+
+def _add_owed(part: dict[str, Any], mean: GradientMean) -> None:
+    """Adds what was loaded on one node and has not come out yet: of parameters that have had no gradient since."""
+    for i, p in enumerate(mean.params):
+        if id(p) not in mean.owed:
+            continue
+        owed, entry = mean.owed[id(p)].flatten().clone(), part["state"].setdefault(i, {})
+        if PLACES in part:
+            replicas, _ = mean.topology.held(p)
+            place = Place.of(p, mean.owed[id(p)].shape, 0, replicas.rank, replicas.world_size)
+            part[PLACES].setdefault(i, {})["worker_error"] = astuple(place)
+        entry.update(worker_error=owed, server_error=torch.zeros_like(owed))
 
 
 @torch.no_grad()

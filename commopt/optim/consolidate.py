@@ -59,12 +59,13 @@ def gather_parts(topology: Topology, mine: Mapping[str, Any], to: int, where: st
     return parts
 
 
-def with_own(state_dict: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """``state_dict``; of one with the parts of all ranks, with what this rank takes of them for its own."""
+def with_own(state_dict: dict[str, Any], topology: Topology, nodes: int | None = None) -> dict[str, Any]:
+    """``state_dict``; of one with the parts of all ranks, with what this rank takes of them for its own. ``nodes``: by
+    which ranks are grouped, the topology's if it is None."""
     if OF_RANKS not in state_dict:
         return state_dict
     alike = {key: value for key, value in state_dict.items() if key not in (OF_RANKS, "residuals")}
-    return join_state_dict(alike, state_dict[OF_RANKS], topology.rank, topology.world_size, topology.nodes)
+    return join_state_dict(alike, state_dict[OF_RANKS], topology.rank, topology.world_size, nodes or topology.nodes)
 
 
 def _bytes_of(part: Mapping[str, Any]) -> Tensor:

@@ -222,6 +222,19 @@ class CSER(CommOptimizer):
             bucket.pack_params_(bucket["anchor"])
         return super().own_tensors(bucket, group)
 
+    @torch.no_grad()
+    def adopt_values(self) -> None:
+        for bucket, group in self.grouped_buckets():
+            self._adopt(bucket, group)
+
+    def _adopt(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        """Takes over parameters that somebody has changed, as by loading a model, where they were at the anchor."""
+        if bucket.world_size == 1 or "anchor" not in bucket.buffers:
+            return
+        at_reset = self.resets_all() and group["step"] % group["period"] == 0
+        if group["last_sync_step"] == group["step"] and (at_reset or not group["step"]) and bucket.adopt("anchor"):
+            self._check_next = True  # the ranks may have loaded other ones
+
     def _momentum(self, bucket: StateBucket) -> Tensor:
         """The momentum of a bucket; zeros, if it has had none so far."""
         if "momentum_buffer" not in bucket.buffers:
@@ -309,6 +322,7 @@ class CSER(CommOptimizer):
             yield ctx.barrier
             self._plain_step(bucket, group, ctx)
             return
+        self._adopt(bucket, group)
         absent = [slice(*run) for run in absent_runs(bucket, ctx.absent(bucket))]
         resets = (group["step"] + 1) % group["period"] == 0
         p, m = self._update(bucket, group, ctx.scale, absent)  # m_i is not stored yet

@@ -136,6 +136,10 @@ class PackedOptimizer(torch.optim.Optimizer):
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         """Hook for when ``entries`` have been copied into buffers."""
 
+    def adopt_values(self) -> None:
+        """Hook for parameters that somebody may have changed since the last step, as by loading a model: takes over
+        what is kept of them besides. Called before that is saved."""
+
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         """Hook for when parameters were exchanged: ``new`` has the one in place of each."""
 
@@ -466,6 +470,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         binding.refuse_exchanged(self)
         self._follow_state()
+        if self._own_values is None:
+            self.adopt_values()
         self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it

@@ -188,6 +188,18 @@ class StateBucket(Bucket):
             out[i].update({name: like(self.tensors(name)[i], self.params[i]) for name in self.buffers})
         return out
 
+    def adopt(self, name: str) -> bool:
+        """Copies parameters to the flat buffer ``name``, but for those that it rounds to; returns whether any were
+        copied. None are while parameters are elsewhere than the buffer, or nowhere."""
+        if self.stale() or self.device.type == "meta":
+            return False
+        kept = self.tensors(name)
+        changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(self.values, kept)]).tolist()
+        for p, x, new in zip(self.values, kept, changed):
+            if new:
+                x.copy_(p)
+        return any(changed)
+
     def increment(self, names: Sequence[str], indices: Sequence[int]) -> None:
         """Adds 1 to the counters ``names`` of the parameters given by their indices."""
         for name in names:

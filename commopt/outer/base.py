@@ -315,6 +315,10 @@ class OuterOptimizer(PackedOptimizer):
         settings += [self.reduction, self.state_period, self.streaming]
         return settings + (self.own_settings() if error is None else [])
 
+    @torch.no_grad()
+    def adopt_values(self) -> None:
+        local_steps.begin_rounds(self)
+
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         moved = {new.get(p, p): entry for p, entry in self.base.state.items()}
         self.base.state.clear()
@@ -358,7 +362,7 @@ class OuterOptimizer(PackedOptimizer):
         loss = loss_of(closure)
         self.follow()
         self.flights.progress()
-        local_steps.begin_rounds(self)
+        self.adopt_values()
         try:
             local_steps.step(self)
         except Exception as caught:

@@ -63,10 +63,10 @@ def check_names(base: torch.optim.Optimizer, names: Sequence[str]) -> None:
 
 
 def lacking(base: torch.optim.Optimizer, names: Sequence[str]) -> ValueError | None:
-    """The error of :func:`check_names`, by the state that there is."""
+    """The error of :func:`check_names`, by the state that there is; None where it is of scalars alone."""
     if not names:
         return None
-    states = [(p, entry) for p, entry in base.state.items() if entry and isinstance(p, Tensor)]
+    states = [(p, entry) for p, entry in base.state.items() if entry and isinstance(p, Tensor) and p.dim()]
     shaped = set().union(*(_shaped_like(local(p.detach()), entry) for p, entry in states))
     return _refusal(base, names, shaped) if states else None
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.guard import NotFinite
 from commopt.optim.replicas import agree_inside
@@ -60,12 +58,7 @@ def too_many_skipped(optimizer: OuterOptimizer) -> Exception | None:
 
 def begin_rounds(optimizer: OuterOptimizer) -> None:
     """Takes over parameters that were changed since the last synchronisation, such as those of a model that was loaded
-    after the optimizer was made. An anchor that rounds to its parameter stays."""
+    after the optimizer was made."""
     for bucket, _ in optimizer.entries([p for p in range(optimizer.fragments) if optimizer.at_rest(p)]):
-        anchors = bucket.tensors("anchor")
-        changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(bucket.values, anchors)])
-        if changed.any():
+        if bucket.adopt("anchor"):
             optimizer._moved = True
-            for p, x, new in zip(bucket.values, anchors, changed.tolist()):
-                if new:
-                    x.copy_(p)

@@ -213,22 +213,33 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     if fragment in optimizer.flights:
         flight = optimizer.flights.land(fragment)
         counts = _counts(optimizer, flight)
-    before = [] if flight is None else [_or_zero(own) for own in flight.sent]
+    before = _sent_before(flight)
     finite = is_usable(square_norm(now))
     along, sent = [], now
-    for i, ((bucket, _), d) in enumerate(zip(entries, now if finite else [torch.zeros_like(d) for d in now])):
-        if flight is not None and counts:
-            d = (d - before[i]).div_(bucket.world_size).add_(flight.means.flats[i])
+    for (bucket, _), d in zip(entries, now if finite else [torch.zeros_like(d) for d in now]):
+        if counts and id(bucket) in before:  # if not, it was added since
+            own, mean = before[id(bucket)]
+            d = (d - own).div_(bucket.world_size).add_(mean)
         else:
             d = d / bucket.world_size
         along.append(d)
     if flight is not None and not counts:
-        sent = [d + own for d, own in zip(now, before)]
+        sent = [d + before[id(bucket)][0] if id(bucket) in before else d for (bucket, _), d in zip(entries, now)]
     write: ending.Write = (lambda _, entry: ending.to_anchor(entry)) if finite else (lambda *_: None)
-    squares = ending.squares_of(entries, flight.means.flats) if flight is not None and counts else ending.Squares()
+    squares = ending.Squares()
+    if flight is not None and counts:
+        squares = ending.squares_of(flight.means.entries, flight.means.flats)
     ending.take_steps(optimizer, entries, along, write, commit=counts)
     _taken(optimizer, fragment, flight, squares)
     keep_sent(optimizer, entries, sent)
+
+
+def _sent_before(flight: Flight | None) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each bucket of a flight that has landed, by its id, what this rank has sent and the mean of that."""
+    if flight is None:
+        return {}
+    buckets = (bucket for bucket, _ in flight.means.entries)
+    return {id(bucket): (_or_zero(own), mean) for bucket, own, mean in zip(buckets, flight.sent, flight.means.flats)}
 
 
 def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:

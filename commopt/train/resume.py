@@ -217,16 +217,16 @@ def _apply(
 
 
 def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """What compressed means of gradients owe: this rank's own; on another number of ranks, its share of all."""
+    """What compressed means of gradients owe: this rank's own; on other ranks, nodes or meshes, its share of all."""
     gradients, world = getattr(trainer.engine, "gradients", None), trainer.world
     states = [part["gradients"] for part in parts if "gradients" in part]
     if gradients is None or not states:
         return
-    if _same_ranks(world, shared, parts):
+    common, owed = split_state_dict(states[0])[0], [split_state_dict(state)[1] for state in states]
+    if _same_ranks(world, shared, parts) and owed[world.rank]["nodes"] == gradients.nodes:
         gradients.load_state_dict(states[world.rank])
     else:
-        owed = [split_state_dict(state)[1] for state in states]
-        gradients.load_state_dict(join_state_dict(split_state_dict(states[0])[0], owed, world.rank, world.size))
+        gradients.load_state_dict(join_state_dict(common, owed, world.rank, world.size, gradients.nodes))
 
 
 def take_weights(trainer: Trainer, path: Path) -> None:
