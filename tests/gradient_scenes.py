@@ -45,6 +45,20 @@ class Deep(nn.Module):
         return x
 
 
+class Filters(nn.Module):
+    """Filters with the channels last, whose gradients lie so in DDP's buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 4, 2), nn.Conv2d(4, 5, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, too: bool) -> Tensor:
+        images = torch.stack([x, x.flip(1), x.square()], 1).view(-1, 3, 3, 3)
+        return self.second(torch.tanh(self.first(images))).flatten(1)
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -62,7 +76,7 @@ def trained(net: nn.Module, rank: int, steps: range, optimizer: Any, micro: int 
 
 
 def bits(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
+    return [p.detach().contiguous().clone() for p in net.parameters()]
 
 
 DDP_KINDS = {
@@ -71,6 +85,7 @@ DDP_KINDS = {
     "static": (Deep, {"static_graph": True}),
     "unused": (Fork, {"find_unused_parameters": True}),
     "small buckets": (Deep, {"bucket_cap_mb": 0.0004}),
+    "channels last": (Filters, {}),
 }
 
 

@@ -19,6 +19,14 @@ def joining(model: DistributedDataParallel | None) -> bool:
     return config is not None and config.enable and not config.throw_on_early_termination
 
 
+def _laid_out_as(p: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` of ``p``, which DDP says is contiguous, as it lies in its bucket: as ``p``, if that is dense."""
+    if p.is_contiguous():
+        return gradient
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()  # which keeps what is dense as it is
+    return gradient.as_strided(p.shape, p.stride()) if dense else gradient
+
+
 class DDPHook:
     """Takes DDP's buckets apart, for ours are the same in every run, and gives them back when all means have come.
 
@@ -53,7 +61,7 @@ class DDPHook:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         self._pending.append((done, bucket.buffer()))
         for p, gradient in zip(bucket.parameters(), bucket.gradients()):
-            self.mean.arrive(p, gradient)
+            self.mean.arrive(p, _laid_out_as(p, gradient))
         if bucket.is_last():
             self.mean.finish()
             for future, buffer in self._pending:
