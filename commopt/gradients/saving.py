@@ -76,7 +76,8 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
     mean.owed.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
-        mean.owed[id(p)] = mean.owed.get(id(p), torch.zeros_like(residual)) + residual
+        if residual.any():
+            mean.owed[id(p)] = mean.owed.get(id(p), torch.zeros_like(residual)) + residual
 
     left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
     if sharded is not None:
