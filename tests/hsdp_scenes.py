@@ -202,7 +202,20 @@ def moved(rank: int, world_size: int) -> dict[str, Any]:
                 owed[0] = sum(float(t.abs().sum()) for e in own.values() for t in e.values())
 
             out[f"{name}, {kind}"] = error_of(load) or owed[0]
+            if (name, kind) == ("(1, 4)", "joined"):  # on one replica nothing stays: it is to come out, or to be saved
+                again: list[Any] = [None] * world_size
+                dist.all_gather_object(again, handle.state_dict())
+                before, after = together(parts), together(again)
+                out["saved once more"] = max(float((before[i] - after[i]).abs().max()) for i in before)
     return out
+
+
+def together(states: list[Any]) -> dict[int, Any]:
+    """What all ranks owe, of whole parameters."""
+    owns = [commopt.optim.split_state_dict(state)[1] for state in states]
+    common = commopt.optim.split_state_dict(states[0])[0]
+    joined = commopt.optim.join_state_dict(common, owns, 0, len(states) + 1)["residuals"]["state"]
+    return {i: e["worker_error"].flatten() + e["server_error"].flatten() for i, e in joined.items() if e}
 
 
 def on_a_slice(rank: int, world_size: int) -> tuple[bool, bool]:

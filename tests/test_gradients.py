@@ -22,7 +22,7 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 import commopt
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, TopBlocks, TopK
+from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
 from commopt.optim import join_state_dict
 
@@ -337,6 +337,54 @@ def test_another_number_of_ranks_owes_the_same(after):
         return
     for mine, theirs in zip(owed([kept for _, kept in results]), owed(states)):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compressor", [Sign(16), PowerSGD(2, 1.0)], ids=["signs", "low rank"])
+@pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)], ids=str)
+def test_what_one_node_has_not_given_out_yet_is_saved_and_no_rank_has_its_own(compressor, after):
+    """Two ranks owe; one node of two loads that, and saves it before a backward; ranks in nodes go on with it."""
+
+    def world(backend: ThreadBackend, nodes: int) -> tuple[Given, Any]:
+        model, world_size = Given(), backend.world_size
+        grouped = backend if nodes == world_size else backend.nodes(world_size // nodes)
+        return model, commopt.compress_gradients(model, compressor, backend=grouped, bucket_mb=2e-4)
+
+    def moved(states: Sequence[dict[str, Any]], world_size: int, nodes: int) -> list[dict[str, Any]]:
+        def load(backend: ThreadBackend) -> dict[str, Any]:
+            handle = world(backend, nodes)[1]
+            handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, world_size, handle.nodes))
+            return handle.state_dict()
+
+        return on_threads(world_size, load)
+
+    def begin(backend: ThreadBackend) -> dict[str, Any]:
+        model, handle = world(backend, 2)
+        for step in range(3):
+            model.backward(some_grads(SIZES, step, backend.rank))
+        return handle.state_dict()
+
+    def give_out(states: Sequence[dict[str, Any]]) -> list[Tensor | None]:
+        model = Given()
+        handle = commopt.compress_gradients(model, compressor, backend=LocalBackend(), bucket_mb=2e-4)
+        handle.load_state_dict(join_state_dict(*split_all(states), 0, 1))
+        model.backward([torch.zeros(size, dtype=torch.float64) for size in SIZES])
+        return model.take()
+
+    begun = on_threads(2, begin)
+    one_node = moved(begun, 2, 1)
+    for mine, theirs in zip(give_out(moved(one_node, *after)), give_out(begun)):
+        assert mine is not None
+        assert theirs is not None
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+    def own(backend: ThreadBackend) -> list[Tensor | None]:
+        model, handle = world(backend, 1)
+        handle.load_state_dict(begun[backend.rank])  # of two nodes: each rank's other one
+        model.backward(some_grads(SIZES, 0, 0))
+        return model.take()
+
+    first, second = on_threads(2, own)
+    assert same_bits(first, second)
 
 
 # when -----------------------------------------------------------------------------------------------------------------

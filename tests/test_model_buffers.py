@@ -154,6 +154,8 @@ def test_a_moving_average_that_is_given_or_of_another_model_is_not_reported(capl
     ema, of_other = AveragedModel(net), AveragedModel(other)
     ema.update_parameters(net)
     of_other.update_parameters(other)
+    half_made = AveragedModel.__new__(AveragedModel)  # as by another thread, now
+    assert not hasattr(half_made, "module")
     warn_of_copies("LocalSGD", list(net.parameters()), nn.ModuleList([net, ema]))
     assert not caplog.text
     warn_of_copies("LocalSGD", list(net.parameters()), net)

@@ -15,7 +15,7 @@ from commopt.comm import MeshBackend
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
-from commopt.optim.own import Origin, digest_of, origin_of
+from commopt.optim.own import MIXED, Origin, describe, digest_of, origin_of
 from commopt.optim.own_tensor import Place
 from commopt.optim.places import PLACES
 from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
@@ -42,13 +42,15 @@ def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str
 
 
 def nodes_of(mean: GradientMean, sharded: ShardedDoor | None) -> int:
-    """By how many nodes ranks owe of parts of the whole; where each owes of all of it, each is as a node."""
+    """By how many nodes ranks owe of parts of the whole; where each owes of all of it, each is as a node. One node owes
+    nothing: what it takes comes out, the same on all of its ranks."""
     whole = mean.method.of_whole or (sharded is not None and sharded.whole)
-    return mean.topology.world_size if whole else mean.topology.nodes
+    return mean.topology.world_size if whole and mean.topology.nodes > 1 else mean.topology.nodes
 
 
 def _add_owed(part: dict[str, Any], mean: GradientMean) -> None:
-    """Adds what was loaded on one node and has not come out yet: of parameters that have had no gradient since."""
+    """Adds what was loaded on one node and has not come out yet: of parameters that have had no gradient since. It is
+    the same on all ranks, and of the whole."""
     for i, p in enumerate(mean.params):
         if id(p) not in mean.owed:
             continue
@@ -57,7 +59,7 @@ def _add_owed(part: dict[str, Any], mean: GradientMean) -> None:
             replicas, _ = mean.topology.held(p)
             place = Place.of(p, mean.owed[id(p)].shape, 0, replicas.rank, replicas.world_size)
             part[PLACES].setdefault(i, {})["worker_error"] = astuple(place)
-        entry.update(worker_error=owed, server_error=torch.zeros_like(owed))
+        entry.update(worker_error=owed, server_error=owed[:0])
 
 
 @torch.no_grad()
@@ -73,6 +75,10 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
     if TOGETHER in given and origin_of(given["residuals"]) != here:
         given = {**given, "residuals": given[TOGETHER]}
     entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
+    whose = f"{describe(origin)} {origin or ''}".rstrip()
+    if origin is not None and origin[0] != MERGED and given["residuals"]["nodes"] != nodes_of(mean, sharded):
+        whose += f" by {given['residuals']['nodes']} nodes"
+        origin = (MIXED, *origin[1:])  # of another part, or not the same on all ranks of a node
     mean.owed.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
@@ -85,9 +91,9 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         left_out = sharded.load(entries, known, mine=origin == here) or left_out
     if left_out:
         logger.warning(
-            "compress_gradients: the residuals in the loaded state are of (rank, world size, layout) %s, this is %s; "
-            "they start again from 0. Save those of every rank (commopt.optim.join_state_dict) to keep them.",
-            origin, here,
+            "compress_gradients: the residuals in the loaded state are %s, not of %s (rank, world size, "
+            "layout); they start again from 0. Save those of every rank (commopt.optim.join_state_dict) to keep them.",
+            whose, here,
         )  # fmt: skip
 
 

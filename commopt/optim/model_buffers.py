@@ -100,9 +100,11 @@ def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None)
 
 def _is_average(module: nn.Module) -> bool:
     """Whether it is a moving average of a model that has begun, as far as its class tells: torch's, or one that is
-    called so, such as timm's ModelEma."""
+    called so, such as timm's ModelEma. One that another thread is making has not begun."""
+    if "_modules" not in vars(module):
+        return False
     if isinstance(module, AveragedModel):
-        return bool(module.n_averaged)
+        return bool(getattr(module, "n_averaged", False))
     return bool(re.search("Ema|EMA|MovingAverage", type(module).__name__))
 
 

@@ -191,7 +191,8 @@ def fill_residuals(
                 dropped = dropped or expected(p)
                 worker = server = torch.zeros(())
             elif mine is None and (origin == here or (origin is not None and origin[0] == MERGED)):
-                for part in (worker, server):  # those of all are of the whole parameter, a rank's own of its piece
+                # those of all are of the whole parameter; a rank's own of its piece, and without a server's, maybe
+                for part in (worker, server) if server.numel() else (worker,):
                     piece = part if origin == here else cut(part.reshape(p.shape), p)
                     fold(p, piece.to(bucket.device).reshape(bucket.shapes[i]))
             elif origin is not None and origin[0] == MERGED:

@@ -108,9 +108,10 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
     merged: StateDict = _mean_of([_without_residuals(part) for part in parts])
     for key, entry in parts[0]["state"].items():
         if "worker_error" in entry:
+            of_whole = not entry["server_error"].numel()  # nobody averages a part for others: each rank owes of all
             workers = [
-                torch.stack([part["state"][key]["worker_error"] for part in parts_of_nodes]).mean(0)
-                for parts_of_nodes in by_local_rank
+                torch.stack([part["state"][key]["worker_error"] for part in together]).mean(0)
+                for together in ([parts] if of_whole else by_local_rank)
             ]
             merged["state"][key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
             merged["state"][key]["server_error"] = torch.cat([part["state"][key]["server_error"] for part in parts])
