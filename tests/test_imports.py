@@ -108,3 +108,12 @@ def test_no_test_imports_a_test_as_it_is_loaded():
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in modules if name.startswith("test_")], f"{path} imports {modules}"
+
+
+@pytest.mark.parametrize(("door", "extra"), [("accelerate", "hf"), ("timm", "timm")])
+def test_a_door_without_its_framework_says_which_extra_has_it(monkeypatch, door, extra):
+    monkeypatch.setitem(sys.modules, door, None)
+    monkeypatch.delitem(sys.modules, f"commopt.integrations.{door}", raising=False)
+    monkeypatch.delitem(vars(integrations), door, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'commopt\[{extra}\]'"):
+        getattr(integrations, door)

@@ -14,5 +14,10 @@ if not TYPE_CHECKING:  # to a type checker every name would be there
     def __getattr__(name: str) -> ModuleType:
         """The door ``name``, imported now. Raises ImportError if its framework is not installed."""
         if name in _DOORS:
-            return importlib.import_module(f"{__name__}.{name}")
+            try:
+                return importlib.import_module(f"{__name__}.{name}")
+            except ModuleNotFoundError as error:
+                extra = {"accelerate": "hf", "transformers": "hf"}.get(name, name)
+                message = f"{error}: commopt.integrations.{name} needs it; pip install 'commopt[{extra}]'"
+                raise ModuleNotFoundError(message, name=error.name) from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(_DOORS)}")
