@@ -76,7 +76,12 @@ def cser(ratio: int) -> Method:
     return Method({**of, "args": args, "compressor": blocks(2 * ratio)}, "SGD")
 
 
-K32 = {"compressor": {"name": "TopK", "args": {"k": 32, "chunk": 256, "bits": 8}}}
+def denser(**args: Any) -> Method:
+    """SparseLoCo that sends 32 of 256 elements, at 8 bits."""
+    top_k = {"name": "TopK", "args": {"k": 32, "chunk": 256, "bits": 8}}
+    return Method({**rounds("SparseLoCo", **args), "compressor": top_k}, "DiLoCo(AdamW) H=15")
+
+
 CONTRIBUTORS = {"mean_over": "contributors", "outer_lr": 0.85, "error_decay": 0.7}
 """Of SparseLoCo: the best of twelve settings on the tuning seeds, at the rate that is best for the defaults. (outer_lr,
 error_decay): (1, 0.95), the default, 4.217; (1.4, 0.95) 4.191, (2, 0.95) 4.407, (1.4, 1) 4.179, (1.4, 0.8) 4.159; and
@@ -106,10 +111,8 @@ METHODS |= {
     ),
     "DES-LOC(AdamW) H=15": outer("LocalSGD", state_period={"exp_avg": 3, "exp_avg_sq": 6}),
     "SparseLoCo(AdamW) H=15": outer("SparseLoCo", against="DiLoCo(AdamW) H=15"),
-    "SparseLoCo(AdamW) H=15 k=32": Method({**rounds("SparseLoCo"), **K32}, "DiLoCo(AdamW) H=15"),
-    "SparseLoCo(AdamW) H=15 k=32 of contributors": Method(
-        {**rounds("SparseLoCo", **CONTRIBUTORS), **K32}, "DiLoCo(AdamW) H=15"
-    ),
+    "SparseLoCo(AdamW) H=15 k=32": denser(),
+    "SparseLoCo(AdamW) H=15 k=32 of contributors": denser(**CONTRIBUTORS),
     "NoLoCo(AdamW) H=15": outer("NoLoCo", against="DiLoCo(AdamW) H=15"),
     "MuLoCo H=15": outer("DiLoCo", base="Muon", against="Muon", **MOMENTUM),
     "SGD": GPT["SGD"],

@@ -63,7 +63,8 @@ def test_a_group_of_empty_parameters_is_no_trouble(compressor):
             optimizer.step()
         return bool((full < 1).any())
 
-    for make in (OneBitLion, partial(LocalSGD, period=2)):
+    local = partial(LocalSGD, period=2), partial(QSparseLocalSGD, period=2)
+    for make in (OneBitLion, *local, partial(CSER, reset_compressor=Sign(16), period=2)):
         assert on_threads(2, lambda backend, make=make: run(backend, make)) == [True, True]
 
 

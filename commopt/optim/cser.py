@@ -362,8 +362,9 @@ class CSER(CommOptimizer):
         ctx: StepContext,
         absent: Sequence[slice],
     ) -> PSync:
-        """Starts to average the part of ``v`` that ``how`` keeps at this step; what is ``absent`` is in no scale."""
-        if isinstance(how, Identity):
+        """Starts to average the part of ``v`` that ``how`` keeps at this step; what is ``absent`` is in no scale.
+        Numbers that are sent as they are, and no numbers, go as blocks."""
+        if isinstance(how, Identity) or not v.numel():
             how = RandomBlocks(1)
         if not isinstance(how, RandomBlocks):
             if not absent:

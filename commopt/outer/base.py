@@ -317,7 +317,11 @@ class OuterOptimizer(PackedOptimizer):
 
     @torch.no_grad()
     def adopt_values(self) -> None:
-        local_steps.begin_rounds(self)
+        """Where a round begins, parameters that were changed since the last synchronisation, such as those of a model
+        that was loaded after the optimizer was made, are the anchor."""
+        for bucket, _ in self.entries([p for p in range(self.fragments) if self.at_rest(p)]):
+            if bucket.adopt("anchor"):
+                self._moved = True
 
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         moved = {new.get(p, p): entry for p, entry in self.base.state.items()}

@@ -1,5 +1,5 @@
-"""One local step of a rank, and where its rounds begin: functions of an outer optimizer. Nothing is sent, but inside a
-replica that several ranks hold together."""
+"""One local step of a rank: functions of an outer optimizer. Nothing is sent, but inside a replica that several ranks
+hold together."""
 
 from __future__ import annotations
 
@@ -54,11 +54,3 @@ def too_many_skipped(optimizer: OuterOptimizer) -> Exception | None:
         f"NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its data and "
         "the learning rate"
     )
-
-
-def begin_rounds(optimizer: OuterOptimizer) -> None:
-    """Takes over parameters that were changed since the last synchronisation, such as those of a model that was loaded
-    after the optimizer was made."""
-    for bucket, _ in optimizer.entries([p for p in range(optimizer.fragments) if optimizer.at_rest(p)]):
-        if bucket.adopt("anchor"):
-            optimizer._moved = True
