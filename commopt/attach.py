@@ -43,9 +43,12 @@ class Attachment:
     Attributes:
         averaged: id of each parameter whose gradient DDP has averaged -> the sum of squares of what this rank brought,
             0-d.
+        agreed: False while this rank alone knows of it, from the first backward after a state was loaded to the step
+            that follows. It sends then what DDP sends on a rank that has loaded nothing, so that none waits in vain.
     """
 
     averaged: dict[int, Tensor]
+    agreed = True
 
     def __init__(self, model: DistributedDataParallel, optimizer: Ours) -> None:
         self._model = weakref.ref(model)
@@ -107,6 +110,10 @@ class Attachment:
         owned = [(p, g) for p, g in zip(bucket.parameters(), bucket.gradients()) if id(p) in groups]
         foreign = len(owned) < len(bucket.parameters())  # parameters of another optimizer need their average always
         if not foreign and not any(optimizer.wants_average(groups[id(p)]) for p, _ in owned):
+            if not self.agreed:
+                sent = dist.all_reduce(bucket.buffer().clone(), group=self._group, async_op=True)
+                optimizer.topology.traffic.add("ddp", all_reduce_bytes(bucket.buffer().nbytes, self._group.size()))
+                return sent.get_future().then(lambda _: bucket.buffer())
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
@@ -119,8 +126,8 @@ class Attachment:
 def attach(model: nn.Module, optimizer: Any) -> None:
     """Lets ``optimizer`` decide when ``model`` averages gradients.
 
-    The first ``step()`` does it, if it finds the model around the optimizer's parameters, and says so: to call this is
-    to be certain, and to do it before the first backward.
+    The first ``step()`` does it, if it finds the model around the optimizer's parameters, and says so; after
+    ``load_state_dict()`` the first backward. To call this is to be certain, and to do it before the first backward.
 
     While the optimizer wants exact averages (warm-up), DDP averages gradients and overlaps that with backward, as
     always. In the compressed phase, and in local steps, it leaves them local and sends nothing. ``no_sync()`` and
@@ -314,13 +321,22 @@ def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
     if not models or not isinstance(optimizer, Ours):
         return None
     if len(models) > 1:
-        return _obstacle(models, f"there are {len(models)} around its parameters: make an optimizer for each")
+        return _obstacle(models, _why_several(models))
     why_not = _why_not(models[0], optimizer)
     if why_not is None and models[0]._comm_hooks and not _free(models[0]):
         why_not = _whose_hook(models[0], optimizer)
     if why_not is not None:
         return _obstacle(models, why_not)
     return functools.partial(_connect_late, models[0], optimizer)
+
+
+def _why_several(models: list[DistributedDataParallel]) -> str:
+    params = [{id(p) for p in model._module_parameters} for model in models]
+    if len(set[int]().union(*params)) < sum(map(len, params)):
+        remedy = "around the same parameters; keep one (del the others), or call commopt.attach(ddp_model, optimizer)"
+    else:
+        remedy = "around its parameters: make an optimizer for each"
+    return f"there are {len(models)} {remedy}"
 
 
 def _obstacle(models: list[DistributedDataParallel], why: str) -> Obstacle:
@@ -341,12 +357,15 @@ def _bytes_of(model: DistributedDataParallel) -> int:
     return all_reduce_bytes(nbytes, dist.get_world_size(model.process_group))
 
 
-def _connect_late(model: DistributedDataParallel, optimizer: Ours) -> Obstacle | None:
+def _connect_late(model: DistributedDataParallel, optimizer: Ours, in_backward: bool) -> Obstacle | None:
     try:
         _connect(model, optimizer)
     except RuntimeError as error:  # it has a hook that it does not know of: one of those built in
         return _obstacle([model], str(error))
-    optimizer._attachment.came_late()
+    if in_backward:
+        optimizer._attachment.agreed = False
+    else:
+        optimizer._attachment.came_late()
     if optimizer.topology.rank == 0:
         logger.warning(
             "%s: attached to the DistributedDataParallel around its parameters, which from now on averages gradients "

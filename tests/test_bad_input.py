@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import LocalSGD, OneBitAdam, attach, compress_gradients
+from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam, ZeroOneAdam, attach, compress_gradients
 from commopt.comm import LocalBackend, ThreadWorld
-from commopt.compress import Sign
+from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
 from commopt.optim import checks
 
 BAD_ARGUMENTS = [
@@ -269,6 +270,44 @@ def test_a_compressor_that_is_not_made_yet(given):
 def test_a_keyword_with_a_letter_wrong(make, name, message):
     with pytest.raises(TypeError, match=message):
         make(Toy().parameters(), **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda p: OneBitAdam(p, compressor=RandomBlocks(4)), ValueError, "which is for CSER and QSparseLocalSGD"),
+        (
+            lambda p: DiLoCo(p, compressor=PowerSGD(2)),
+            ValueError,
+            r"commopt.compress_gradients\(model, PowerSGD\(rank=2",
+        ),
+        (lambda p: CSER(p, compressor=TopK), ValueError, r"got the class TopK: write commopt.compress.TopK\(\)"),
+        (
+            lambda p: ZeroOneAdam(p, freeze_step=4),
+            TypeError,
+            "'freeze_step'; allowed are params, lr, .* variance, sync, ",
+        ),
+        (lambda p: DiLoCo(p, H=4), TypeError, "'H', .*; its own are params, base, period, "),
+        (lambda _: OneBitAdam(None), TypeError, r"got None: give it model.parameters\(\)"),
+        (lambda _: LocalSGD(None), TypeError, r"got None: give it model.parameters\(\)"),
+    ],
+)
+def test_what_is_meant_for_something_else(make, error, message):
+    with pytest.raises(error, match=message):
+        make(Toy().parameters())
+
+
+def test_join_with_an_optimizer():
+    for cls in (OneBitAdam, LocalSGD):
+        with pytest.raises(RuntimeError, match=r"same number of batches .*Join\(\[ddp_model\], throw_on_early"):
+            Join([cls(Toy().parameters())])
+
+
+def test_sparse_gradients_that_would_be_compressed():
+    model = nn.Embedding(5, 4, sparse=True)
+    compress_gradients(model, Int8())
+    with pytest.raises(ValueError, match=r"of shape \(5, 4\) is torch.sparse_coo; .* sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 def test_attach_says_what_comes_first_and_what_there_is_for_other_optimizers():

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
 
 from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam
-from commopt.integrations import common, parts
+from commopt.integrations import common, means, parts
 from commopt.optim import join_state_dict, split_state_dict
 
 pytest.importorskip("accelerate")
@@ -331,7 +331,7 @@ def test_the_mean_model_has_the_same_buffers_on_all_ranks(name, buffers):
             for optimizer in optimizers:
                 optimizer.step()
         own = params_of(model)
-        with common.mean_model(optimizers, model, buffers):
+        with means.mean_model(optimizers, model, buffers):
             inside, mean = model.statistics.clone(), params_of(model)
         return own, mean, inside.tolist(), same_bits(own, params_of(model)), model.statistics.tolist()
 

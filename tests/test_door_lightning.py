@@ -134,6 +134,7 @@ def fitted(folder: Path, module: Any, name: str) -> dict[str, Any]:
         "saved": [[state[f"net.{key}"] for key, _ in once.net.named_parameters()] for state in read],
         "validated": once.validated[0],
         "own buffers": own[0],
+        "last buffers": buffers_of(once),
         "buffers": [once.validated_buffers[0], *([state[f"norm.{key}"] for key in STATISTICS] for state in read)],
     }
 
@@ -213,8 +214,9 @@ def fabrics(folder: Path, rank: int, world: int) -> dict[str, Any]:
         def begin(seed: int, name: str = name) -> tuple[Any, Any]:
             net = Used(seed=seed)
             model, optimizer = fabric.setup(net, make(name, net.parameters()))
-            attach(model, optimizer)  # what Fabric has wrapped
-            assert optimizer.optimizer._attachment.is_of(model._forward_module)
+            if not seed:  # the one that loads finds it by itself
+                attach(model, optimizer)  # what Fabric has wrapped
+                assert optimizer.optimizer._attachment.is_of(model._forward_module)
             return model, optimizer
 
         def steps(model: Any, optimizer: Any, which: range) -> None:
@@ -308,6 +310,12 @@ def test_buffers_of_the_mean_are_the_same_on_all_ranks(ranks: list[Any], name: s
     for rank in ranks:
         for found in rank[name]["buffers"]:
             torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_fit_with_local_steps_leaves_the_same_buffers_on_all_ranks(ranks: list[Any], name: str) -> None:
+    one, other = (rank[name]["last buffers"] for rank in ranks)
+    assert same_bits(one, other)
 
 
 def test_overlap_in_a_fit_is_the_same_to_the_bit(ranks: list[Any]) -> None:

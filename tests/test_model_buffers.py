@@ -82,6 +82,40 @@ def test_without_the_model_buffers_are_each_ranks_own() -> None:
     assert not same_bits(a, b)
 
 
+@pytest.mark.parametrize("how", ["mean", "broadcast"])
+@pytest.mark.parametrize("cls", [LocalSGD, OneBitAdam])
+def test_synchronize_leaves_what_averaged_shows(cls: Any, how: Any) -> None:
+    def run(backend: ThreadBackend) -> tuple[list[Tensor], list[Tensor]]:
+        net, optimizer = trained(backend, cls)
+        with optimizer.averaged(net, how):
+            inside = [b.clone() for b in net.buffers()]
+        calls = optimizer.comm_stats()["step"]
+        optimizer.synchronize(net, how)
+        assert optimizer.comm_stats()["step"] == calls  # no step has sent it
+        assert not optimizer.replicas_differ
+        return inside, list(net.buffers())
+
+    ranks = on_threads(3, run)
+    for inside, left in ranks:
+        assert same_bits(inside, left)
+        assert same_bits(left, ranks[0][1])
+
+
+def test_what_is_no_model_is_refused() -> None:
+    def run(backend: ThreadBackend) -> None:
+        _, optimizer = trained(backend, LocalSGD)
+        with (
+            pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module or None, got 3"),
+            optimizer.averaged(3),
+        ):
+            pass
+        with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module or None, got 'net'"):
+            optimizer.synchronize("net")
+        assert optimizer.replicas_differ
+
+    on_threads(2, run)
+
+
 def test_another_word_is_refused() -> None:
     def run(backend: ThreadBackend) -> None:
         net, optimizer = trained(backend, LocalSGD)

@@ -32,10 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import CSER, LocalSGD, OneBitAdam, attach, comm
+from commopt import CSER, LocalSGD, OneBitAdam, OneBitLion, attach, comm
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
 from commopt.compress import Int8
+from commopt.optim.agreement import OutOfStep
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9
@@ -334,6 +335,77 @@ def run_groups(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
+RESUMED: dict[str, Any] = {
+    "OneBitAdam": lambda p: OneBitAdam(p, **SETTINGS),
+    "OneBitAdam, overlapped": lambda p: OneBitAdam(p, overlap=True, **SETTINGS),
+    "OneBitAdam, accumulated": lambda p: OneBitAdam(p, **SETTINGS),
+    "OneBitLion": lambda p: OneBitLion(p, lr=1e-2),
+    "LocalSGD": lambda p: LocalSGD(p, lr=1e-2, period=4),
+}
+SAVED = 6
+
+
+def run_resumed(rank: int, world: int) -> dict[str, Any]:
+    """Resumed in the compressed phase, or between two rounds, by a script that does not attach its DDP model; which it
+    makes before it loads the state of the optimizer, or after that."""
+    out: dict[str, Any] = {}
+    for name, make in RESUMED.items():
+        parts = 2 if "accumulated" in name else 1
+
+        def begin(seed: int, make: Any = make) -> tuple[Toy, Any]:
+            inner = Toy(seed=seed)
+            inner.unused.requires_grad_(False)
+            return inner, make(inner.parameters())
+
+        inner, optimizer = begin(0)
+        model = ddp(inner)
+        attach(model, optimizer)
+        for t in range(STEPS):
+            if t == SAVED:
+                saved = copy.deepcopy((inner.state_dict(), optimizer.state_dict()))
+            step(model, optimizer, t, rank, world, parts)
+        never = params_of(inner)
+        for order in ("model first", "state first"):
+            if order == "state first" and name == "LocalSGD":
+                continue  # as it is made, DDP sends rank 0's parameters, and each rank has its own
+            inner, second = begin(1)
+            inner.load_state_dict(saved[0])
+            model = ddp(inner) if order == "model first" else None
+            second.load_state_dict(saved[1])
+            model = model or ddp(inner)
+            step(model, second, SAVED, rank, world, parts)
+            sent = second.comm_stats()["step"]["by_collective"]
+            for t in range(SAVED + 1, STEPS):
+                step(model, second, t, rank, world, parts)
+            out[f"{name}, {order}"] = {
+                "same": same_bits(never, params_of(inner)),
+                "sent": [sent, second.comm_stats()["step"]["by_collective"]],
+                "hooks": sum(len(p._backward_hooks or ()) for p in inner.parameters()),
+            }
+    return out
+
+
+def run_resumed_alone(rank: int, world: int) -> dict[str, Any]:
+    """As before, but rank 0 alone has loaded the state."""
+    group = dist.new_group(list(range(world)), timedelta(seconds=30))
+    inner = Toy()
+    model = ddp(inner, process_group=group)
+    optimizer = OneBitAdam(inner.parameters(), process_group=group, **SETTINGS)
+    attach(model, optimizer)
+    for t in range(SAVED):
+        step(model, optimizer, t, rank, world)
+    saved = copy.deepcopy((inner.state_dict(), optimizer.state_dict()))
+    inner = Toy()
+    second = OneBitAdam(inner.parameters(), process_group=group, **SETTINGS)
+    if rank == 0:
+        inner.load_state_dict(saved[0])
+        second.load_state_dict(saved[1])
+    model = ddp(inner, process_group=group)
+    with pytest.raises(OutOfStep) as error:
+        step(model, second, SAVED, rank, world)
+    return {"error": str(error.value)}
+
+
 def run_dcp(rank: int, world: int) -> dict[str, Any]:
     """Save and load by torch.distributed.checkpoint in the compressed phase, then go on."""
     out: dict[str, Any] = {}
@@ -389,6 +461,8 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "nan": run_nan(rank, world),
         "groups": run_groups(rank, world),
         "dcp": run_dcp(rank, world),
+        "resumed": run_resumed(rank, world),
+        "resumed alone": run_resumed_alone(rank, world),
         "overlapped": run_overlapped(rank, world),
         "uneven": run_uneven(rank, world),
         "alone": run_alone(rank, world),
@@ -474,6 +548,26 @@ def test_the_first_step_attaches_the_ddp_model_around_the_parameters(ranks, scen
     assert len(said) == (scene != "wrapped")
     assert not any("already equal" in line for line in ranks[0][scene]["log"])
     assert not any("attached" in line for line in ranks[1][scene]["log"])
+
+
+ORDERS = [f"{name}, {order}" for name in RESUMED for order in ("model first", "state first")]
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "LocalSGD, state first"])
+def test_a_resumed_run_that_does_not_attach_its_ddp_model_is_the_one_that_was_never_stopped(ranks, order):
+    for r in ranks:
+        resumed = r["resumed"][order]
+        assert resumed["same"]
+        assert resumed["sent"][0]["ddp"]["bytes"] > 0  # for ranks that have not loaded anything: none waits
+        assert "ddp" not in resumed["sent"][1]
+        assert resumed["hooks"] == 0
+
+
+def test_where_one_rank_alone_has_loaded_a_state_all_are_told_with_a_ddp_model_too(ranks):
+    for r in ranks:
+        assert (
+            "step of parameter group 0 is 0 on rank 1 and 6 on rank 0; call step() equ" in r["resumed alone"]["error"]
+        )
 
 
 def test_local_steps_of_a_ddp_model_that_nobody_has_attached_are_local(ranks):

@@ -32,6 +32,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.gradients.method import Brought, Method, Part, Received, packed
+from commopt.optim import checks
 from commopt.optim.base import CHANNELS
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
@@ -123,6 +124,7 @@ class GradientMean:
     def arrive(self, p: Tensor, gradient: Tensor) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
+        checks.check_gradient(gradient)
         self.begin()
         index = self._bucket_of[id(p)]
         if index < self._started:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 from torch import nn
 
-from commopt.integrations import common, parts
+from commopt.integrations import common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
 
 _connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
@@ -57,8 +57,8 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
         if ours.own_in_state:  # FSDP2: saved already, by all ranks together
             return
         parts.save(ours, folder, index)
-        if common.takes_local_steps(ours) and weights:  # after a round buffers differ still
-            with common.mean_model([ours], model, buffers):
+        if ours.takes_local_steps and weights:  # after a round buffers differ still
+            with means.mean_model([ours], model, buffers):
                 for i, inner in enumerate(models):  # accelerate knows a DDP model by what is in it
                     if inner in wrapped:
                         weights[i] = copy.deepcopy(inner.state_dict())  # which keeps tied weights tied

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from commopt.integrations.common import takes_local_steps
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
 
@@ -22,7 +21,7 @@ def for_transformers(args: Any, optimizer: PackedOptimizer, model: Any) -> None:
             "0, and give %s a max_grad_norm",
             args.max_grad_norm, name,
         )  # fmt: skip
-    if not takes_local_steps(optimizer):
+    if not optimizer.takes_local_steps:
         return
     waits = f"makes all ranks wait for each other in every step, local steps of {name} too"
     if args.average_tokens_across_devices:

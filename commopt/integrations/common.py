@@ -1,10 +1,10 @@
-"""What the doors share: who the optimizer is, and its DDP model."""
+"""What the doors share: who the optimizer is, its DDP model, and who has called."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,6 @@ from commopt.attach import attach, unwrapped
 from commopt.ddp_models import ddp_models_in
 from commopt.hsdp import has_replicas
 from commopt.optim import binding
-from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -50,43 +49,11 @@ def attach_once(model: Any, optimizer: PackedOptimizer) -> None:
         attach(model, optimizer)
 
 
-def takes_local_steps(optimizer: PackedOptimizer) -> bool:
-    """True if replicas may differ between two rounds, of which there are more than one."""
-    local = type(optimizer).replicas_differ is not PackedOptimizer.replicas_differ
-    return local and optimizer.topology.copies > 1
-
-
-@contextlib.contextmanager
-def mean_model(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
-    """``averaged()`` of all ``optimizers`` of ``model``; ``averaged(model, buffers)`` of one that takes local steps.
-
-    Without local steps nothing is sent: buffers are as the framework has them, and one rank may save alone. Else all
-    ranks must enter it. Where ranks hold parts of the model, or come and go, ``averaged()`` takes no model, and buffers
-    are each rank's own.
-    """
-    last = next(filter(_takes_model, optimizers), None)
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            if optimizer is not last:
-                stack.enter_context(optimizer.averaged())
-        if last is not None:  # by now parameters that it does not hold are equal, if another optimizer does
-            stack.enter_context(last.averaged(model, buffers))
-        yield
-
-
-def _takes_model(optimizer: PackedOptimizer) -> bool:
-    come_and_go = getattr(optimizer, "members", None) is not None
-    return takes_local_steps(optimizer) and not optimizer.topology.is_sharded and not come_and_go
-
-
-def of_the_mean(
-    method: Callable[..., Any], optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers
-) -> Callable[..., Any]:
-    """``method`` within :func:`mean_model`."""
-
-    @functools.wraps(method)
-    def with_mean(*args: Any, **kwargs: Any) -> Any:
-        with mean_model([optimizer], model, buffers):
-            return method(*args, **kwargs)
-
-    return with_mean
+def frame_of(kind: type, fits: Callable[[FrameType], bool]) -> FrameType | None:
+    """The frame of a method of a ``kind`` that has called us, and ``fits``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), kind) and fits(frame):
+            return frame
+        frame = frame.f_back
+    return None

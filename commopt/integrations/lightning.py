@@ -16,7 +16,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.ddp_models import ddp_models_in
 from commopt.integrations import advice
-from commopt.integrations.common import attach_once, mean_model
+from commopt.integrations.common import attach_once
+from commopt.integrations.means import end_training, mean_model
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
@@ -31,7 +32,7 @@ class CommoptCallback(Callback):
       (``optimizer.averaged(module, buffers)``); training continues from each rank's own, and resumes from it, to the
       bit. With local steps that goes for buffers, such as BatchNorm's running statistics, too; what a validation writes
       into a buffer is undone.
-    * When training ends, replicas are made equal (``optimizer.synchronize()``).
+    * When training ends, replicas are made equal (``optimizer.synchronize(module, buffers)``).
     * ``gradient_clip_val`` is reported once: each rank would clip its own gradient. So is a model that FSDP2 shards
       over all ranks of ``data_parallel``: there are no replicas to average.
 
@@ -80,8 +81,7 @@ class CommoptCallback(Callback):
         self._mean.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for optimizer in _ours(trainer):
-            optimizer.synchronize()
+        end_training(_ours(trainer), trainer.lightning_module, self._buffers)
 
 
 def _ours(trainer: Trainer) -> list[PackedOptimizer]:

@@ -5,17 +5,14 @@ Trainer(..., optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 1e-3}), callba
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
 
 from commopt.attach import unwrapped
-from commopt.integrations import advice, common, parts
+from commopt.integrations import advice, common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
@@ -26,7 +23,7 @@ class CommoptCallback(TrainerCallback):
     Before the first step it attaches the DDP model (:func:`commopt.attach`). Each checkpoint gets every rank's own part
     of the optimizer's state, so that ``train(resume_from_checkpoint=...)`` continues to the bit. While replicas differ
     (local steps), ``evaluate()``, ``save_model()`` and checkpoints have the mean model, with such optimizers also its
-    buffers, as BatchNorm's running statistics are; the last round ends with the training. Settings of Trainer that work
+    buffers, as BatchNorm's running statistics are; as training ends, all ranks get it. Settings of Trainer that work
     against the optimizer are warned of.
 
     Args:
@@ -45,7 +42,7 @@ class CommoptCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """FSDP2 exchanges the parameters, and a resume asks for the optimizer's state before it asks a callback."""
-        made = _frame_of(lambda frame: frame.f_code.co_name == "__init__")
+        made = common.frame_of(Trainer, lambda frame: frame.f_code.co_name == "__init__")
         if made is None:
             return
         trainer = made.f_locals["self"]
@@ -68,7 +65,7 @@ class CommoptCallback(TrainerCallback):
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in ("evaluate", "save_model"):  # all events come after these
             method, model = getattr(self._trainer, name), self._trainer.model
-            setattr(self._trainer, name, common.of_the_mean(method, ours, model, self._buffers))
+            setattr(self._trainer, name, means.of_the_mean(method, ours, model, self._buffers))
         if state.is_world_process_zero:
             advice.for_transformers(args, ours, self._trainer.model_wrapped)
 
@@ -79,10 +76,12 @@ class CommoptCallback(TrainerCallback):
         parts.save(ours, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         PartialState().wait_for_everyone()  # rank 0 deletes old checkpoints: others must not be writing one
 
-    def on_train_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         self._leave()
         if not (args.load_best_model_at_end and state.best_model_checkpoint):  # else all ranks have that model now
-            common.bare(optimizer).synchronize()
+            means.end_training([common.bare(optimizer)], model, self._buffers)
 
     def _leave(self) -> None:
         for name in ("evaluate", "save_model"):
@@ -92,17 +91,7 @@ class CommoptCallback(TrainerCallback):
 
 def _who_trains() -> tuple[Trainer, str | None]:
     """The Trainer that has called us, and the checkpoint that it has resumed: what no event of a callback is given."""
-    found = _frame_of(lambda frame: "resume_from_checkpoint" in frame.f_locals)
+    found = common.frame_of(Trainer, lambda frame: "resume_from_checkpoint" in frame.f_locals)
     if found is None:
         raise RuntimeError("CommoptCallback is for transformers.Trainer.train(), which has not called it")
     return found.f_locals["self"], found.f_locals["resume_from_checkpoint"]
-
-
-def _frame_of(fits: Callable[[FrameType], bool]) -> FrameType | None:
-    """The frame of a method of a Trainer that has called us, and ``fits``."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), Trainer) and fits(frame):
-            return frame
-        frame = frame.f_back
-    return None

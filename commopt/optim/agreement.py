@@ -249,12 +249,18 @@ class Agreement:
         everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._report.terms))]
         for rank, terms in enumerate(everyone):
             for i, (group, first) in enumerate(zip(terms, everyone[0])):
-                for key in group.keys() | first.keys():
-                    if group.get(key) != first.get(key):
-                        raise OutOfStep(
-                            f"{self._where}: {key} of parameter group {i} is {group.get(key)} on rank {rank} and "
-                            f"{first.get(key)} on rank 0; set it alike on every rank, at the same step"
-                        )
+                differ = [key for key in group.keys() | first.keys() if group.get(key) != first.get(key)]
+                if differ:
+                    key = min(differ, key=lambda name: (name != "step", name))  # what follows from the step comes later
+                    remedy = (
+                        "call step() equally often on every rank, and load a state on all of them or on none"
+                        if key == "step"
+                        else "set it alike on every rank, at the same step"
+                    )
+                    raise OutOfStep(
+                        f"{self._where}: {key} of parameter group {i} is {group.get(key)} on rank {rank} and "
+                        f"{first.get(key)} on rank 0; {remedy}"
+                    )
         raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
 
     def _settle(self) -> StepDecision:

@@ -60,7 +60,13 @@ from commopt.optim.packed import WHOSE, PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import OF_ADAM, check_torch_options
+from commopt.optim.torch_options import (
+    OF_ADAM,
+    check_group_keys,
+    check_group_options,
+    check_loaded_options,
+    check_torch_options,
+)
 
 logger = logging.getLogger("commopt")
 
@@ -205,6 +211,11 @@ class CommOptimizer(PackedOptimizer):
         """Logs what a user should know of ``groups``, which begin ``phase``. Called on rank 0 only, unless ranks hold
         parts: then on all, and it may communicate with the ranks of the same replica."""
 
+    def check_loaded(self, given: dict[str, Any]) -> None:
+        super().check_loaded(given)
+        for i, group in enumerate(given["param_groups"]):
+            check_loaded_options(type(self), group, self.known_options, f"parameter group {i}")
+
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
         packed = self.packed()
@@ -222,6 +233,10 @@ class CommOptimizer(PackedOptimizer):
             super(CommOptimizer, self).add_param_group(param_group)
             binding.take_mesh(self, self.param_groups[-1])
             binding.check_held(self, self.param_groups[-1]["params"])
+            where = f"parameter group {len(self.param_groups) - 1}"
+            check_group_options(type(self), self.param_groups[-1], self.known_options, where)
+            known = {*self.defaults, *self.known_options}
+            check_group_keys(type(self), self.param_groups[-1], known, where)
             self.check_group(self.param_groups[-1])
 
         if self._ready:

@@ -43,8 +43,10 @@ def in_a_list(params: Any) -> Any:
     """``params`` as an optimizer is given them, so that they can be looked at more than once.
 
     Raises:
-        TypeError: for a model, or a method of it.
+        TypeError: for None, a model, or a method of it.
     """
+    if params is None:
+        raise TypeError("an optimizer takes parameters, got None: give it model.parameters()")
     if isinstance(params, nn.Module):
         raise TypeError(f"an optimizer takes parameters, got the model {type(params).__name__}: give it .parameters()")
     if inspect.ismethod(params):

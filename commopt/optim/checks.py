@@ -15,6 +15,8 @@ from commopt import compress
 from commopt.compress import Compressor, RandomBlocks
 from commopt.sharding import is_sharded
 
+_OF_GRADIENTS = (compress.ACP, compress.PowerSGD, compress.TopBlocks)
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,7 +112,11 @@ def check_compressor(compressor: Any, name: str = "compressor") -> None:
 
 
 def no_compressor(value: Any) -> str:
-    """What ``value`` is in place of a compressor, and how it would be one."""
+    """What ``value`` is in place of a compressor, and how it would be one, or where it belongs."""
+    if isinstance(value, RandomBlocks):
+        return f"{value!r}, which is for CSER and QSparseLocalSGD"
+    if isinstance(value, _OF_GRADIENTS):
+        return f"{value!r}, which compresses gradients only: commopt.compress_gradients(model, {value!r})"
     known = {name.lower(): name for name in compress.__all__}
     name = value.__name__ if isinstance(value, type) else value
     if isinstance(name, str) and name.lower() in known:
@@ -119,16 +125,16 @@ def no_compressor(value: Any) -> str:
     return repr(value)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A question for the one of ``names`` that may be meant, if one is near."""
-    close = difflib.get_close_matches(name, list(names), n=1)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question for the one of ``names`` that may be meant, if one is near: by difflib's ratio, ``cutoff`` or more."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def check_partial(name: str, how: Any) -> None:
     """``how`` must say which part of a buffer is averaged: RandomBlocks, or any Compressor."""
     if not isinstance(how, (Compressor, RandomBlocks)):
-        raise ValueError(f"{name} must be a RandomBlocks or a Compressor of commopt.compress, got {how!r}")
+        raise ValueError(f"{name} must be a RandomBlocks or a Compressor of commopt.compress, got {no_compressor(how)}")
 
 
 def check_period(value: Any) -> None:
@@ -226,8 +232,13 @@ def _check_sharded(i: int, p: Tensor, allowed: bool) -> None:
 
 def check_gradients(params: Sequence[Tensor]) -> None:
     for p in params:
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is {p.grad.layout}; allowed are dense "
-                "gradients (torch.strided), so create embeddings with sparse=False"
-            )
+        if p.grad is not None:
+            check_gradient(p.grad)
+
+
+def check_gradient(gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(gradient.shape)} is {gradient.layout}; allowed are dense "
+            "gradients (torch.strided), so create embeddings with sparse=False"
+        )

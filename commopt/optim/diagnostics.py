@@ -54,8 +54,9 @@ class Diagnostics:
         if self._once("idle"):
             logger.warning(
                 "%s: no parameter has a gradient %s, so nothing moves. Was backward() called, and are these "
-                "still the parameters of the model? (FSDP1 exchanges them: wrap first. FSDP2 hides gradients where "
-                "set_requires_all_reduce(False) or set_requires_gradient_sync(False) was called.)",
+                "still the parameters of the model? (FSDP1, and FSDP2's fully_shard(), exchange them: shard first, and "
+                "make the optimizer then; or put the new ones into its groups, and call rebind(). FSDP2 hides "
+                "gradients where set_requires_all_reduce(False) or set_requires_gradient_sync(False) was called.)",
                 self.optimizer, where,
             )  # fmt: skip
 

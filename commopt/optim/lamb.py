@@ -25,6 +25,7 @@ from torch import Tensor
 from commopt.optim import checks
 from commopt.optim.plain import PlainOptimizer, moments
 from commopt.optim.rules import lamb_
+from commopt.optim.torch_options import OF_LAMB, check_torch_options
 
 
 class Lamb(PlainOptimizer):
@@ -49,6 +50,9 @@ class Lamb(PlainOptimizer):
         weight_decay: >= 0; the decay is part of u, and so of the trust ratio.
         min_coeff, max_coeff: bounds of the trust ratio, 0 <= min_coeff <= max_coeff, max_coeff > 0.
         maximize: go up instead of down.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
+            ``decoupled_weight_decay`` where there is no decay, or if True: as torch.optim.Adam has them, without
+            effect.
 
     Raises:
         ValueError: for an argument out of range, for sharded or complex parameters, and in step() for sparse
@@ -66,6 +70,7 @@ class Lamb(PlainOptimizer):
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
         maximize: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -77,6 +82,7 @@ class Lamb(PlainOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        check_torch_options(type(self), torch_options, OF_LAMB, self.param_groups)
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lamb(group)

@@ -25,6 +25,7 @@ from torch import Tensor
 from commopt.optim import checks
 from commopt.optim.plain import PlainOptimizer, moments
 from commopt.optim.rules import lans_
+from commopt.optim.torch_options import OF_LAMB, check_torch_options
 
 
 class Lans(PlainOptimizer):
@@ -54,6 +55,9 @@ class Lans(PlainOptimizer):
         min_coeff, max_coeff: bounds of the trust ratios, 0 <= min_coeff <= max_coeff, max_coeff > 0; a max_coeff of
             None is no bound.
         maximize: go up instead of down.
+        torch_options: ``foreach`` and ``fused``; ``amsgrad``, ``capturable``, ``differentiable`` if False, and
+            ``decoupled_weight_decay`` where there is no decay, or if True: as torch.optim.Adam has them, without
+            effect.
 
     Raises:
         ValueError: for an argument out of range, for sharded or complex parameters, and in step() for sparse
@@ -72,6 +76,7 @@ class Lans(PlainOptimizer):
         min_coeff: float = 0.0,
         max_coeff: float | None = None,
         maximize: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -84,6 +89,7 @@ class Lans(PlainOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        check_torch_options(type(self), torch_options, OF_LAMB, self.param_groups)
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lans(group)

@@ -29,50 +29,69 @@ def check_how(how: HowBuffers) -> None:
         raise ValueError(f"buffers must be 'mean' or 'broadcast', got {how!r}")
 
 
-@contextlib.contextmanager
-def same_buffers(
-    topology: Topology, model: nn.Module | None, how: HowBuffers, held: Collection[int] = ()
-) -> Iterator[None]:
-    """Context in which the buffers of ``model`` are the same on all ranks: the ``"mean"`` of those of floats, or
-    rank 0's, by ``"broadcast"``; afterwards they are each rank's own again. All ranks must enter it at the same point,
-    with the same buffers. Numbers of steps and the like are rank 0's in any case. Parameters that are not ``held`` (by
-    their ids) are their mean over the ranks, where they differ.
+def check_model(model: nn.Module | None) -> None:
+    """Raises ValueError for what is no model."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module or None, got {model!r}")
+
+
+class Rest:
+    """What ``model`` has beside the parameters of its optimizer: its buffers, and parameters that are not ``held`` (by
+    their ids). Made the same on all ranks: buffers of floats their ``"mean"``, or rank 0's, by ``"broadcast"``; numbers
+    of steps and the like rank 0's in any case; parameters their mean, where they differ. All ranks must do so at the
+    same point, with the same buffers.
 
     Raises:
-        ValueError: for another ``how``, or if ranks hold parts of the model.
+        ValueError: for what is no model, for another ``how``, or if ranks hold parts of the model.
     """
-    check_how(how)
-    buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
-    if buffers and topology.is_sharded:
-        raise ValueError("buffers of a sharded model are each rank's own: call averaged() without the model")
-    copies = _differing(topology, [] if model is None else [p for p in model.parameters() if id(p) not in held])
-    own = [x.detach().clone() for x in [*buffers, *copies]]
-    try:
-        with torch.no_grad():
-            for device in dict.fromkeys(b.device for b in buffers) if topology.world_size > 1 else ():
-                _make_same(topology, [b for b in buffers if b.device == device], how)
-            for device in dict.fromkeys(p.device for p in copies):
-                _make_same(topology, [p for p in copies if p.device == device], "mean")
-        topology.traffic.leave_out()
-        yield
-    finally:
-        with torch.no_grad():
-            for x, value in zip([*buffers, *copies], own):
-                x.copy_(value)
+
+    def __init__(
+        self, topology: Topology, model: nn.Module | None, how: HowBuffers, held: Collection[int] = ()
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module or None, got {model!r}")
+        check_how(how)
+        self._topology, self._how = topology, how
+        self._buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
+        if self._buffers and topology.is_sharded:
+            raise ValueError("buffers of a sharded model are each rank's own: leave the model out")
+        others = [] if model is None else [p for p in model.parameters() if id(p) not in held and p.numel()]
+        if topology.is_sharded and any(p.requires_grad for p in others):
+            raise ValueError(
+                "the model has parameters that the optimizer does not hold, and ranks hold parts of it: leave it out"
+            )
+        self._others = [] if topology.is_sharded else others
+
+    @contextlib.contextmanager
+    def same(self) -> Iterator[None]:
+        """Context in which it is the same on all ranks; afterwards it is each rank's own again."""
+        copies = _differing(self._topology, self._others)
+        own = [x.detach().clone() for x in [*self._buffers, *copies]]
+        try:
+            self._make_same(copies)
+            yield
+        finally:
+            with torch.no_grad():
+                for x, value in zip([*self._buffers, *copies], own):
+                    x.copy_(value)
+
+    def make_same(self) -> None:
+        """Makes it the same on all ranks, for good."""
+        self._make_same(_differing(self._topology, self._others))
+
+    @torch.no_grad()
+    def _make_same(self, copies: Sequence[Tensor]) -> None:
+        for device in dict.fromkeys(b.device for b in self._buffers) if self._topology.world_size > 1 else ():
+            _make_same(self._topology, [b for b in self._buffers if b.device == device], self._how)
+        for device in dict.fromkeys(p.device for p in copies):
+            _make_same(self._topology, [p for p in copies if p.device == device], "mean")
+        self._topology.traffic.leave_out()
 
 
 @torch._disable_dynamo
 def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
     """Those of ``params`` that differ between ranks. Sends 8 bytes for each."""
-    params = [p for p in params if p.numel()]
     if topology.world_size == 1 or not params:
-        return []
-    if topology.is_sharded:
-        if any(p.requires_grad for p in params):
-            raise ValueError(
-                "the model has parameters that the optimizer does not hold, and ranks hold parts of it: call "
-                "averaged() without the model"
-            )
         return []
     device = message_device(topology.backend)
     mine = torch.stack([digest(p).to(device) for p in params])
@@ -80,9 +99,9 @@ def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
     return [p for p, same in zip(params, (table == mine).all(0).tolist()) if not same]
 
 
-def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None) -> None:
+def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None) -> bool:
     """Says that moving averages of ``params`` are each rank's own, if there are such, and ``model`` is not or has not
-    all of them. Looks at all objects there are. ``name`` is the optimizer's."""
+    all of them; returns whether it did. Looks at all objects there are. ``name`` is the optimizer's."""
     shapes = Counter(tuple(p.shape) for p in params)
     known = set() if model is None else {id(module) for module in model.modules()}
     for x in gc.get_objects():
@@ -95,7 +114,8 @@ def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None)
                 name,
                 f"an {type(x).__name__}" if isinstance(x, AveragedModel) else f"a {type(x).__name__}",
             )
-            return
+            return True
+    return False
 
 
 def _is_average(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from commopt.comm import (
     sends_from,
 )
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, consolidate, foreign, replicas, saving
+from commopt.optim import binding, checks, consolidate, foreign, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
@@ -79,7 +79,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
-    _warned_of_copies = False
+    _copies_looked_for: int | None = 0  # how often; None: some were found
     _looked: bool  # for a model that averages the gradients
     _obstacle: Obstacle | None = None  # one that cannot be attached
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
@@ -377,20 +377,28 @@ class PackedOptimizer(torch.optim.Optimizer):
     @binding.on_itself
     @torch._disable_dynamo
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def synchronize(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> None:
         """Makes all replicas equal now, and ends the local steps since the last round for good. All ranks must call it
         at the same point. Does nothing where they are equal: after a round, and for optimizers without local steps.
 
+        Args:
+            model: its buffers, such as BatchNorm's running statistics, and parameters of it that the optimizer does not
+                hold, are made equal too, in any case, as :meth:`averaged` does for a while.
+            buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
+
         Raises:
+            ValueError: for another word, or buffers, or such parameters, of a sharded model.
             RuntimeError: within :meth:`averaged`; and if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
         self.refuse_inside_averaged("synchronize()")
+        rest = replicas.rest_of(self, model, buffers)
         if self.replicas_differ:
             self._of_ranks = None
             self.agree_to("synchronize()")
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
+        rest.make_same()
 
     @binding.on_itself
     def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
@@ -421,9 +429,23 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         return replicas.averaged(self, model, buffers)
 
+    def join_hook(self, **_: Any) -> Any:
+        """For ``torch.distributed.algorithms.Join``. Raises RuntimeError: a rank that has no batches left cannot answer
+        what the others send."""
+        raise RuntimeError(
+            f"Join([...]) with a {type(self).__name__}: a rank that has no batches left cannot answer what it sends. "
+            "Give every rank the same number of batches (drop_last=True, or a sampler that pads), or end all "
+            "together with Join([ddp_model], throw_on_early_termination=True)"
+        )
+
     def agree_to(self, what: str) -> None:
         """Makes sure that all ranks can take the mean now; see :func:`commopt.optim.replicas.agree`."""
         replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), what)
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """True if replicas may differ between two rounds, of which there are more than one."""
+        return type(self).replicas_differ is not PackedOptimizer.replicas_differ and self.topology.copies > 1
 
     def take_mean(self) -> None:
         """Makes the parameters the mean of all replicas, and nothing else."""
@@ -581,6 +603,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             before.remove()
             after.remove()
         self._check_next, self._damaged = True, None
+        wrapped.attach_in_backward(self)
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         """Raises ValueError if ``given``, the state that is about to be loaded, does not fit."""

@@ -24,7 +24,8 @@ from commopt.comm import (
     wait,
 )
 from commopt.optim.agreement import StepRefused
-from commopt.optim.model_buffers import HowBuffers, same_buffers, warn_of_copies
+from commopt.optim.diagnostics import worth_a_line
+from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -86,17 +87,21 @@ def agree_inside(
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
-    with same_buffers(optimizer.topology, model, buffers, _held(optimizer, model)), _averaged_parameters(optimizer):
+    with rest_of(optimizer, model, buffers).same(), _averaged_parameters(optimizer):
         yield
 
 
 @torch._disable_dynamo
-def _held(optimizer: PackedOptimizer, model: nn.Module | None) -> frozenset[int]:
-    """The ids of the parameters. Warns once of moving averages of them that ``model`` has not."""
-    if optimizer.replicas_differ and optimizer.topology.rank == 0 and not optimizer._warned_of_copies:
-        optimizer._warned_of_copies = True
-        warn_of_copies(type(optimizer).__name__, [p for p in optimizer.params if p.requires_grad], model)
-    return frozenset(id(p) for p in optimizer.params)
+def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Rest:
+    """What ``model`` has beside the parameters. Warns once of moving averages of these that it has not: looks for them
+    now and then, as that takes a while."""
+    rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
+    if optimizer.takes_local_steps and optimizer.topology.rank == 0 and optimizer._copies_looked_for is not None:
+        optimizer._copies_looked_for += 1
+        trained = [p for p in optimizer.params if p.requires_grad]
+        if worth_a_line(optimizer._copies_looked_for) and warn_of_copies(type(optimizer).__name__, trained, model):
+            optimizer._copies_looked_for = None
+    return rest
 
 
 @contextlib.contextmanager

@@ -1,13 +1,16 @@
 """Keywords of torch's optimizers that those of commopt do not have: taken where they ask for nothing that is not there
-anyway, so that a call of torch's class is one of ours."""
+anyway, so that a call of torch's class is one of ours, and a parameter group of torch's is one of ours."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from commopt.optim.checks import nearest
+
+logger = logging.getLogger("commopt")
 
 _ANY = "foreach", "fused"  # how a step is computed: here by fused kernels
 
@@ -18,6 +21,7 @@ _REASONS = {
     "dampening": "the momentum that is compressed has none",
 }
 _ASKS_NOTHING = {"amsgrad": False, "capturable": False, "differentiable": False, "dampening": 0}
+_CHANGES_RESULTS = "amsgrad", "dampening"  # those that are more than a way to compute the same
 
 OF_ADAM = (*_ANY, "amsgrad", "capturable", "differentiable")
 """Of torch.optim.Adam and AdamW, but for ``decoupled_weight_decay``, which theirs have."""
@@ -38,17 +42,64 @@ def check_torch_options(
         TypeError: for one that torch's optimizer does not have either.
         ValueError: for one that asks for what is not there.
     """
-    name = cls.__name__
     for key, value in options.items():
         if key not in known:
-            hint = nearest(key, inspect.signature(cls).parameters)
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}{hint}")
+            taken = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            hint = nearest(key, taken) or f"; allowed are {', '.join([*taken, *known])}"
+            raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")
         if key in _ANY and value not in (None, True, False):
             raise ValueError(f"{key} must be None, True or False, got {value!r}")
-        if key in _REASONS and value not in (_ASKS_NOTHING[key], None):
-            raise ValueError(f"{name} has no {key}={value!r}: {_REASONS[key]}; allowed is {_ASKS_NOTHING[key]!r}")
-        if key == "decoupled_weight_decay" and not value and any(group["weight_decay"] for group in groups):
+        _refuse(cls, key, value, "")
+    for group in groups:
+        _refuse_coupled_decay(cls, {**group, **options}, known, "")
+
+
+def check_group_options(cls: type, group: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises ValueError for a keyword of torch's optimizer that asks for what is not there, in a parameter group;
+    ``where`` is which group it is."""
+    for key, value in group.items():
+        _refuse(cls, key, value, f" in {where}")
+    _refuse_coupled_decay(cls, group, known, f" in {where}")
+
+
+def check_group_keys(cls: type, group: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Looks at keys of a parameter group that are none of those ``known``. torch lets users keep there what they like:
+    what reads like a mistake is warned of.
+
+    Raises:
+        ValueError: for a setting of the whole optimizer.
+    """
+    settings = inspect.signature(cls).parameters
+    for key in group.keys() - {*known, "params", "param_names"}:
+        if key in settings:
             raise ValueError(
-                f"{name} has no decoupled_weight_decay=False: its weight decay is a part of the update, as LAMB's is, "
-                "and not added to the gradient; allowed is True, or weight_decay=0"
+                f"{where} has {key}={group[key]!r}, which is a setting of the whole optimizer: give it to "
+                f"{cls.__name__}(...); allowed in a group are {', '.join(sorted(known))}"
             )
+        if hint := nearest(key, known, 0.85):
+            logger.warning("%s: %s has %r, which changes nothing%s", cls.__name__, where, key, hint)
+
+
+def check_loaded_options(cls: type, group: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises ValueError if a parameter group that is loaded is of a run of torch's optimizer that this one cannot
+    continue."""
+    for key in _CHANGES_RESULTS:
+        if key in group:
+            _refuse(cls, key, group[key], f", as {where} of the loaded state has it")
+    _refuse_coupled_decay(cls, group, known, f", as {where} of the loaded state has it")
+
+
+def _refuse(cls: type, key: str, value: Any, where: str) -> None:
+    if key in _REASONS and value not in (_ASKS_NOTHING[key], None):
+        raise ValueError(
+            f"{cls.__name__} has no {key}={value!r}{where}: {_REASONS[key]}; allowed is {_ASKS_NOTHING[key]!r}"
+        )
+
+
+def _refuse_coupled_decay(cls: type, group: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    key = "decoupled_weight_decay"
+    if key in known and not group.get(key, True) and group.get("weight_decay"):
+        raise ValueError(
+            f"{cls.__name__} has no {key}=False{where}: its weight decay is a part of the update, as LAMB's is, and "
+            "not added to the gradient; allowed is True, or weight_decay=0"
+        )

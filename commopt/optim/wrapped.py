@@ -6,9 +6,12 @@ ended, what they send is counted.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from commopt.comm import Topology, gather_number
 from commopt.comm.torch import ranks_of
@@ -17,8 +20,8 @@ from commopt.optim import binding
 if TYPE_CHECKING:
     from commopt.optim.packed import PackedOptimizer
 
-Attach = Callable[[], "Obstacle | None"]
-"""Attaches, or returns why that cannot be."""
+Attach = Callable[[bool], "Obstacle | None"]
+"""Attaches, or returns why that cannot be; True: in a backward, before anything is sent."""
 
 
 @dataclass
@@ -71,18 +74,48 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
         return
     optimizer._looked = True
     binding.report_unaveraged(optimizer)
-    if not _may_be_wrapped(optimizer):
+    in_backward = optimizer._attachment is not None and not optimizer._attachment.agreed
+    if not _may_be_wrapped(optimizer) and not in_backward:
         return
     there = found(optimizer)
     ranks = optimizer.topology.backend
-    found_by = gather_number(ranks, int(callable(there)) + 2 * int(isinstance(there, Obstacle)))
-    if all(number == 1 for number in found_by) and callable(there):
-        there = there()
+    found_by = gather_number(ranks, int(in_backward or callable(there)) + 2 * int(isinstance(there, Obstacle)))
+    everywhere = all(number == 1 for number in found_by)
+    if in_backward:
+        optimizer._attachment.agreed = everywhere
+    elif everywhere and callable(there):
+        there = there(False)
     optimizer._obstacle = there if isinstance(there, Obstacle) else None
     if all(found_by):
         everywhere = all(gather_number(ranks, int(optimizer._obstacle is not None)))
         if optimizer._obstacle is not None:
             optimizer._obstacle.everywhere = everywhere
+
+
+def attach_in_backward(optimizer: PackedOptimizer) -> None:
+    """Attaches ``optimizer``, which has loaded a state, as the first gradient arrives, if it has not taken a step yet
+    and there is a model then that averages its gradients: the next step is that of a run which was never stopped, and
+    may not want averages. Communicates nothing; the step makes sure that all ranks have done so."""
+    if not optimizer._looked and _may_be_wrapped(optimizer):
+        _FirstBackward(optimizer)
+
+
+class _FirstBackward:
+    """Hooks on all parameters of an optimizer, until the first gradient arrives. Holds the optimizer weakly."""
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._handles = [p.register_hook(self) for p in optimizer.params if p.requires_grad]
+
+    def __call__(self, _: Tensor) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        if handles and optimizer is not None and not optimizer._looked:
+            there = found(optimizer)
+            if callable(there):
+                there(True)
 
 
 def advice(optimizer: PackedOptimizer) -> str | None:

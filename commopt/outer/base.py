@@ -39,6 +39,7 @@ from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.packed import OWN, WHOSE, PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.torch_options import check_group_keys
 from commopt.outer import base_state, ending, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
 from commopt.outer.loading import BASE, load, state_of_base
@@ -278,6 +279,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def _check_new(self, group: dict[str, Any]) -> None:
         binding.check_held(self, group["params"])
+        check_group_keys(type(self), group, self.defaults, f"parameter group {len(self.param_groups) - 1}")
         checks.check_period(group["period"])
         if self.streaming is not None:
             self.streaming.check_period(group["period"])

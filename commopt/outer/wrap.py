@@ -62,7 +62,8 @@ def _check_arguments(base: Callable[..., Any], arguments: dict[str, Any], outer:
     if any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return
     for key in arguments.keys() - known:
-        hint = nearest(key, [*known, *inspect.signature(outer).parameters])
+        own = [p.name for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        hint = nearest(key, [*known, *own]) or f"; its own are {', '.join(own)}"
         raise TypeError(
             f"{outer.__name__}() got an unexpected keyword argument {key!r}, which its base {base.__name__} does not "
             f"have either{hint}"
