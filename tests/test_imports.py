@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import commopt
 from commopt import integrations
+from commopt.optim.diagnostics import by_a_door
 
 ROOMS = [
     "ops",
@@ -119,3 +122,23 @@ def test_a_door_without_its_framework_says_which_extra_has_it(monkeypatch, door,
     monkeypatch.delitem(vars(integrations), door, raising=False)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'commopt\[{extra}\]'"):
         getattr(integrations, door)
+
+
+@pytest.mark.parametrize(
+    ("framework", "door", "line"),
+    [
+        ("transformers.trainer", "transformers", r"Hugging Face's Trainer .* callbacks=\[CommoptCallback\(\)\]"),
+        ("lightning.pytorch.trainer.trainer", "lightning", r"Lightning's Trainer .* callbacks=\[CommoptCallback\(\)\]"),
+        ("accelerate.accelerator", "accelerate", r"accelerate .* connect\(accelerator, model, optimizer\)"),
+    ],
+)
+def test_in_a_framework_warnings_name_the_door(monkeypatch, framework, door, line):
+    for name in [name for name in sys.modules if name.startswith(("transformers", "lightning", "accelerate"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("transformers", "lightning", "accelerate"):
+        monkeypatch.delitem(sys.modules, f"commopt.integrations.{name}", raising=False)
+    assert not by_a_door()
+    monkeypatch.setitem(sys.modules, framework, ModuleType(framework))
+    assert re.search(rf"{line} of commopt\.integrations\.{door}\.", by_a_door())
+    monkeypatch.setitem(sys.modules, f"commopt.integrations.{door}", ModuleType(door))
+    assert not by_a_door()

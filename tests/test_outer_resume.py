@@ -15,7 +15,7 @@ from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits,
 from commopt import DiLoCo, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, attach
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
-from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim import join_state_dict, replicas, split_state_dict
 from commopt.optim.agreement import StepRefused
 from commopt.outer import RandomSign
 
@@ -697,7 +697,9 @@ def test_a_compressed_synchronisation_that_fails_half_way_changes_nothing(cls):
 # evaluation -----------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_between_two_synchronisations_is_reported_once(caplog):
+def test_evaluation_between_two_synchronisations_is_reported_once(monkeypatch, caplog):
+    monkeypatch.setattr(replicas, "by_a_door", lambda: " In a framework so.")
+
     def run(backend):
         model = Toy()
         optimizer = make(LocalSGD, model, backend)
@@ -719,7 +721,7 @@ def test_evaluation_between_two_synchronisations_is_reported_once(caplog):
     on_threads(2, run)
     assert caplog.text.count("LocalSGD: the model is evaluated between two rounds") == 1
     assert "with optimizer.averaged(model):" in caplog.text
-    assert "optimizer.synchronize()" in caplog.text
+    assert "optimizer.synchronize() first (on all ranks). In a framework so." in caplog.text
 
 
 def test_on_one_rank_evaluation_is_never_reported_and_synchronize_does_nothing(caplog):

@@ -12,7 +12,7 @@ from worlds import Toy, on_threads, params_of, same_bits, tensors_in, through_a_
 from commopt import LocalSGD, OneBitAdam, OneBitLamb
 from commopt.comm import LocalBackend
 from commopt.compress import Sign
-from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim import join_state_dict, packed, split_state_dict
 
 
 def make(model, backend, **settings):
@@ -160,7 +160,9 @@ def test_with_the_state_of_rank_0_alone_replicas_stay_equal_and_one_warning_says
     assert caplog.text.count("start again from 0") == 1
 
 
-def test_residuals_of_another_bucket_layout_are_not_taken_for_ones_own(caplog):
+def test_residuals_of_another_bucket_layout_are_not_taken_for_ones_own(monkeypatch, caplog):
+    monkeypatch.setattr(packed, "by_a_door", lambda: " In a framework so.")
+
     def run(backend):
         model = Toy()
         optimizer = make(model, backend, freeze_step=1)
@@ -171,6 +173,7 @@ def test_residuals_of_another_bucket_layout_are_not_taken_for_ones_own(caplog):
 
     assert on_threads(2, run) == [0.0, 0.0]
     assert "start again from 0" in caplog.text
+    assert "before one saves). In a framework so." in caplog.text
 
 
 def test_the_state_of_a_torch_adam_is_taken_over():

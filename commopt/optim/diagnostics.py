@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ logger = logging.getLogger("commopt")
 
 LONG = 1000
 """Steps after which it is said that the variance has not settled."""
+_DOORS = (
+    ("transformers.trainer", "transformers", "Hugging Face's Trainer", "callbacks=[CommoptCallback()]"),
+    ("lightning.pytorch.trainer.trainer", "lightning", "Lightning's Trainer", "callbacks=[CommoptCallback()]"),
+    ("accelerate.accelerator", "accelerate", "accelerate", "connect(accelerator, model, optimizer)"),
+)  # fmt: skip
+"""Frameworks that are imported, and the module, of those in ``commopt.integrations``, that has a line for each."""
+
 IN_A_ROW = 3
 """How often norms must be alike before it is no chance."""
 
@@ -236,6 +244,15 @@ class Diagnostics:
         new = what not in self._said
         self._said.add(what)
         return new and self.rank == 0
+
+
+def by_a_door() -> str:
+    """What does by itself, in a framework that this program uses, what a warning asks for; "" if nothing, or if that is
+    imported already."""
+    for framework, door, name, line in _DOORS:
+        if framework in sys.modules and f"commopt.integrations.{door}" not in sys.modules:
+            return f" In {name} that is done by {line} of commopt.integrations.{door}."
+    return ""
 
 
 def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from commopt.comm import (
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, consolidate, foreign, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
-from commopt.optim.diagnostics import Diagnostics
+from commopt.optim.diagnostics import Diagnostics, by_a_door
 from commopt.optim.guard import Guard
 from commopt.optim.lifetime import forget_frames
 from commopt.optim.model_buffers import HowBuffers
@@ -671,8 +671,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             logger.warning(
                 "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
                 "again from 0. Save those of every rank to keep them (commopt.optim.split_state_dict, or "
-                "consolidate_state_dict() on all ranks before one saves).",
-                type(self).__name__, describe(origin), origin, here,
+                "consolidate_state_dict() on all ranks before one saves).%s",
+                type(self).__name__, describe(origin), origin, here, by_a_door(),
             )  # fmt: skip
 
     def owns(self, origin: Origin | None) -> bool:
@@ -686,8 +686,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.topology.rank == next(strangers, None):
             logger.warning(
                 "%s: what is each rank's own (%s) is %s in the loaded state, not that of rank %d of %d; %s. Save that "
-                "of every rank (commopt.optim.split_state_dict) to go on exactly.",
-                type(self).__name__, what, describe(origin), self.topology.rank, world_size, consequence,
+                "of every rank (commopt.optim.split_state_dict) to go on exactly.%s",
+                type(self).__name__, what, describe(origin), self.topology.rank, world_size, consequence, by_a_door(),
             )  # fmt: skip
 
     def _origin(self) -> Origin:

@@ -24,7 +24,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.optim.agreement import StepRefused
-from commopt.optim.diagnostics import worth_a_line
+from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
 from commopt.optim.state_bucket import StateBucket
 
@@ -199,7 +199,8 @@ class _EvaluationWatch:
         if optimizer.topology.rank == 0:
             logger.warning(
                 "%s: the model is evaluated between two rounds, and every rank's differs. Evaluate it within `with "
-                "optimizer.averaged(%s):`, or call optimizer.synchronize() first (on all ranks)",
+                "optimizer.averaged(%s):`, or call optimizer.synchronize() first (on all ranks).%s",
                 type(optimizer).__name__,
                 "model" if whole else "",  # with its buffers
+                by_a_door(),
             )
