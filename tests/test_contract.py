@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from every import EVERY, OUTER, every, every_outer, every_overlapping
+from every import EVERY, OUTER, every, every_communicating, every_outer, every_overlapping
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -612,3 +612,29 @@ def test_a_model_that_is_loaded_between_two_rounds_is_trained_and_saved(name, be
     for moved, same in on_threads(2, run):
         assert moved < 0.1
         assert same
+
+
+@every_communicating
+@pytest.mark.parametrize("steps", [3, 5])
+def test_parameters_that_are_exchanged_in_mid_run_go_on_as_they_were(name, steps):
+    """As frameworks do that put others in their place: after a round, and between two, where each rank has its own."""
+
+    def run(backend, exchange):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(steps), backend.rank, 2)
+        if exchange:
+            new = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
+            for key, p in list(model.named_parameters()):
+                setattr(model, key, new[p])
+            for group in optimizer.param_groups:
+                group["params"][:] = [new[p] for p in group["params"]]
+            optimizer.rebind()
+        train(model, optimizer, range(steps, steps + 4), backend.rank, 2)
+        own = params_of(model)
+        optimizer.synchronize()
+        return own, params_of(model), tensors_in(optimizer.state_dict())
+
+    for whole, other in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        for mine, theirs in zip(whole, other):
+            assert same_bits(mine, theirs)

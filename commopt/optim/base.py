@@ -244,10 +244,9 @@ class CommOptimizer(PackedOptimizer):
         else:
             add()
 
-    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
-        """Makes sure that all ranks bring the same new groups, and gives them buckets."""
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        binding.register_groups(self, groups, [*settings, type(self).__name__, *self.settings()], error)
+        binding.register_groups(self, groups, [*settings, type(self).__name__, *self.settings()], error, differ)
         if self.overlap:
             self._open_channels()
             if self.topology.world_size > 1 and self._all_on_one_channel():

@@ -91,6 +91,7 @@ def rebind(optimizer: PackedOptimizer) -> None:
             f"the parameter groups have {[len(params) for params in now]} parameters now, they had "
             f"{[len(params) for params in before]}; allowed are as many, in the same order"
         )
+    differ = optimizer.replicas_differ
     new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
     state, origin = optimizer._all_state(), optimizer._origin()
     moved = {new.get(key, key): entry for key, entry in state.items()}
@@ -103,7 +104,7 @@ def rebind(optimizer: PackedOptimizer) -> None:
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
     optimizer.state, optimizer.buckets = defaultdict(dict), []
-    optimizer._register(optimizer.param_groups, _error_in_groups(optimizer))
+    optimizer._register(optimizer.param_groups, _error_in_groups(optimizer), differ)
     optimizer._fill(saving.without_values(moved), origin)
     optimizer.rebound(new)
 
@@ -148,10 +149,14 @@ def take_mesh(optimizer: PackedOptimizer, group: dict[str, Any]) -> None:
 
 
 def register_groups(
-    optimizer: PackedOptimizer, groups: list[dict[str, Any]], settings: list[Any], error: Exception | None
+    optimizer: PackedOptimizer,
+    groups: list[dict[str, Any]],
+    settings: list[Any],
+    error: Exception | None,
+    differ: bool = False,
 ) -> None:
     """Makes sure that all ranks bring the same new groups, settings and kernel providers, and gives the groups
-    buckets.
+    buckets. Values of parameters become those of rank 0, unless they may ``differ`` between ranks.
 
     Raises:
         ValueError: on every rank, if they differ, or for this or another rank's ``error``.
@@ -164,7 +169,7 @@ def register_groups(
         held.setdefault(topology.held(p)[0], []).append(p)
     for ranks in held:
         optimizer.check_replicas(ranks)
-    for ranks, same in held.items():
+    for ranks, same in () if differ else held.items():
         if equalize(ranks.world, device, [local(p) for p in same]) and topology.rank == 0:
             logger.warning(
                 "%s: parameters differed between ranks; all have those of rank 0 now", type(optimizer).__name__

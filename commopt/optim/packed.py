@@ -244,8 +244,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         finally:
             error = None
 
-    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
-        """Makes sure that all ranks bring the same new groups, and gives them buckets."""
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
+        """Makes sure that all ranks bring the same new groups, and gives them buckets; ``differ``: but for values of
+        parameters, each of which is its rank's own."""
         raise NotImplementedError
 
     def devices(self) -> tuple[str, ...] | None:

@@ -84,8 +84,8 @@ class WarmupOptimizer(CommOptimizer):
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
 
-    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
-        super()._register(groups, error)
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
+        super()._register(groups, error, differ)
         for group in groups:
             if self.topology.nodes > 1:
                 self._diagnostics.freeze_at("freeze_step=%d", group["freeze_step"], group["betas"][1])

@@ -297,10 +297,9 @@ class OuterOptimizer(PackedOptimizer):
             checks.check_lr(group["lr"])
         self.check_group(group)
 
-    def _register(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
-        """Makes sure that all ranks bring the same new groups, and gives them buckets."""
+    def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        binding.register_groups(self, groups, settings + self.fixed_settings(error), error)
+        binding.register_groups(self, groups, settings + self.fixed_settings(error), error, differ)
         self.topology.traffic.end_step()
 
     def fixed_settings(self, error: Exception | None = None) -> list[Any]:
