@@ -20,7 +20,7 @@ import commopt
 from commopt.cli import main
 from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
-from commopt.probe.advice import recommend
+from commopt.probe.advice import cannot_tell, recommend
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
 from commopt.probe.compressors import COMPRESSORS
@@ -144,6 +144,16 @@ def test_without_a_network_every_method_costs_what_none_costs() -> None:
         assert step.seconds == pytest.approx(0.5), name
         assert step.communication == pytest.approx(0.0, abs=1e-12), name
     assert recommend(predict(costs(), MODEL), True).startswith("do not compress: communication is 0% of a step of DDP")
+
+
+def test_nothing_is_recommended_where_all_messages_were_too_small_to_tell() -> None:
+    known, unknown = Line(1e-3, 1e-9), Line(1e-3, 0.0)
+    assert cannot_tell({"all_reduce": known, "all_to_all": known}, 1e4, 1e6) is None
+    assert cannot_tell({"all_reduce": unknown}, 1e6, 1e6) is None  # what is sent at once was timed
+    assert cannot_tell({"all_reduce": known, "all_to_all": unknown}, 2**16, 3 * 2**20) == (
+        "none: messages of up to 0.066 MB were too small to tell the bandwidth of all-to-all, and this model sends "
+        "3.1 MB at once; run it again with --max-mb=4"
+    )
 
 
 def test_on_a_slow_link_only_bytes_count() -> None:

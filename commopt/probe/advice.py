@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from commopt.gradients.method import OfGradients
 from commopt.probe.clock import Step
 from commopt.probe.compressors import FINE, error, label
+from commopt.probe.fit import Line
+from commopt.probe.measure import FACTOR
 from commopt.probe.predict import whole_run
 from commopt.probe.rounds import Round
 
@@ -127,6 +129,22 @@ def choices(
     fine = [halved] * bf16_available + [choice for choice in compressed if not choice.coarse]
     optimizers = [Choice(name, SPELT.get(name, NAMES[name]), over_run(steps, name)[0]) for name in ours]
     return fine, optimizers, [choice for choice in compressed if choice.coarse]
+
+
+def cannot_tell(link: Mapping[str, Line], largest: float, bucket: float) -> str | None:
+    """What stands in place of a recommendation where messages of up to ``largest`` bytes did not take longer than small
+    ones, so that nothing is known of the ``bucket`` of bytes that a model sends at once; None where that is known."""
+    unknown = [verb.replace("_", "-").removeprefix("fsdp-") for verb, line in link.items() if not line.per_byte]
+    if not unknown or largest >= bucket:
+        return None
+    enough = largest
+    while enough < bucket:
+        enough *= FACTOR
+    return (
+        f"none: messages of up to {largest / 1e6:.2g} MB were too small to tell the bandwidth of "
+        f"{', '.join(unknown)}, and this model sends {bucket / 1e6:.2g} MB at once; run it again with "
+        f"--max-mb={enough / 2**20:g}"
+    )
 
 
 def recommend(

@@ -18,7 +18,7 @@ from commopt.bucket import bucket_bytes
 from commopt.comm import CollectiveError, TorchBackend
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
-from commopt.probe.advice import OURS, STEPS, over_run, recommend
+from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
 from commopt.probe.clock import Costs
 from commopt.probe.compressors import compressors
 from commopt.probe.cut import measure_cut
@@ -167,6 +167,9 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     if options.fsdp:
         modules = modules_of(options.params, options.last_params, width)
         cut = measure_cut(stand, options, costs, model, modules)
+    verbs = ("all_reduce", "all_to_all", "all_gather")
+    largest = max(sample.size for sample in samples["all_reduce"])
+    unknown = cannot_tell({verb: costs.link[verb] for verb in verbs}, largest, min(capacity, 4 * held))
     took = mean.rehearsal(model.compressors[fastest], capacity)
     return Result(
         options=options,
@@ -186,7 +189,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
         rounds=rounds,
-        advice=recommend(steps, options.backend == "nccl", options.shard, model.compressors, rounds),
+        advice=unknown or recommend(steps, options.backend == "nccl", options.shard, model.compressors, rounds),
         cut=cut,
     )
 

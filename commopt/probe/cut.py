@@ -23,7 +23,7 @@ from commopt.gradients import Differences
 from commopt.gradients.all_gather import FLAG, GroupDifferences, GroupWeights
 from commopt.gradients.reduce_scatter import GroupMean
 from commopt.gradients.shard_group import ShardGroup
-from commopt.probe.advice import ACCURACY, TOO_COARSE, WORTH, faster
+from commopt.probe.advice import ACCURACY, TOO_COARSE, WORTH, cannot_tell, faster
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, error
 from commopt.probe.fit import Line, fit_line
@@ -96,7 +96,9 @@ def measure_cut(stand: Stand, options: Options, costs: Costs, model: Model, modu
     columns = min(SAMPLE[stand.device.type], model.params) // stand.world_size + 1
     per = {name: costs_of(way, columns, stand) for name, way in WAYS.items()}
     steps = {name: predict_cut(costs, link, model, modules, way, per[name]) for name, way in WAYS.items()}
-    return Cut(steps, per, link, recommend_cut(steps))
+    largest = max(sample.size for two in samples.values() for sample in two)
+    at_once = 4 * stand.world_size * max(columns_of(shapes, stand.world_size) for shapes in modules)
+    return Cut(steps, per, link, cannot_tell(link, largest, at_once) or recommend_cut(steps))
 
 
 # what it costs on the device ------------------------------------------------------------------------------------------
