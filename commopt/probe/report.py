@@ -120,7 +120,9 @@ def render(result: Result) -> str:
         *_cut(result),
     ]
     return "".join(
-        part + "\n" for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])
+        part + "\n"
+        for line in lines
+        for part in (textwrap.wrap(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else [line])
     )
 
 
