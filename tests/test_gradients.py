@@ -296,6 +296,51 @@ def test_a_resumed_run_is_the_one_never_stopped(half):
     on_threads(3, run)
 
 
+WAYS: dict[str, tuple[Any, Any]] = {
+    "rows": (Int4(16), True), "averaged": (Int4(16), LoCo()), "blocks": (TopBlocks(0.5, 8), True),
+    "factors": (PowerSGD(2, min_compression=1.0), True), "none": (Int4(16), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old in WAYS for new in WAYS if old != new])
+def test_what_one_way_owes_another_takes_or_says_that_it_does_not(old, new, world_size, caplog):
+    def run(backend: ThreadBackend, name: str, states: Any = None) -> Any:
+        compressor, feedback = WAYS[name]
+        model = Toy()
+        handle = commopt.compress_gradients(model, compressor, feedback=feedback, backend=backend)
+        if states is not None:
+            handle.load_state_dict(join_state_dict(*split_all(states), backend.rank, backend.world_size))
+            taken = handle.state_dict()
+        for step in range(3):
+            model.zero_grad()
+            model(tokens(step, backend.rank, 2)).backward()
+        return handle.state_dict() if states is None else taken
+
+    def whole(parts: Sequence[dict[str, Any]]) -> dict[int, Tensor]:
+        """By parameter, what all ranks together owe."""
+        merged = join_state_dict(*split_all(parts), 0, len(parts) + 1).get("residuals", {}).get("state", {})
+        both = {
+            i: e["worker_error"].reshape(-1) + e["server_error"].reshape(-1)
+            for i, e in merged.items()
+            if "worker_error" in e
+        }
+        return {i: t for i, t in both.items() if t.any()}
+
+    before = on_threads(2, lambda backend: run(backend, old))
+    caplog.clear()
+    after = on_threads(world_size, lambda backend: run(backend, new, before))
+    said = [record for record in caplog.records if "residuals in the loaded state" in record.getMessage()]
+    owes, owed_then = whole(after), whole(before)
+    assert bool(owed_then) == (old != "none")
+    if said:
+        assert world_size == 2 or new == "none"
+    elif new != "averaged":  # which rounds it
+        assert owes.keys() == owed_then.keys()
+        for i, t in owes.items():
+            torch.testing.assert_close(t, owed_then[i], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_another_number_of_ranks_owes_the_same(after):
     """From a file of each rank, or one that has all of theirs."""

@@ -173,7 +173,7 @@ def test_residuals_of_another_bucket_layout_are_not_taken_for_ones_own(monkeypat
 
     assert on_threads(2, run) == [0.0, 0.0]
     assert "start again from 0" in caplog.text
-    assert "before one saves). In a framework so." in caplog.text
+    assert "Make all as it was then, load, and freeze parameters later. In a framework so." in caplog.text
 
 
 def test_the_state_of_a_torch_adam_is_taken_over():

@@ -162,15 +162,15 @@ def _take_error(
     here: Origin,
     fold: Callable[[Tensor, Tensor], None],
 ) -> bool:
-    """Puts what is owed to parameter ``i`` where it belongs in ``error``, (padded,). Returns whether it was left out,
-    because it is another rank's."""
-    given, p, shape = entry.get("worker_error"), bucket.params[i], bucket.shapes[i]
+    """Puts what is owed to parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left out,
+    because it is another rank's, or owed for all ranks by another way to take means."""
+    given, server, p, shape = entry.get("worker_error"), entry.get("server_error"), bucket.params[i], bucket.shapes[i]
     if given is None:
         return False
+    lost = server is not None and bool(server.any())
     if origin is not None and origin[0] == MERGED:
-        server = entry.get("server_error")
-        whole = given if server is None or not server.numel() else given + server  # of another way to take means
-        given = cut(whole.view(p.shape), p)
+        given = given.reshape(p.shape)
+        given, lost = cut(given + server.reshape(p.shape) if lost and server is not None else given, p), False
     elif origin is None or origin[0] == MIXED or origin[:2] != here[:2] or (is_sharded(p) and origin != here):
         return bool(given.any())
     if given.numel() != shape.numel():
@@ -183,7 +183,7 @@ def _take_error(
         fold(p, given)
     else:
         error[bucket.offsets[i] : bucket.offsets[i] + given.numel()].view(shape).copy_(given)
-    return False
+    return lost
 
 
 Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]

@@ -15,7 +15,7 @@ from commopt.comm import MeshBackend
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
-from commopt.optim.own import MIXED, Origin, describe, digest_of, origin_of
+from commopt.optim.own import MIXED, Origin, digest_of, origin_of, why_left_out
 from commopt.optim.own_tensor import Place
 from commopt.optim.places import PLACES
 from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
@@ -75,9 +75,9 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
     if TOGETHER in given and origin_of(given["residuals"]) != here:
         given = {**given, "residuals": given[TOGETHER]}
     entries, origin = saving.read(given, mean.params, mean.topology.rank, mean.topology.world_size)
-    whose = f"{describe(origin)} {origin or ''}".rstrip()
-    if origin is not None and origin[0] != MERGED and given["residuals"]["nodes"] != nodes_of(mean, sharded):
-        whose += f" by {given['residuals']['nodes']} nodes"
+    why, nodes = why_left_out(origin, here), given["residuals"].get("nodes")
+    if origin is not None and origin[0] != MERGED and nodes != nodes_of(mean, sharded):
+        why = f"of {nodes} nodes, and there are {nodes_of(mean, sharded)} here; they start again from 0"
         origin = (MIXED, *origin[1:])  # of another part, or not the same on all ranks of a node
     mean.owed.clear()
 
@@ -90,11 +90,7 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         known = origin is not None and (origin == here or origin[0] == MERGED)
         left_out = sharded.load(entries, known, mine=origin == here) or left_out
     if left_out:
-        logger.warning(
-            "compress_gradients: the residuals in the loaded state are %s, not of %s (rank, world size, "
-            "layout); they start again from 0. Save those of every rank (commopt.optim.join_state_dict) to keep them.",
-            whose, here,
-        )  # fmt: skip
+        logger.warning("compress_gradients: the residuals in the loaded state are %s.", why)
 
 
 def _origin(mean: GradientMean, sharded: ShardedDoor | None) -> Origin:

@@ -64,8 +64,8 @@ from commopt.optim.torch_options import (
     OF_ADAM,
     check_group_keys,
     check_group_options,
-    check_loaded_options,
     check_torch_options,
+    leave_out_loaded,
 )
 
 logger = logging.getLogger("commopt")
@@ -211,15 +211,17 @@ class CommOptimizer(PackedOptimizer):
         """Logs what a user should know of ``groups``, which begin ``phase``. Called on rank 0 only, unless ranks hold
         parts: then on all, and it may communicate with the ranks of the same replica."""
 
-    def check_loaded(self, given: dict[str, Any]) -> None:
-        super().check_loaded(given)
-        for i, group in enumerate(given["param_groups"]):
-            check_loaded_options(type(self), group, self.known_options, f"parameter group {i}")
-
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
         packed = self.packed()
-        for group in self.param_groups:
+        for i, group in enumerate(self.param_groups):
+            gone = leave_out_loaded(group, self.known_options)
+            if gone and self.topology.rank == 0:
+                logger.warning(
+                    "%s: parameter group %d of the loaded state has %s, which this optimizer has not: the run goes on "
+                    "without it",
+                    type(self).__name__, i, " and ".join(gone),
+                )  # fmt: skip
             if not group["step"]:  # the state of a plain Adam counts by parameter only
                 steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
                 group["step"] = int(max(steps, default=0))

@@ -86,6 +86,22 @@ def describe(origin: Origin | None) -> str:
     return f"that of rank {origin[0]} of {origin[1]}"
 
 
+def why_left_out(origin: Origin | None, here: Origin) -> str:
+    """Why residuals of ``origin`` are not taken ``here``, and what would keep them."""
+    if origin == here:
+        return "this rank's, of another way to compress; what has no place here is left out"
+    if origin is not None and origin[:2] == here[:2]:
+        return (
+            "of other buckets than those here: parameters were frozen, or not, or bucket_mb or the nodes were others "
+            "when that run began; they start again from 0. Make all as it was then, load, and freeze parameters later"
+        )
+    return (
+        f"{describe(origin)} (rank, world size, layout: {origin}), not of {here}; they start again from 0. Save those "
+        "of every rank to keep them (commopt.optim.split_state_dict, or consolidate_state_dict() on all ranks before "
+        "one saves)"
+    )
+
+
 def cloned(tree: Any) -> Any:
     """``tree`` of dicts, lists and tuples with a copy of every tensor in it."""
     if isinstance(tree, Tensor):

@@ -33,7 +33,7 @@ from commopt.optim.diagnostics import Diagnostics, by_a_door
 from commopt.optim.guard import Guard
 from commopt.optim.lifetime import forget_frames
 from commopt.optim.model_buffers import HowBuffers
-from commopt.optim.own import Origin, belongs, cloned, describe, digest_of
+from commopt.optim.own import Origin, belongs, cloned, describe, digest_of, why_left_out
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
@@ -670,10 +670,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
         if self.topology.world_size > 1 and self.topology.rank == int(keeps):  # one rank speaks for all
             logger.warning(
-                "%s: the residuals in the loaded state are %s (rank, world size, layout: %s), not of %s; they start "
-                "again from 0. Save those of every rank to keep them (commopt.optim.split_state_dict, or "
-                "consolidate_state_dict() on all ranks before one saves).%s",
-                type(self).__name__, describe(origin), origin, here, by_a_door(),
+                "%s: the residuals in the loaded state are %s.%s",
+                type(self).__name__, why_left_out(origin, here), by_a_door(),
             )  # fmt: skip
 
     def owns(self, origin: Origin | None) -> bool:

@@ -180,27 +180,27 @@ def fill_residuals(
         fold: adds what is left of a parameter's residual to what is compressed, where one node compresses no more.
 
     Returns:
-        whether residuals were left out.
+        whether residuals were left out, also where none are kept.
     """
     dropped: Any = False
+    nothing = torch.zeros(())
+    merged = origin is not None and origin[0] == MERGED
     for bucket in buckets:
         residuals: Sequence[Any] = bucket.residuals() or [None] * len(bucket.params)
         for i, (p, mine) in enumerate(zip(bucket.params, residuals)):
             worker, server = (entries.get(p, {}).get(name) for name in RANK_LOCAL)
             if worker is None or server is None:
-                dropped = dropped or expected(p)
-                worker = server = torch.zeros(())
-            elif mine is None and (origin == here or (origin is not None and origin[0] == MERGED)):
+                dropped, worker, server = dropped or expected(p), nothing, nothing
+            elif mine is None and bucket.replicas.nodes == 1 and (origin == here or merged):
                 # those of all are of the whole parameter; a rank's own of its piece, and without a server's, maybe
                 for part in (worker, server) if server.numel() else (worker,):
                     piece = part if origin == here else cut(part.reshape(p.shape), p)
                     fold(p, piece.to(bucket.device).reshape(bucket.shapes[i]))
-            elif origin is not None and origin[0] == MERGED:
+            elif mine is not None and merged:
                 worker, server = (cut(part.reshape(p.shape), p).reshape(-1) for part in (worker, server))
                 worker, server = _share_of(bucket, i, mine, worker, server)
-            elif origin != here or mine is None or not _same_sizes(mine, worker, server):
-                dropped = dropped or worker.any() or server.any()
-                worker = server = torch.zeros(())
+            elif mine is None or origin != here or not _same_sizes(mine, worker, server):
+                dropped, worker, server = dropped or worker.any() or server.any(), nothing, nothing
             if mine is not None:
                 for name, part in (("worker_error", worker), ("server_error", server)):
                     mine[name].copy_(part.reshape(mine[name].shape) if part.dim() else part)

@@ -80,13 +80,16 @@ def check_group_keys(cls: type, group: Mapping[str, Any], known: Collection[str]
             logger.warning("%s: %s has %r, which changes nothing%s", cls.__name__, where, key, hint)
 
 
-def check_loaded_options(cls: type, group: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raises ValueError if a parameter group that is loaded is of a run of torch's optimizer that this one cannot
-    continue."""
-    for key in _CHANGES_RESULTS:
-        if key in group:
-            _refuse(cls, key, group[key], f", as {where} of the loaded state has it")
-    _refuse_coupled_decay(cls, group, known, f", as {where} of the loaded state has it")
+def leave_out_loaded(group: dict[str, Any], known: Sequence[str]) -> list[str]:
+    """Takes out of a parameter group that was loaded what a run of torch's optimizer had and this one has not. Returns
+    it, in words."""
+    out = [f"{key}={group[key]!r}" for key in _CHANGES_RESULTS if group.get(key)]
+    group.update({key: _ASKS_NOTHING[key] for key in _CHANGES_RESULTS if group.get(key)})
+    key = "decoupled_weight_decay"
+    if key in known and not group.get(key, True):
+        out += [f"{key}=False"] if group.get("weight_decay") else []
+        group[key] = True
+    return out
 
 
 def _refuse(cls: type, key: str, value: Any, where: str) -> None:
