@@ -106,7 +106,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
 BY_RATE = (
     ("network_sharded.json", "sharding_network.md", ("hsdp", "hsdp_none", "HSDP")),
     ("network_gradients.json", "gradients.md", ("ddp", "none", "DDP")),
-    ("network_rounds.json", "outer.md", ("ddp", "none", "DDP")),
+    ("network_rounds.json", "streaming.md", ("ddp", "none", "DDP")),
 )
 """Figures, their page, and what the methods on it are compared with, see :func:`by_rate`."""
 

@@ -2,7 +2,7 @@
 """Rounds between many hosts on far networks, on paper: the share of the time that is spent computing, by simulation.
 
     scripts/rounds_at_scale.py                       the tables
-    scripts/rounds_at_scale.py --update-docs         writes them into docs/outer.md
+    scripts/rounds_at_scale.py --update-docs         writes them into docs/streaming.md
 
 One rank a host, on one clock with one device and one link (:mod:`commopt.probe.clock`). What is assumed:
 
@@ -29,7 +29,7 @@ from commopt.probe.clock import Clock, Costs
 from commopt.probe.fit import Line
 from commopt.probe.rounds import Mean, Message, full, gathered, two_ways, whole_round
 
-PAGE = Path(__file__).parents[1] / "docs" / "outer.md"
+PAGE = Path(__file__).parents[1] / "docs" / "streaming.md"
 MARKS = ("<!-- scale: made by scripts/rounds_at_scale.py --update-docs -->", "<!-- /scale -->")
 CYCLES = 12
 """Periods that are played; the first ones, which only fill the link, are not counted."""
@@ -155,7 +155,7 @@ def text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/outer.md")
+    parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/streaming.md")
     if parser.parse_args().update_docs:
         put(text(), PAGE, MARKS)
     else:

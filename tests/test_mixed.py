@@ -272,7 +272,7 @@ def test_tools_for_distributed_checkpoints_see_all_of_the_state() -> None:
 
 
 def test_the_lines_of_the_page_train_a_model_of_transformers() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "outer.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "muloco.md").read_text()
     (block,) = [b for b in re.findall(r"(?ms)^```python\n(.*?)^```$", page) if "Mixed" in b]
 
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -58,4 +58,4 @@ def test_it_is_near_what_was_measured() -> None:
 
 
 def test_the_page_has_what_the_script_says() -> None:
-    assert scale.text() in (ROOT / "docs" / "outer.md").read_text()
+    assert scale.text() in (ROOT / "docs" / "streaming.md").read_text()
