@@ -29,7 +29,6 @@ from worlds import (
 from commopt import Guard, LocalSGD, OneBitAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Compressor, Identity, Int4, Sign
-from commopt.optim import diagnostics
 from commopt.optim.agreement import AGREEMENT_BYTES
 
 WORLDS = (1, 2, 3, 4)
@@ -500,8 +499,7 @@ def test_a_warm_up_shorter_than_the_window_of_the_variance_is_reported(caplog, f
     assert caplog.text.count("freeze_step=8 is less than 1 / (1 - beta2) = 1000 steps") == said
 
 
-def test_a_warm_up_that_does_not_end_is_reported_after_long_and_at_the_end_of_the_run(caplog, monkeypatch):
-    monkeypatch.setattr(diagnostics, "LONG", 20)
+def test_a_warm_up_that_does_not_end_is_reported_after_ten_windows_and_at_the_end_of_the_run(caplog):
 
     def run(backend):
         p = nn.Parameter(torch.ones(4))

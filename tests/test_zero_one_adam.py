@@ -15,7 +15,7 @@ from zero_one import SIZES, SYNC, VARIANCE, fixed_gradients, grad, kind, leaves,
 from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Identity, Sign
-from commopt.optim import SyncPolicy, VariancePolicy, diagnostics
+from commopt.optim import SyncPolicy, VariancePolicy
 from commopt.optim.policies import count_steps
 
 # schedules -----------------------------------------------------------------------------------------------------------
@@ -317,8 +317,7 @@ def growing(backend, variance, steps=61):
         optimizer.step()
 
 
-def test_a_variance_that_does_not_settle_is_reported_after_long_and_at_the_end_of_the_run(caplog, monkeypatch):
-    monkeypatch.setattr(diagnostics, "LONG", 20)
+def test_a_variance_that_does_not_settle_is_reported_after_ten_windows_and_at_the_end_of_the_run(caplog):
     on_threads(1, partial(growing, variance=VariancePolicy(stop="auto")))
     gc.collect()
     assert not caplog.text

@@ -14,8 +14,8 @@ from commopt.optim.agreement import LARGEST_NORM
 
 logger = logging.getLogger("commopt")
 
-LONG = 1000
-"""Steps after which it is said that the variance has not settled."""
+LONG, WINDOWS = 1000, 10
+"""It is said that the variance has not settled after so many steps, or so many times those that it averages over."""
 _DOORS = (
     ("transformers.trainer", "transformers", "Hugging Face's Trainer", "callbacks=[CommoptCallback()]"),
     ("lightning.pytorch.trainer.trainer", "lightning", "Lightning's Trainer", "callbacks=[CommoptCallback()]"),
@@ -186,10 +186,10 @@ class Diagnostics:
                 self.optimizer, setting % step, window, step, setting % window,
             )  # fmt: skip
 
-    def unsettled(self, step: int, change: float, lr_rises: bool, until: str) -> None:
+    def unsettled(self, step: int, beta2: float, change: float, lr_rises: bool, until: str) -> None:
         """The variance has not settled after ``step``: from one window to the next the gradients' squares have changed
-        by exp(``change``). Warns if that is :data:`LONG`; ``until`` says what goes on until then, and how to end it."""
-        if step >= LONG and math.isfinite(change) and self._once("long warm-up"):
+        by exp(``change``). Warns if that is long; ``until`` says what goes on until then, and how to end it."""
+        if step >= min(LONG, WINDOWS / (1 - beta2)) and math.isfinite(change) and self._once("long warm-up"):
             why = (
                 "the learning rate still rises"
                 if lr_rises

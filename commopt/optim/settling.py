@@ -136,7 +136,8 @@ def stop_where_settled(
             if ends_warmup(cohort, change):
                 stopped += cohort
             else:
-                optimizer._diagnostics.unsettled(step, change.size, lr_rises, until)
+                beta2 = max(group["betas"][1] for group in cohort)
+                optimizer._diagnostics.unsettled(step, beta2, change.size, lr_rises, until)
     chosen = {id(group) for group in stopped}
     for bucket, group in optimizer.grouped_buckets() if stopped else ():
         if id(group) in chosen:
