@@ -302,6 +302,8 @@ def test_a_compressor_is_a_name_or_name_and_args(tmp_path: Path) -> None:
 WRONG = [
     (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),
     (["--steps=1"], "", "unknown key 'steps' .*; did you mean train.steps"),
+    (["--train.out=x"], "", "unknown key 'train.out' on the command line; valid: train.run_dir, train.steps, "),
+    (["--train.lr=1"], "", "unknown key 'train.lr' on the command line; did you mean optim.lr"),
     (["--optm.lr", "1"], "", "unknown key 'optm.lr' .*; did you mean optim.lr"),
     (["--qqqq=1"], "", "unknown key 'qqqq' on the command line; valid: comm, data, init, model"),
     ([], "trian: {steps: 3}", r"unknown key 'trian' in .*c.yaml; did you mean train"),

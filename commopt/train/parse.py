@@ -24,16 +24,22 @@ from commopt.train.yamlfile import read_yaml
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """``"; did you mean X?"`` for the valid name closest to ``name``, by its whole dotted path or by its last part."""
+    """``"; did you mean X?"`` for the valid name closest to ``name``, by its whole dotted path or by its last part; if
+    there is none, what is valid. Of a section that there is, names are looked for there first."""
     valid = list(valid)
-    by_part = {key.rsplit(".", 1)[-1]: key for key in valid} | {key: key for key in valid}
-    found = difflib.get_close_matches(name, by_part, n=1, cutoff=0.5)
-    found = found or difflib.get_close_matches(name.rsplit(".", 1)[-1], by_part, n=1, cutoff=0.5)
-    return (
-        f"; did you mean {by_part[found[0]]}?"
-        if found
-        else f"; valid: {', '.join(sorted({v.split('.')[0] for v in valid}))}"
-    )
+    section, _, last = name.rpartition(".")
+    within = [key for key in valid if section and key.rpartition(".")[0] == section]
+    by_part = {key.rpartition(".")[2]: key for key in valid}
+    if within:
+        here = {key.rpartition(".")[2]: key for key in within}
+        choices, listed = ((here, last, 0.6), (by_part, last, 0.8)), within
+    else:
+        choices = (by_part | {key: key for key in valid}, name, 0.5), (by_part, last, 0.5)
+        listed = sorted({key.split(".")[0] for key in valid})
+    for known, looked_for, cutoff in choices:
+        if found := difflib.get_close_matches(looked_for, known, n=1, cutoff=cutoff):
+            return f"; did you mean {known[found[0]]}?"
+    return f"; valid: {', '.join(listed)}"
 
 
 def _section(hint: Any) -> type | None:
