@@ -12,7 +12,7 @@ from worlds import Toy, on_threads, params_of, same_bits, tensors_in, through_a_
 from commopt import LocalSGD, OneBitAdam, OneBitLamb
 from commopt.comm import LocalBackend
 from commopt.compress import Sign
-from commopt.optim import join_state_dict, packed, split_state_dict
+from commopt.optim import join_state_dict, loading, split_state_dict
 
 
 def make(model, backend, **settings):
@@ -161,7 +161,7 @@ def test_with_the_state_of_rank_0_alone_replicas_stay_equal_and_one_warning_says
 
 
 def test_residuals_of_another_bucket_layout_are_not_taken_for_ones_own(monkeypatch, caplog):
-    monkeypatch.setattr(packed, "by_a_door", lambda: " In a framework so.")
+    monkeypatch.setattr(loading, "by_a_door", lambda: " In a framework so.")
 
     def run(backend):
         model = Toy()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from commopt import ops
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
-from commopt.optim import checks, saving
+from commopt.optim import checks, loading, saving
 from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
@@ -105,7 +105,7 @@ def rebind(optimizer: PackedOptimizer) -> None:
         optimizer._restart()
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, _error_in_groups(optimizer), differ)
-    optimizer._fill(saving.without_values(moved), origin)
+    loading.fill(optimizer, saving.without_values(moved), origin)
     optimizer.rebound(new)
 
 

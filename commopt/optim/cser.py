@@ -41,7 +41,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, PSync, Replicas, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
-from commopt.optim import checks, replicas
+from commopt.optim import checks, loading, replicas
 from commopt.optim.base import CommOptimizer
 from commopt.optim.cser_error import UPDATE, ImplicitError, StoredAnchor
 from commopt.optim.guard import Guard
@@ -271,7 +271,7 @@ class CSER(CommOptimizer):
         own = [bucket[name] for bucket in self.buckets for name in self.rank_local_buffers if name in bucket.buffers]
         ranks = max((group["ranks"] for group in self.param_groups), default=0)
         if not self.owns(origin) and (self.replicas_differ or (ranks > 1 and any(t.any() for t in own))):
-            self.report_not_own(origin, "its parameters and momentum", "parameters stay as they are")
+            loading.report_not_own(self, origin, "its parameters and momentum", "parameters stay as they are")
         for bucket in self.buckets:
             anchors = bucket.tensors("anchor") if "anchor" in bucket.buffers else []
             for p, x, anchor in zip(bucket.params, bucket.values, anchors):

@@ -27,17 +27,18 @@ from commopt.comm import (
     sends_from,
 )
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, consolidate, foreign, replicas, saving, wrapped
+from commopt.optim import binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
-from commopt.optim.diagnostics import Diagnostics, by_a_door
+from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
 from commopt.optim.lifetime import forget_frames
+from commopt.optim.loading import OWN
 from commopt.optim.model_buffers import HowBuffers
-from commopt.optim.own import Origin, belongs, cloned, describe, digest_of, why_left_out
+from commopt.optim.own import Origin, belongs, cloned, digest_of
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.state import OF_RANKS, RANK_LOCAL
+from commopt.optim.state import OF_RANKS
 from commopt.optim.state_bucket import StateBucket, fp32_bytes
 from commopt.optim.wrapped import Obstacle
 from commopt.sharding import local
@@ -48,8 +49,6 @@ logger = logging.getLogger("commopt")
 WHOSE = "optimizer"
 """Key of parameter groups: whose they are, for whoever loads them. Of what is no tensor, tools for checkpoints keep
 nothing but groups."""
-OWN = "own_"
-"""Begins the names of what is a rank's own now and then, where that is in ``state``."""
 
 
 class PackedOptimizer(torch.optim.Optimizer):
@@ -627,67 +626,14 @@ class PackedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
         """Loads a state that fits, once the parameter groups are those of it."""
-        entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
-        entries, origin = self._placed(entries, origin)
-        users = self._forget_users(given)
-        self._fill(entries, origin)
-        self._keep_users(users)
-
-    def _placed(self, entries: Entries, origin: Origin | None) -> tuple[Entries, Origin | None]:
-        """``entries`` with what this rank gets of the tensors that know their places in place of these; if there are
-        any, they are this rank's own."""
-        if not any(isinstance(value, OwnTensor) for entry in entries.values() for value in entry.values()):
-            return entries, origin
-        here: dict[Any, dict[str, OwnTensor]] = {}
-        if self.own_in_state:
-            for bucket, group in self.grouped_buckets():
-                here.update(zip(bucket.params, self.own_tensors(bucket, group)))
-        placed: Entries = {}
-        for p, entry in entries.items():
-            placed[p] = {name: value for name, value in entry.items() if not isinstance(value, OwnTensor)}
-            for name, own in here.get(p, {}).items():
-                given = entry.get(name)
-                value = given.value(own.place) if isinstance(given, OwnTensor) else None
-                if value is not None:
-                    whole = name not in RANK_LOCAL
-                    placed[p][name.removeprefix(OWN)] = value.view(own.place.piece) if whole else value
-        return placed, self._origin()
-
-    @torch.no_grad()
-    def _fill(self, entries: Entries, origin: Origin | None) -> None:
-        for group in self.param_groups:
-            for key, default in self.defaults.items():
-                group.setdefault(key, default)
-        entries = self.prepare(entries, origin)
-        saving.fill(self.buckets, entries, self.scalars)
-        here = self._origin()
-        expected, fold = self.residual_expected, self.fold_residual_into
-        if saving.fill_residuals(self.buckets, entries, origin, here, expected, fold):
-            self._report_dropped_residuals(origin, here)
-        self.loaded(entries, origin)
-
-    def _report_dropped_residuals(self, origin: Origin | None, here: Origin) -> None:
-        keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
-        if self.topology.world_size > 1 and self.topology.rank == int(keeps):  # one rank speaks for all
-            logger.warning(
-                "%s: the residuals in the loaded state are %s.%s",
-                type(self).__name__, why_left_out(origin, here), by_a_door(),
-            )  # fmt: skip
+        entries, origin = loading.read(self, given)
+        users = loading.forget_users(self, given)
+        loading.fill(self, entries, origin)
+        loading.keep_users(self, users)
 
     def owns(self, origin: Origin | None) -> bool:
         """True if an own part of ``origin`` is this rank's to take."""
         return belongs(origin, self.topology.rank, self.topology.world_size)
-
-    def report_not_own(self, origin: Origin | None, what: str, consequence: str) -> None:
-        """Warns that what ranks have of their own was not loaded as what this one saved: one rank speaks for all."""
-        world_size = self.topology.world_size
-        strangers = (rank for rank in range(world_size) if not belongs(origin, rank, world_size))
-        if self.topology.rank == next(strangers, None):
-            logger.warning(
-                "%s: what is each rank's own (%s) is %s in the loaded state, not that of rank %d of %d; %s. Save that "
-                "of every rank (commopt.optim.split_state_dict) to go on exactly.%s",
-                type(self).__name__, what, describe(origin), self.topology.rank, world_size, consequence, by_a_door(),
-            )  # fmt: skip
 
     def _origin(self) -> Origin:
         params = [p for registered in self._registered for p in registered]
@@ -704,30 +650,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.make_buckets(group)
         self._registered = [list(group["params"]) for group in self.param_groups]
-        self._fill(saving.without_values(state), origin)
-        self._keep_users(saving.added_by_users(state, self._our_names()))
-
-    def _our_names(self) -> dict[Tensor, tuple[str, ...]]:
-        """Names of the state of each parameter that is in a bucket, without what users have added."""
-        return {p: (*bucket.numbers, *bucket.buffers) for bucket in self.buckets for p in bucket.params}
-
-    def _forget_users(self, given: dict[str, Any]) -> dict[Any, Any]:
-        """Drops what users have added to ``state``; returns what they have added to the state that is loaded. As in
-        torch, a tensor goes where its parameter is; but it keeps its dtype."""
-        names = self._our_names()
-        self.state = defaultdict(dict)
-        self._refresh_state()
-        users = cloned(saving.added_by_users(saving.by_parameter(given, given["state"], self.params), names))
-        for p in (p for p in users if isinstance(p, Tensor)):
-            users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}
-        return users
-
-    def _keep_users(self, users: Mapping[Any, Any]) -> None:
-        for key, entry in users.items():
-            if isinstance(key, Tensor):
-                self.state[key].update(entry)
-            else:
-                self.state[key] = entry
+        loading.fill(self, saving.without_values(state), origin)
+        loading.keep_users(self, saving.added_by_users(state, loading.our_names(self)))
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 

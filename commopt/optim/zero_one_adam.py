@@ -57,7 +57,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.optim import checks, replicas, settling
+from commopt.optim import checks, loading, replicas, settling
 from commopt.optim.agreement import StepDecision
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
@@ -428,7 +428,7 @@ class ZeroOneAdam(CommOptimizer):
         if differ and not self.owns(origin):
             nothing = "the local steps since the last round count as steps without a gradient"
             consequence = nothing if lost else "every rank continues from where that one was"
-            self.report_not_own(origin, "its momenta between two rounds", consequence)
+            loading.report_not_own(self, origin, "its momenta between two rounds", consequence)
         if lost:
             return {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in entries.items()}
         if self.topology.nodes == 1:  # there are no rounds to come: what was gathered is the momentum

@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, comparing, saving, wrapped
+from commopt.optim import binding, checks, comparing, loading, wrapped
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.optim.loading import OWN
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import OWN, WHOSE, PackedOptimizer
+from commopt.optim.packed import WHOSE, PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
 from commopt.optim.torch_options import check_group_keys
@@ -640,18 +641,13 @@ class OuterOptimizer(PackedOptimizer):
                 group.update(self.position())
         else:
             stream_state.complete(self, given["param_groups"])
-        users = self._forget_users({**given, "state": {}} if of_base else given)
-        self._fill(entries, origin)
-        self._keep_users(users)
+        users = loading.forget_users(self, {**given, "state": {}} if of_base else given)
+        loading.fill(self, entries, origin)
+        loading.keep_users(self, users)
         for bucket in self.buckets:
             for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
                 if PARAMETER not in entries.get(p, {}):
                     x.copy_(anchor)
-
-    def read_entries(self, given: dict[str, Any]) -> tuple[Entries, Origin | None]:
-        """What is loaded, by parameter, and whose own part is in it."""
-        entries, origin = saving.read(given, self.params, self.topology.rank, self.topology.world_size)
-        return self._placed(entries, origin)
 
     def adopt_groups(self, before: list[dict[str, Any]]) -> None:
         """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from commopt.optim.loading import read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
 from commopt.optim.packed import WHOSE
 from commopt.outer.mixed import Mixed, name_of
@@ -30,7 +31,7 @@ def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
     of_base = not any("round_step" in group for group in given["param_groups"])
     entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
     if not of_base:
-        entries, origin = optimizer.read_entries(given)
+        entries, origin = read(optimizer, given)
         base = base_of_entries(given, entries, optimizer.params) or base_to_load(optimizer, given, origin)
     before = optimizer.param_groups
     # torch would go on with the tensors given
@@ -58,8 +59,8 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
         return dict(base)
     mixed = origin is None or origin[0] == MIXED
     state = "with no state" if mixed else "with that rank's state"
-    optimizer.report_not_own(
-        origin, f"its parameters and the state of {name}", f"it starts at the anchor, and {name} {state}"
+    report_not_own(
+        optimizer, origin, f"its parameters and the state of {name}", f"it starts at the anchor, and {name} {state}"
     )
     return {} if mixed else dict(base)
 

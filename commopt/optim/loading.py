@@ -1,0 +1,117 @@
+"""What is loaded -> an optimizer's buffers, and what is said of what cannot be. Functions of an optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commopt.optim import saving
+from commopt.optim.diagnostics import by_a_door
+from commopt.optim.own import Origin, belongs, cloned, describe, why_left_out
+from commopt.optim.own_tensor import OwnTensor
+from commopt.optim.saving import Entries
+from commopt.optim.state import RANK_LOCAL
+
+if TYPE_CHECKING:
+    from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+OWN = "own_"
+"""Begins the names of what is a rank's own now and then, where that is in ``state``."""
+
+
+def read(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> tuple[Entries, Origin | None]:
+    """What is loaded, by parameter, and whose own part is in it."""
+    entries, origin = saving.read(given, optimizer.params, optimizer.topology.rank, optimizer.topology.world_size)
+    return _placed(optimizer, entries, origin)
+
+
+def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) -> tuple[Entries, Origin | None]:
+    """``entries`` with what this rank gets of the tensors that know their places in place of these; if there are
+    any, they are this rank's own."""
+    if not any(isinstance(value, OwnTensor) for entry in entries.values() for value in entry.values()):
+        return entries, origin
+    here: dict[Any, dict[str, OwnTensor]] = {}
+    if optimizer.own_in_state:
+        for bucket, group in optimizer.grouped_buckets():
+            here.update(zip(bucket.params, optimizer.own_tensors(bucket, group)))
+    placed: Entries = {}
+    for p, entry in entries.items():
+        placed[p] = {name: value for name, value in entry.items() if not isinstance(value, OwnTensor)}
+        for name, own in here.get(p, {}).items():
+            given = entry.get(name)
+            value = given.value(own.place) if isinstance(given, OwnTensor) else None
+            if value is not None:
+                whole = name not in RANK_LOCAL
+                placed[p][name.removeprefix(OWN)] = value.view(own.place.piece) if whole else value
+    return placed, optimizer._origin()
+
+
+@torch.no_grad()
+def fill(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) -> None:
+    """Copies ``entries``, of ``origin``, into the buffers of ``optimizer``, and gives its groups what they lack."""
+    for group in optimizer.param_groups:
+        for key, default in optimizer.defaults.items():
+            group.setdefault(key, default)
+    entries = optimizer.prepare(entries, origin)
+    saving.fill(optimizer.buckets, entries, optimizer.scalars)
+    here = optimizer._origin()
+    expected, fold = optimizer.residual_expected, optimizer.fold_residual_into
+    if saving.fill_residuals(optimizer.buckets, entries, origin, here, expected, fold):
+        _report_left_out(optimizer, origin, here)
+    optimizer.loaded(entries, origin)
+
+
+def _report_left_out(optimizer: PackedOptimizer, origin: Origin | None, here: Origin) -> None:
+    """Warns that residuals of ``origin`` were left out."""
+    keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own
+    if optimizer.topology.world_size > 1 and optimizer.topology.rank == int(keeps):  # one rank speaks for all
+        logger.warning(
+            "%s: the residuals in the loaded state are %s.%s",
+            type(optimizer).__name__, why_left_out(origin, here), by_a_door(),
+        )  # fmt: skip
+
+
+def report_not_own(optimizer: PackedOptimizer, origin: Origin | None, what: str, consequence: str) -> None:
+    """Warns that ``what`` ranks have of their own was not loaded as what this one saved: one rank speaks for all."""
+    world_size = optimizer.topology.world_size
+    strangers = (rank for rank in range(world_size) if not belongs(origin, rank, world_size))
+    if optimizer.topology.rank == next(strangers, None):
+        logger.warning(
+            "%s: what is each rank's own (%s) is %s in the loaded state, not that of rank %d of %d; %s. Save that "
+            "of every rank (commopt.optim.split_state_dict) to go on exactly.%s",
+            type(optimizer).__name__, what, describe(origin), optimizer.topology.rank, world_size, consequence,
+            by_a_door(),
+        )  # fmt: skip
+
+
+def our_names(optimizer: PackedOptimizer) -> dict[Tensor, tuple[str, ...]]:
+    """Names of the state of each parameter that is in a bucket, without what users have added."""
+    return {p: (*bucket.numbers, *bucket.buffers) for bucket in optimizer.buckets for p in bucket.params}
+
+
+def forget_users(optimizer: PackedOptimizer, given: dict[str, Any]) -> dict[Any, Any]:
+    """Drops what users have added to ``state``; returns what they have added to the state that is loaded. As in
+    torch, a tensor goes where its parameter is; but it keeps its dtype."""
+    names = our_names(optimizer)
+    optimizer.state = defaultdict(dict)
+    optimizer._refresh_state()
+    users = cloned(saving.added_by_users(saving.by_parameter(given, given["state"], optimizer.params), names))
+    for p in (p for p in users if isinstance(p, Tensor)):
+        users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}
+    return users
+
+
+def keep_users(optimizer: PackedOptimizer, users: Mapping[Any, Any]) -> None:
+    """Puts what users have added to ``state`` there again."""
+    for key, entry in users.items():
+        if isinstance(key, Tensor):
+            optimizer.state[key].update(entry)
+        else:
+            optimizer.state[key] = entry
