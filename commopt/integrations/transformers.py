@@ -84,8 +84,8 @@ class CommoptCallback(TrainerCallback):
             means.end_training([common.bare(optimizer)], model, self._buffers)
 
     def _leave(self) -> None:
-        for name in ("evaluate", "save_model"):
-            vars(self._trainer or self).pop(name, None)
+        for name in ("evaluate", "save_model") if self._trainer is not None else ():
+            vars(self._trainer).pop(name, None)
         self._trainer = None
 
 
