@@ -13,6 +13,7 @@ from worlds import on_threads, same_bits, seeded
 
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import ThreadBackend
+from commopt.optim import packed
 from commopt.optim.model_buffers import warn_of_copies
 
 
@@ -164,7 +165,11 @@ def test_a_moving_average_of_the_model_is_that_of_the_mean_where_it_is_evaluated
             assert same_bits(inside, own)
 
 
-def test_a_moving_average_that_is_each_ranks_own_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("where", ["averaged", "synchronize", "state_dict"])
+def test_a_moving_average_that_is_each_ranks_own_is_reported_once(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed, "ranks_of", lambda backend: [0, 1])  # as of processes
     gc.collect()
 
     def run(backend: ThreadBackend, updates: int) -> None:
@@ -173,8 +178,11 @@ def test_a_moving_average_that_is_each_ranks_own_is_reported_once(caplog: pytest
         for _ in range(updates):
             ema.update_parameters(net)
         for _ in range(2):
-            with optimizer.averaged():
-                pass
+            if where == "averaged":
+                with optimizer.averaged():
+                    pass
+            else:
+                getattr(optimizer, where)()
 
     on_threads(2, lambda backend: run(backend, 0))  # it has averaged nothing yet
     assert not caplog.text

@@ -26,6 +26,7 @@ from commopt.comm import (
     resolve_backend,
     sends_from,
 )
+from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
@@ -494,6 +495,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._follow_state()
         if self._own_values is None:
             self.adopt_values()
+            if ranks_of(self.topology.backend) is not None:  # of processes: elsewhere all are within reach
+                replicas.tell_of_copies(self)
         self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it

@@ -91,17 +91,22 @@ def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBu
         yield
 
 
-@torch._disable_dynamo
 def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Rest:
-    """What ``model`` has beside the parameters. Warns once of moving averages of these that it has not: looks for them
-    now and then, as that takes a while."""
+    """What ``model`` has beside the parameters."""
     rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
+    tell_of_copies(optimizer, model)
+    return rest
+
+
+@torch._disable_dynamo
+def tell_of_copies(optimizer: PackedOptimizer, model: nn.Module | None = None) -> None:
+    """Warns once of moving averages of the parameters that ``model`` has not. Looks for them now and then, as that
+    takes a while."""
     if optimizer.takes_local_steps and optimizer.topology.rank == 0 and optimizer._copies_looked_for is not None:
         optimizer._copies_looked_for += 1
         trained = [p for p in optimizer.params if p.requires_grad]
         if worth_a_line(optimizer._copies_looked_for) and warn_of_copies(type(optimizer).__name__, trained, model):
             optimizer._copies_looked_for = None
-    return rest
 
 
 @contextlib.contextmanager
