@@ -48,7 +48,7 @@ class Attachment:
     """
 
     averaged: dict[int, Tensor]
-    agreed = True
+    agreed: bool
 
     def __init__(self, model: DistributedDataParallel, optimizer: Ours) -> None:
         self._model = weakref.ref(model)
@@ -58,6 +58,7 @@ class Attachment:
     def serve(self, optimizer: Ours) -> None:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
+        self.agreed = True
         self.clear()
 
     def is_of(self, model: DistributedDataParallel) -> bool:

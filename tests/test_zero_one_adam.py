@@ -308,7 +308,7 @@ def test_a_variance_that_stops_before_it_averages_enough_is_reported(caplog, sto
     assert caplog.text.count(text) == caplog.text.count("Take VariancePolicy(stop=1000) or more") == said
 
 
-def growing(backend, variance, steps=61):
+def growing(backend, variance, steps=120):
     """A run whose gradients grow so that the variance never settles."""
     p = nn.Parameter(torch.ones(4))
     optimizer = ZeroOneAdam([p], betas=(0.9, 0.5), variance=variance, backend=backend)
@@ -317,15 +317,15 @@ def growing(backend, variance, steps=61):
         optimizer.step()
 
 
-def test_a_variance_that_does_not_settle_is_reported_after_ten_windows_and_at_the_end_of_the_run(caplog):
+def test_a_variance_that_does_not_settle_is_reported_after_100_steps_and_at_the_end_of_the_run(caplog):
     on_threads(1, partial(growing, variance=VariancePolicy(stop="auto")))
     gc.collect()
     assert not caplog.text
     on_threads(2, partial(growing, variance=VariancePolicy(1000, "auto")))
-    assert caplog.text.count("ZeroOneAdam: after 40 steps the variance has not settled (the squares") == 1
+    assert caplog.text.count("ZeroOneAdam: after 100 steps the variance has not settled (the squares") == 1
     assert caplog.text.count("VariancePolicy(stop=<an int>) lets local steps begin at a step of your choice") >= 1
     gc.collect()
-    assert caplog.text.count("ZeroOneAdam: the run ends after 61 steps in which ranks sent something at each") == 1
+    assert caplog.text.count("ZeroOneAdam: the run ends after 120 steps in which ranks sent something at each") == 1
 
 
 def test_the_end_of_a_run_whose_variance_stands_says_nothing(caplog):

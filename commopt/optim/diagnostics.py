@@ -14,8 +14,9 @@ from commopt.optim.agreement import LARGEST_NORM
 
 logger = logging.getLogger("commopt")
 
-LONG, WINDOWS = 1000, 10
-"""It is said that the variance has not settled after so many steps, or so many times those that it averages over."""
+LONG, WINDOWS, SHORT = 1000, 10, 100
+"""It is said that the variance has not settled after so many steps; or after so many times those that it averages over,
+if these are fewer, but not before the third number of steps."""
 _DOORS = (
     ("transformers.trainer", "transformers", "Hugging Face's Trainer", "callbacks=[CommoptCallback()]"),
     ("lightning.pytorch.trainer.trainer", "lightning", "Lightning's Trainer", "callbacks=[CommoptCallback()]"),
@@ -189,7 +190,8 @@ class Diagnostics:
     def unsettled(self, step: int, beta2: float, change: float, lr_rises: bool, until: str) -> None:
         """The variance has not settled after ``step``: from one window to the next the gradients' squares have changed
         by exp(``change``). Warns if that is long; ``until`` says what goes on until then, and how to end it."""
-        if step >= min(LONG, WINDOWS / (1 - beta2)) and math.isfinite(change) and self._once("long warm-up"):
+        is_long = step >= min(LONG, max(SHORT, WINDOWS / (1 - beta2)))
+        if is_long and math.isfinite(change) and self._once("long warm-up"):
             why = (
                 "the learning rate still rises"
                 if lr_rises

@@ -29,12 +29,6 @@ def check_how(how: HowBuffers) -> None:
         raise ValueError(f"buffers must be 'mean' or 'broadcast', got {how!r}")
 
 
-def check_model(model: nn.Module | None) -> None:
-    """Raises ValueError for what is no model."""
-    if model is not None and not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module or None, got {model!r}")
-
-
 class Rest:
     """What ``model`` has beside the parameters of its optimizer: its buffers, and parameters that are not ``held`` (by
     their ids). Made the same on all ranks: buffers of floats their ``"mean"``, or rank 0's, by ``"broadcast"``; numbers
