@@ -387,7 +387,7 @@ def run_resumed(rank: int, world: int) -> dict[str, Any]:
 
 def run_resumed_alone(rank: int, world: int) -> dict[str, Any]:
     """As before, but rank 0 alone has loaded the state."""
-    group = dist.new_group(list(range(world)), timedelta(seconds=30))
+    group = dist.new_group(list(range(world)), timedelta(seconds=120))
     inner = Toy()
     model = ddp(inner, process_group=group)
     optimizer = OneBitAdam(inner.parameters(), process_group=group, **SETTINGS)
