@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam, ZeroOneAdam, attach, compress_gradients
+from commopt import CSER, DiLoCo, Lamb, LocalSGD, OneBitAdam, QSparseLocalSGD, ZeroOneAdam, attach, compress_gradients
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
 from commopt.optim import checks
@@ -286,6 +286,16 @@ def test_a_keyword_with_a_letter_wrong(make, name, message):
             lambda p: ZeroOneAdam(p, freeze_step=4),
             TypeError,
             "'freeze_step'; allowed are params, lr, .* variance, sync, ",
+        ),
+        (
+            lambda p: QSparseLocalSGD(p, H=4),
+            TypeError,
+            "'H'; allowed are params, lr, momentum, compressor, .* period, ",
+        ),
+        (
+            lambda p: Lamb(p, freeze_step=4),
+            TypeError,
+            "'freeze_step'; allowed are params, .* max_coeff, maximize, foreach",
         ),
         (lambda p: DiLoCo(p, H=4), TypeError, "'H', .*; its own are params, base, period, "),
         (lambda _: OneBitAdam(None), TypeError, r"got None: give it model.parameters\(\)"),

@@ -74,6 +74,7 @@ IN_GROUPS = [
     (OneBitLamb, {"decoupled_weight_decay": False, "weight_decay": 0.1}, "no decoupled_weight_decay=False in param"),
     (OneBitAdam, {"max_grad_norm": 1.0}, r"parameter group 1 has max_grad_norm=1.0, .* give it to OneBitAdam\("),
     (CSER, {"bucket_mb": 1}, "parameter group 1 has bucket_mb=1, which is a setting of the whole optimizer"),
+    (QSparseLocalSGD, {"bucket_mb": 1}, "parameter group 1 has bucket_mb=1, which is a setting of the whole optimizer"),
     (DiLoCo, {"compressor": None}, "parameter group 1 has compressor=None, which is a setting of the whole optimizer"),
 ]
 

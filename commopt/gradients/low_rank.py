@@ -167,10 +167,11 @@ def _take_error(
     given, server, p, shape = entry.get("worker_error"), entry.get("server_error"), bucket.params[i], bucket.shapes[i]
     if given is None:
         return False
-    lost = server is not None and bool(server.any())
+    if server is not None and not server.any():
+        server = None
     if origin is not None and origin[0] == MERGED:
         given = given.reshape(p.shape)
-        given, lost = cut(given + server.reshape(p.shape) if lost and server is not None else given, p), False
+        given, server = cut(given if server is None else given + server.reshape(p.shape), p), None
     elif origin is None or origin[0] == MIXED or origin[:2] != here[:2] or (is_sharded(p) and origin != here):
         return bool(given.any())
     if given.numel() != shape.numel():
@@ -183,7 +184,7 @@ def _take_error(
         fold(p, given)
     else:
         error[bucket.offsets[i] : bucket.offsets[i] + given.numel()].view(shape).copy_(given)
-    return lost
+    return server is not None
 
 
 Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]

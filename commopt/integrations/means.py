@@ -21,25 +21,17 @@ def mean_model(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, b
     ranks must enter it. Where ranks hold parts of the model, or come and go, ``averaged()`` takes no model, and buffers
     are each rank's own.
     """
-    last = next(filter(_takes_model, optimizers), None)
     with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            if optimizer is not last:
-                stack.enter_context(optimizer.averaged())
-        if last is not None:  # by now parameters that it does not hold are equal, if another optimizer does
-            stack.enter_context(last.averaged(model, buffers))
+        for optimizer, given in _in_order(optimizers, model, buffers):
+            stack.enter_context(optimizer.averaged(*given))
         yield
 
 
 def end_training(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, buffers: HowBuffers) -> None:
     """``synchronize()`` of all ``optimizers`` of ``model``; ``synchronize(model, buffers)`` of one that takes local
     steps, as :func:`mean_model` has it."""
-    last = next(filter(_takes_model, optimizers), None)
-    for optimizer in optimizers:
-        if optimizer is not last:
-            optimizer.synchronize()
-    if last is not None:
-        last.synchronize(model, buffers)
+    for optimizer, given in _in_order(optimizers, model, buffers):
+        optimizer.synchronize(*given)
 
 
 def of_the_mean(
@@ -53,6 +45,17 @@ def of_the_mean(
             return method(*args, **kwargs)
 
     return with_mean
+
+
+def _in_order(
+    optimizers: Sequence[PackedOptimizer], model: nn.Module | None, buffers: HowBuffers
+) -> Iterator[tuple[PackedOptimizer, tuple[Any, ...]]]:
+    """``optimizers``, each with what it is given; the one that is given the model comes last, when parameters that it
+    does not hold are equal, if another optimizer does."""
+    last = next(filter(_takes_model, optimizers), None)
+    yield from ((optimizer, ()) for optimizer in optimizers if optimizer is not last)
+    if last is not None:
+        yield last, (model, buffers)
 
 
 def _takes_model(optimizer: PackedOptimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import traceback
 from collections.abc import Iterable, Sequence
@@ -129,6 +130,18 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """A question for the one of ``names`` that may be meant, if one is near: by difflib's ratio, ``cutoff`` or more."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def arguments_of(cls: type) -> list[str]:
+    """The names of the arguments of ``cls``, in order. An optimizer of commopt that takes others, and has
+    ``known_options``, hands them on: it takes those of its parent, too, if that is one that users make."""
+    parameters = inspect.signature(cls).parameters
+    parents = (parent for parent in cls.__mro__[1:] if "__init__" in vars(parent) and hasattr(parent, "known_options"))
+    further = {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and (parent := next(parents, None)) is not None:
+        further = dict(inspect.signature(parent).parameters)  # type: ignore[arg-type]
+    named = {**parameters, **({} if "defaults" in further else further)}
+    return [name for name, p in named.items() if p.kind is not p.VAR_KEYWORD]
 
 
 def check_partial(name: str, how: Any) -> None:

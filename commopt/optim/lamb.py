@@ -25,7 +25,6 @@ from torch import Tensor
 from commopt.optim import checks
 from commopt.optim.plain import PlainOptimizer, moments
 from commopt.optim.rules import lamb_
-from commopt.optim.torch_options import OF_LAMB, check_torch_options
 
 
 class Lamb(PlainOptimizer):
@@ -81,8 +80,7 @@ class Lamb(PlainOptimizer):
             "max_coeff": max_coeff,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
-        check_torch_options(type(self), torch_options, OF_LAMB, self.param_groups)
+        super().__init__(params, defaults, torch_options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lamb(group)

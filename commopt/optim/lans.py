@@ -25,7 +25,6 @@ from torch import Tensor
 from commopt.optim import checks
 from commopt.optim.plain import PlainOptimizer, moments
 from commopt.optim.rules import lans_
-from commopt.optim.torch_options import OF_LAMB, check_torch_options
 
 
 class Lans(PlainOptimizer):
@@ -88,8 +87,7 @@ class Lans(PlainOptimizer):
             "max_coeff": max_coeff,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
-        check_torch_options(type(self), torch_options, OF_LAMB, self.param_groups)
+        super().__init__(params, defaults, torch_options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lans(group)

@@ -13,6 +13,7 @@ from commopt.bucket import buffer_dtype
 from commopt.optim import checks
 from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
+from commopt.optim.torch_options import OF_LAMB, check_torch_options
 from commopt.sharding import is_sharded
 
 
@@ -27,6 +28,13 @@ class PlainOptimizer(torch.optim.Optimizer):
     State per parameter: exp_avg and exp_avg_sq, of its shape, in float32 whatever its dtype (float64 for float64), and
     how many steps it took.
     """
+
+    known_options = OF_LAMB
+    """Keywords of torch's optimizer that are taken where they ask for nothing."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], torch_options: Mapping[str, Any]) -> None:
+        super().__init__(params, defaults)
+        check_torch_options(type(self), torch_options, self.known_options, self.param_groups)
 
     @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:

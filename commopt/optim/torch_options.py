@@ -3,12 +3,11 @@ anyway, so that a call of torch's class is one of ours, and a parameter group of
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commopt.optim.checks import nearest
+from commopt.optim.checks import arguments_of, nearest
 
 logger = logging.getLogger("commopt")
 
@@ -44,7 +43,7 @@ def check_torch_options(
     """
     for key, value in options.items():
         if key not in known:
-            taken = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            taken = arguments_of(cls)
             hint = nearest(key, taken) or f"; allowed are {', '.join([*taken, *known])}"
             raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")
         if key in _ANY and value not in (None, True, False):
@@ -69,7 +68,7 @@ def check_group_keys(cls: type, group: Mapping[str, Any], known: Collection[str]
     Raises:
         ValueError: for a setting of the whole optimizer.
     """
-    settings = inspect.signature(cls).parameters
+    settings = arguments_of(cls)
     for key in group.keys() - {*known, "params", "param_names"}:
         if key in settings:
             raise ValueError(

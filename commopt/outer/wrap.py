@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commopt.comm import LocalBackend, Topology
 from commopt.optim.base import CommOptimizer
-from commopt.optim.checks import nearest
+from commopt.optim.checks import arguments_of, nearest
 from commopt.optim.packed import PackedOptimizer
 
 Where = tuple[torch.dtype, torch.device]
@@ -62,7 +62,7 @@ def _check_arguments(base: Callable[..., Any], arguments: dict[str, Any], outer:
     if any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return
     for key in arguments.keys() - known:
-        own = [p.name for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own = arguments_of(outer)
         hint = nearest(key, [*known, *own]) or f"; its own are {', '.join(own)}"
         raise TypeError(
             f"{outer.__name__}() got an unexpected keyword argument {key!r}, which its base {base.__name__} does not "

@@ -167,9 +167,8 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     if options.fsdp:
         modules = modules_of(options.params, options.last_params, width)
         cut = measure_cut(stand, options, costs, model, modules)
-    verbs = ("all_reduce", "all_to_all", "all_gather")
     largest = max(sample.size for sample in samples["all_reduce"])
-    unknown = cannot_tell({verb: costs.link[verb] for verb in verbs}, largest, min(capacity, 4 * held))
+    unknown = cannot_tell({verb: costs.link[verb] for verb in lost}, largest, min(capacity, 4 * held))
     took = mean.rehearsal(model.compressors[fastest], capacity)
     return Result(
         options=options,

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from types import ModuleType, UnionType
 from typing import Any, get_args
 
+from commopt.optim import checks
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
 
@@ -80,16 +81,10 @@ def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping
 
 def arguments_of(cls: type) -> tuple[list[str], bool]:
     """The names of the arguments of ``cls``, and whether it takes any other one. An optimizer of commopt that takes
-    others takes those of its parent, and keywords of torch's optimizer, which it says."""
-    parameters = inspect.signature(cls).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return list(parameters), False
-    if not hasattr(cls, "known_options"):
-        return list(parameters), True
-    parents = (parent for parent in cls.__mro__[1:] if "__init__" in vars(parent) and hasattr(parent, "known_options"))
-    further = inspect.signature(next(parents)).parameters  # type: ignore[arg-type]
-    named = [*parameters.values(), *(() if "defaults" in further else further.values())]
-    return [*(p.name for p in named if p.kind is not p.VAR_KEYWORD), *cls.known_options], False
+    others takes keywords of torch's optimizer, which it says."""
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    known = getattr(cls, "known_options", None)
+    return [*checks.arguments_of(cls), *(known or () if takes_others else ())], takes_others and known is None
 
 
 def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
