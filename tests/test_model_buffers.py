@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from worlds import on_threads, same_bits, seeded
 
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import ThreadBackend
+from commopt.ddp_models import ddp_models_around
 from commopt.optim import packed
 from commopt.optim.model_buffers import warn_of_copies
 
@@ -202,3 +205,28 @@ def test_a_moving_average_that_is_given_or_of_another_model_is_not_reported(capl
     assert not caplog.text
     warn_of_copies("LocalSGD", list(net.parameters()), net)
     assert "AveragedModel" in caplog.text
+
+
+@pytest.mark.parametrize("look", [partial(warn_of_copies, "LocalSGD", model=None), ddp_models_around])
+def test_who_looks_at_all_objects_leaves_what_other_threads_are_making_alone(look: Any) -> None:
+    """A tuple that somebody else holds while tuple() fills it is a SystemError there."""
+    params, ended, failed = list(Net().parameters()), threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            while not ended.is_set():
+                tuple(x for x in range(40))
+        except SystemError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    many = [[i] for i in range(200_000)]  # so that other threads have their turns within a look
+    for _ in range(20):
+        look(params=params)
+    assert many
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not failed

@@ -4,7 +4,6 @@ has of its own data, or a moving average of the parameters: made the same on all
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import re
 from collections import Counter
@@ -16,11 +15,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from commopt.comm import Topology, gather_rows, message_device, wait
+from commopt.ddp_models import instances_of, with_subclasses
 from commopt.optim.digest import digest
 
 logger = logging.getLogger("commopt")
 
 HowBuffers = Literal["mean", "broadcast"]
+
+_AVERAGE = re.compile("Ema|EMA|MovingAverage")
+"""In the name of a class of moving averages that is not torch's, such as timm's ModelEma."""
 
 
 def check_how(how: HowBuffers) -> None:
@@ -98,8 +101,10 @@ def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None)
     all of them; returns whether it did. Looks at all objects there are. ``name`` is the optimizer's."""
     shapes = Counter(tuple(p.shape) for p in params)
     known = set() if model is None else {id(module) for module in model.modules()}
-    for x in gc.get_objects():
-        if not issubclass(type(x), nn.Module) or id(x) in known or not _is_average(x):
+    averages = with_subclasses(AveragedModel)
+    kinds = {cls for cls in with_subclasses(nn.Module) if cls in averages or _AVERAGE.search(cls.__name__)}
+    for x in instances_of(kinds):
+        if id(x) in known or not _has_begun(x):
             continue
         if shapes <= Counter(tuple(p.shape) for p in x.parameters()):  # frozen ones are in it, and may all be
             logger.warning(
@@ -112,14 +117,11 @@ def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None)
     return False
 
 
-def _is_average(module: nn.Module) -> bool:
-    """Whether it is a moving average of a model that has begun, as far as its class tells: torch's, or one that is
-    called so, such as timm's ModelEma. One that another thread is making has not begun."""
-    if "_modules" not in vars(module):
+def _has_begun(average: nn.Module) -> bool:
+    """Whether a moving average has averaged anything, as far as it tells. One that another thread is making has not."""
+    if "_modules" not in vars(average):
         return False
-    if isinstance(module, AveragedModel):
-        return bool(getattr(module, "n_averaged", False))
-    return bool(re.search("Ema|EMA|MovingAverage", type(module).__name__))
+    return not isinstance(average, AveragedModel) or bool(getattr(average, "n_averaged", False))
 
 
 def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -> None:
