@@ -127,19 +127,24 @@ class Stack(nn.Module):
         return y
 
 
-def as_probed(rank: int, world_size: int, modules: Any, ways: Any) -> dict[str, Any]:
-    """Bytes of the second step by each of ``ways``, of a model of such modules."""
+def as_probed(rank: int, world_size: int, modules: Any, ways: Any) -> dict[str, tuple[int, int]]:
+    """Bytes of the second step by each of ``ways``, of a model of such modules: those that leave a node, and those that
+    stay inside."""
     out = {}
     for name, way in ways.items():
         net = Stack(*modules)
         for layer in net.layers:
             fully_shard(layer)
         fully_shard(net)
-        handle = commopt.compress_gradients(net, way.gradients, weights=way.weights)
+        mesh = on_nodes(world_size) if way.nodes else None
+        handle = commopt.compress_gradients(
+            net, way.gradients, inside=way.inside, weights=way.weights, process_group=mesh
+        )
         for _ in range(2):
             net.zero_grad()
             net(torch.ones(())).backward()
-        out[name] = handle.comm_stats()["step"]["bytes"]
+        step = handle.comm_stats()["step"]
+        out[name] = step["bytes"], step.get("intra_node", {"bytes": 0})["bytes"]
     return out
 
 

@@ -15,9 +15,9 @@ from commopt.compress import Int4, Int8, PowerSGD, Sign, TopBlocks
 from commopt.gradients import Differences, LoCo
 from commopt.optim.places import put_together
 from commopt.probe.clock import Costs
-from commopt.probe.cut import WAYS, predict_cut
+from commopt.probe.cut import ON_NODES, WAYS, predict_cut
 from commopt.probe.fit import Line
-from commopt.probe.messages import columns_of, modules_of
+from commopt.probe.messages import ON_MACHINES, columns_of, modules_of
 from commopt.probe.predict import Model
 
 
@@ -60,23 +60,26 @@ def test_a_model_on_both_dimensions_is_as_one_on_the_shards(pool, compressor, op
         assert found == dict.fromkeys(found, True)
 
 
-def test_bytes_are_those_that_the_probe_predicts(pool):
+@pytest.mark.parametrize("machine", [1, 2])
+def test_bytes_are_those_that_the_probe_predicts(pool, machine):
     """Of every way; what is not compressed is FSDP's, and not counted here."""
-    modules = modules_of(120_013, 9_999, 64)
+    modules, ranks = modules_of(120_013, 9_999, 64), 3 if machine == 1 else 4
     assert len(modules) == 3
-    flat = {verb: Line(0.0, 1e-9) for verb in ("all_to_all", "all_gather", "fsdp_all_gather", "fsdp_reduce_scatter")}
-    costs = Costs(3, flat, flat, 0.0, {}, {})
+    verbs = ("all_to_all", "all_gather", "fsdp_all_gather", "fsdp_reduce_scatter", *ON_MACHINES)
+    flat = {verb: Line(0.0, 1e-9) for verb in verbs}
+    costs = Costs(ranks, flat, flat, 0.0, {}, {})
     model = Model(120_013, 1.0, 9_999, 2**20, Sign())
-    per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
-    compressed = {name: way for name, way in WAYS.items() if way.gradients is not None}
-    gathered = sum(columns_of(shapes, 3) for shapes in [*modules, *modules[1:]])
-    for found in pool.over_gloo(3, fsdp_scenes.as_probed, modules, compressed):
+    compressed = {name: way for name, way in (WAYS if machine == 1 else ON_NODES).items() if way.gradients is not None}
+    gathered = sum(columns_of(shapes, ranks) for shapes in [*modules, *modules[1:]])
+    for found in pool.over_gloo(ranks, fsdp_scenes.as_probed, modules, compressed):
         for name, way in compressed.items():
-            step = predict_cut(costs, flat, model, modules, way, per)
-            assert step.nbytes == found[name] + (8 * gathered if way.weights is None else 0)
+            step = predict_cut(costs, flat, model, modules, way, {"again": 0.0}, machine)
+            out, inside = found[name]
+            assert step.inside == inside, name
+            assert step.nbytes - inside == out + (4 * (ranks - 1) * gathered if way.weights is None else 0), name
             assert step.communication == pytest.approx(1e-9 * step.nbytes)
     plain = predict_cut(costs, flat, model, modules, WAYS["fsdp"], {})
-    assert plain.nbytes == 8 * (gathered + sum(columns_of(shapes, 3) for shapes in modules))
+    assert plain.nbytes == 4 * (ranks - 1) * (gathered + sum(columns_of(shapes, ranks) for shapes in modules))
 
 
 def test_gradients_add_up_before_they_are_averaged(pool):

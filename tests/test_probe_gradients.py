@@ -152,9 +152,9 @@ def test_bytes_are_those_measured_on_a_network() -> None:
             assert 1 < m["bytes_per_host"] / steps[name].nbytes < 1.1, name
         modules = modules_of(params, last, run["width"])
         free = dict.fromkeys(("fsdp_all_gather", "fsdp_reduce_scatter"), NOTHING)
-        per = dict.fromkeys(("gradients", "gradients end", "weights", "weights end", "again"), 0.0)
+        free_of_computing = {"again": 0.0}
         for name, way in (("fsdp_int8", "fsdp_int8_int8"), ("fsdp_int4", "fsdp_int4_differences")):
-            step = predict_cut(costs(), free, model(shapes), modules, WAYS[way], per)
+            step = predict_cut(costs(), free, model(shapes), modules, WAYS[way], free_of_computing)
             assert 1 < run["methods"][name]["bytes_per_host"] / step.nbytes < 1.03, name
 
 
@@ -300,12 +300,15 @@ def test_what_fsdp2_cuts_over_all_ranks_is_computed_once_for_each_parameter() ->
     """And update of a rank's own part; backward computes nothing for differences but a copy."""
     net, modules = large(), modules_of(100_000_000, 0, 768)
     free = {f"fsdp_{verb}": Line(0.0, 0.0) for verb in ("all_gather", "reduce_scatter")}
-    per = {"gradients": 1e-9, "gradients end": 2e-9, "weights": 3e-9, "weights end": 4e-9, "again": 5e-9}
+    per = {"gradients all_to_all": 1e-9, "gradients end": 2e-9, "weights fsdp_all_gather": 3e-9, "weights end": 4e-9,
+           "again": 5e-9}  # fmt: skip
     there = costs(Line(0.0, 0.0))
     update = there.adamw * net.params
     layers = sum(math.prod(shape) for shapes in modules[1:] for shape in shapes)
     for name, way in WAYS.items():
-        step = predict_cut(there, free, net, modules, way, per)
+        mine = {what: seconds for what, seconds in per.items() if what.startswith("gradients") and way.gradients}
+        mine |= {what: seconds for what, seconds in per.items() if not what.startswith("gradients") and way.weights}
+        step = predict_cut(there, free, net, modules, way, mine)
         work = net.step_time - update + update / there.world_size
         if way.gradients is not None:
             work += 3e-9 * net.params
@@ -318,8 +321,10 @@ def test_what_fsdp2_cuts_over_all_ranks_is_computed_once_for_each_parameter() ->
 def test_compressing_what_fsdp2_sends_is_timed() -> None:
     for name, way in WAYS.items():
         per = costs_of(way, 4096, Alone(3))
-        reduced = {"gradients", "gradients end"} if way.gradients is not None else set()
-        assert per.keys() == reduced | ({"weights", "weights end", "again"} if way.weights is not None else set()), name
+        verbs = {"gradients all_to_all", "gradients end"} if way.gradients is not None else set()
+        if way.weights is not None:
+            verbs |= {"weights fsdp_all_gather", "weights end", "again"}
+        assert per.keys() == verbs, name
         assert all(seconds > 0 for seconds in per.values())
 
 

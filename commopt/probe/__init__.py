@@ -6,6 +6,7 @@
     means        what compressed means of gradients cost there
     fit          times -> latency and bandwidth
     compressors  those of gradients that are compared, and how much they lose
+    machines     what means cost with machines as nodes: measured, predicted
     cut          what FSDP2 over all ranks costs, as it is and compressed: measured, predicted, recommended
     messages     what they send, in closed form
     clock        a device and a link, in simulated time

@@ -15,7 +15,7 @@ how much less no probe can say: they are named beside, where they are faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from commopt.gradients.method import OfGradients
@@ -111,9 +111,18 @@ class Choice:
 
 
 def choices(
-    steps: Mapping[str, Step], bf16_available: bool, shard: int, specs: Mapping[str, OfGradients]
+    steps: Mapping[str, Step],
+    bf16_available: bool,
+    shard: int,
+    specs: Mapping[str, OfGradients],
+    nodes: Container[str] = (),
 ) -> tuple[list[Choice], list[Choice], list[Choice]]:
-    """The methods that lose something, the least first: of 16 and 8 bits; the optimizers; the coarse ones."""
+    """The methods that lose something, the least first: of 16 and 8 bits; the optimizers; the coarse ones. ``nodes``:
+    those with machines as nodes."""
+
+    def words(name: str, text: str) -> str:
+        return f"{text}, machines as nodes" if name in nodes else text
+
     ddp = steps["ddp"].seconds
     ours = list(OURS)
     overlap = steps["onebit_adam"].seconds > WORTH * steps["onebit_adam_overlap"].seconds
@@ -123,11 +132,11 @@ def choices(
     halved = Choice("ddp_bf16", HALVED[rival(shard)], ddp / steps["ddp_bf16"].seconds)
     errors = {name: error(spec) for name, spec in specs.items()}
     compressed = [
-        Choice(name, f"AdamW on {label(name, specs)}", ddp / steps[name].seconds, errors[name])
+        Choice(name, words(name, f"AdamW on {label(name, specs)}"), ddp / steps[name].seconds, errors[name])
         for name in sorted(specs, key=lambda name: errors[name])
     ]
     fine = [halved] * bf16_available + [choice for choice in compressed if not choice.coarse]
-    optimizers = [Choice(name, SPELT.get(name, NAMES[name]), over_run(steps, name)[0]) for name in ours]
+    optimizers = [Choice(name, words(name, SPELT.get(name, NAMES[name])), over_run(steps, name)[0]) for name in ours]
     return fine, optimizers, [choice for choice in compressed if choice.coarse]
 
 
@@ -153,6 +162,7 @@ def recommend(
     shard: int = 1,
     specs: Mapping[str, OfGradients] | None = None,
     rounds: Mapping[str, Round] | None = None,
+    nodes: Mapping[str, str] | None = None,
 ) -> str:
     """Recommends what to do, and says what it brings.
 
@@ -162,8 +172,10 @@ def recommend(
         shard: ranks over which FSDP2 cuts the model.
         specs: the compressors of gradients among the methods, by name.
         rounds: of local steps, by name.
+        nodes: of methods that have machines as nodes, how one writes that, as ``process_group``.
     """
-    fine, ours, coarse = choices(steps, bf16_available, shard, specs or {})
+    nodes = nodes or {}
+    fine, ours, coarse = choices(steps, bf16_available, shard, specs or {}, nodes)
     every, chosen = [*fine, *ours, *(choice for choice in coarse if not choice.too_coarse)], None
     for choice in every:
         if choice.gain >= WORTH * (chosen.gain if chosen else 1.0):
@@ -182,6 +194,8 @@ def recommend(
         less = [max(fine, key=lambda choice: choice.gain)] * bool(fine) + [fastest]
         others = " and ".join(f"with {choice.words} {choice.gain:.2f} x" for choice in less)
         text += f" It loses some of each gradient, and sends it later: compare losses. Runs that lose less: {others}."
+    if chosen.name in nodes:
+        text += f" Machines as nodes: process_group={nodes[chosen.name]}."
     return text + (" That is little for a prediction: try both." if chosen.gain < ACCURACY else "") + beside
 
 

@@ -21,7 +21,7 @@ class Costs:
         onebit: seconds of a compressed step of OneBitAdam per parameter, by the collective that follows; "end" is the
             rest.
         means: seconds of a compressed mean of gradients per parameter, by compressor, and by what follows: "presence",
-            "out", "back" (:mod:`commopt.probe.messages`); "end" is the rest.
+            "out", "back" (:mod:`commopt.probe.messages`), or what is sent on machines; "end" is the rest.
     """
 
     world_size: int
@@ -35,13 +35,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step: its seconds, those of them that communication costs, and the bytes that a rank sends; and the
-    seconds that the link is busy with these, hidden or not."""
+    """A predicted step: its seconds, those of them that communication costs, and the bytes that a rank sends; the
+    seconds that the link is busy with these, hidden or not; and the bytes of them that stay inside a machine."""
 
     seconds: float
     communication: float
     nbytes: int
     wire: float = 0.0
+    inside: int = 0
 
 
 class Clock:
@@ -51,7 +52,7 @@ class Clock:
         self.costs = costs
         self.now = 0.0
         self.work = 0.0
-        self.nbytes = 0
+        self.nbytes = self.inside = 0
         self.wire = 0.0
         self._under_way: deque[tuple[float, float]] = deque()  # end of each message, speed of computing until then
 
@@ -78,9 +79,10 @@ class Clock:
         start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
         self._under_way.append((start + seconds, max(0.0, 1 - lost / seconds) if seconds else 1.0))
         self.nbytes += nbytes
+        self.inside += nbytes if verb.startswith("inside_") else 0
         self.wire += seconds
         return start + seconds
 
     def step(self) -> Step:
         """The step that ends now."""
-        return Step(self.now, self.now - self.work, self.nbytes, self.wire)
+        return Step(self.now, self.now - self.work, self.nbytes, self.wire, self.inside)

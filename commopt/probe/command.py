@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 
 from commopt.bucket import bucket_bytes
-from commopt.comm import CollectiveError, TorchBackend
+from commopt.comm import CollectiveError, TorchBackend, gather_number
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
 from commopt.probe.clock import Costs
-from commopt.probe.compressors import compressors
+from commopt.probe.compressors import TWICE, compressors
 from commopt.probe.cut import measure_cut
 from commopt.probe.fit import fit_line, line_through, misfit
-from commopt.probe.inside import between, measure_inside
+from commopt.probe.inside import grouped, measure_inside
 from commopt.probe.local import Local, measure_local
+from commopt.probe.machines import better, measure_machines
 from commopt.probe.means import Mean
 from commopt.probe.measure import (
     FACTOR,
@@ -137,8 +138,18 @@ def in_one_line(error: Exception) -> str:
 
 def measure_all(options: Options, control: TorchBackend) -> Result:
     """Measures, fits and predicts; the same on every rank."""
-    stand = make_stand(options, control)
-    inside = measure_inside(stand, options, PATIENCE) if options.shard > 1 else None
+    device = place_device(options)
+    machine = ranks_of_a_machine(options, control)
+    groups = grouped(control.world_size, machine, options, PATIENCE) if machine > 1 else None
+    inside = None
+    if options.shard > 1:
+        assert groups is not None
+        stand = Stand(TorchBackend(groups[1]), control, device)
+        inside = measure_inside(stand, options, groups[0])
+    elif options.device == "cpu":
+        stand = Stand(control, control, device)
+    else:
+        stand = Stand(TorchBackend(dist.new_group(backend=options.backend, timeout=PATIENCE)), control, device)
     compressor = Sign(block=options.block)
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
@@ -163,13 +174,20 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     costs = fit_costs(stand.world_size, samples, lost, local, means, copies=options.shard == 1)
     steps, rounds = predict(costs, model), predict_rounds(costs, model.params, options.step_time)
     fastest = min(model.compressors, key=lambda name: steps[name].seconds)
+    machines = None
+    if groups is not None and options.shard == 1:
+        machines = measure_machines(stand, groups, options, costs, model, mean)
     cut = None
     if options.fsdp:
         modules = modules_of(options.params, options.last_params, width)
-        cut = measure_cut(stand, options, costs, model, modules)
+        cut = measure_cut(stand, options, machines.costs if machines else costs, model, modules, machine)
+    best, nodes = better(steps, machines)
+    specs = {**model.compressors, **{name: spec for name, (_, spec, _) in TWICE.items() if name in best}}
+    mesh = f'init_device_mesh("{options.device}", ({control.world_size // machine}, {machine}))'
+    advice = recommend(best, options.backend == "nccl", options.shard, specs, rounds, dict.fromkeys(nodes, mesh))
     largest = max(sample.size for sample in samples["all_reduce"])
     unknown = cannot_tell({verb: costs.link[verb] for verb in lost}, largest, min(capacity, 4 * held))
-    took = mean.rehearsal(model.compressors[fastest], capacity)
+    took = mean.rehearsal(model.compressors[fastest], capacity, stand.backend)
     return Result(
         options=options,
         place=place(options),
@@ -188,20 +206,29 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
         rounds=rounds,
-        advice=unknown or recommend(steps, options.backend == "nccl", options.shard, model.compressors, rounds),
+        advice=unknown or advice,
         cut=cut,
+        machines=machines,
     )
 
 
-def make_stand(options: Options, control: TorchBackend) -> Stand:
-    """The ranks and devices to measure: with a model that is cut, those that hold the same part of it."""
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if options.device == "cpu" and options.shard == 1:
-        return Stand(control, control, device)
-    return Stand(TorchBackend(between(control.world_size, options, PATIENCE)), control, device)
+def place_device(options: Options) -> torch.device:
+    """Where this rank computes."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def ranks_of_a_machine(options: Options, control: TorchBackend) -> int:
+    """Those that hold a model together or, by torchrun's environment, that each machine runs; 1 where there is one
+    machine, or they do not run as many as each other."""
+    if options.shard > 1:
+        return options.shard
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    alike = set(gather_number(control, here)) == {here} and control.world_size % here == 0
+    return here if alike and here < control.world_size else 1
 
 
 def fit_costs(

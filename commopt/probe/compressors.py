@@ -38,6 +38,11 @@ COMPRESSORS: dict[str, tuple[str, OfGradients]] = {
     "gradients_acp4": ("ACP(4)", ACP(4)),
 }
 """By name: how one writes it, and what it is."""
+TWICE: dict[str, tuple[str, Compressor, Compressor]] = {
+    "gradients_int4_int8": ("Int4(), inside=Int8()", Int4(), Int8()),
+}
+"""With machines as nodes, gradients that are compressed inside them, too: how one writes it, the compressor between
+machines, and that inside."""
 
 FINE = 0.05
 """Error of a compressor from which on it is a coarse one: 8 bits have less, 4 have more."""
@@ -51,6 +56,8 @@ def compressors(block: int) -> dict[str, OfGradients]:
 
 def label(name: str, specs: Mapping[str, OfGradients]) -> str:
     """How one writes the compressor ``name`` of ``specs``."""
+    if name in TWICE:
+        return TWICE[name][0]
     words, usual = COMPRESSORS[name]
     spec = specs[name]
     return f"Sign({spec.block})" if isinstance(spec, Sign) and spec != usual else words

@@ -3,6 +3,9 @@
     forward    of each module: all-gather of its weights, computing
     backward   of each but the outermost once more; computing; reduce-scatter of its gradients
 
+With machines of several ranks as nodes, what is compressed goes in two levels: gradients inside a machine and then
+between machines, weights between them and then inside.
+
 What is assumed, beside what :mod:`commopt.probe.predict` does: an FSDP module for each layer, and the outermost; FSDP2
 waits for each exchange before it computes, as over Gloo; each rank updates its part alone.
 """
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commopt.comm import Topology, Traffic
+from commopt.comm import Backend, Topology, Traffic
 from commopt.compress import Compressor, Int4, Int8
 from commopt.gradients import Differences
 from commopt.gradients.all_gather import FLAG, GroupDifferences, GroupWeights
@@ -28,7 +31,7 @@ from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, error
 from commopt.probe.fit import Line, fit_line
 from commopt.probe.inside import collectives
-from commopt.probe.local import SAMPLE, Mirrors
+from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
 from commopt.probe.measure import Stand, sizes_up_to
 from commopt.probe.messages import Shapes, columns_of
 from commopt.probe.options import Options
@@ -41,11 +44,20 @@ class Way:
 
     Attributes:
         words: how one writes it.
+        nodes: whether machines are nodes.
+        inside: for gradients inside a machine; in float32 without.
     """
 
     words: str
     gradients: Compressor | None = None
     weights: Compressor | Differences | None = None
+    nodes: bool = False
+    inside: Compressor | None = None
+
+    @property
+    def spelt(self) -> str:
+        """How one writes it, with what makes machines nodes."""
+        return f"{self.words}, process_group=mesh" if self.nodes else self.words
 
     @property
     def lost(self) -> float:
@@ -65,6 +77,17 @@ WAYS = {
     "fsdp_int4_differences": Way("Int4(), weights=Differences()", Int4(), Differences()),
 }
 """By name: gradients alone by each compressor of rows, then weights, too."""
+ON_NODES = {
+    name: Way(words, gradients, weights, nodes=True, inside=inside)
+    for name, words, gradients, weights, inside in (
+        ("fsdp_int8_nodes", "Int8()", Int8(), None, None),
+        ("fsdp_int8_int8_nodes", "Int8(), weights=Int8()", Int8(), Int8(), None),
+        ("fsdp_int4_int8_nodes", "Int4(), weights=Int8()", Int4(), Int8(), None),
+        ("fsdp_int4_differences_nodes", "Int4(), weights=Differences()", Int4(), Differences(), None),
+        ("fsdp_twice", "Int4(), inside=Int8(), weights=Differences()", Int4(), Differences(), Int8()),
+    )
+}
+"""With machines as nodes. The last is SDP4Bit's, but for its rotation and rounding."""
 
 PATIENCE = timedelta(minutes=2)
 
@@ -74,31 +97,37 @@ class Cut:
     """Findings.
 
     Attributes:
+        ways: that were compared, by name.
         steps: predicted, by way.
-        costs: seconds per parameter of the model, by way: before each exchange of "gradients" and of "weights", after
-            it, and of weights that are there "again", in backward.
+        costs: seconds per parameter of the model, by way: before each collective of "gradients" and of "weights", after
+            these, and of weights that are there "again", in backward.
         link: of FSDP2's own collectives.
         advice: the recommendation.
     """
 
+    ways: dict[str, Way]
     steps: dict[str, Step]
     costs: dict[str, dict[str, float]]
     link: dict[str, Line]
     advice: str
 
 
-def measure_cut(stand: Stand, options: Options, costs: Costs, model: Model, modules: Sequence[Shapes]) -> Cut:
-    """Times FSDP2's collectives over all ranks, and compressing; predicts."""
+def measure_cut(
+    stand: Stand, options: Options, costs: Costs, model: Model, modules: Sequence[Shapes], machine: int = 1
+) -> Cut:
+    """Times FSDP2's collectives over all ranks, and compressing; predicts. ``machine``: ranks of a machine, where
+    ``costs`` has what is sent with machines as nodes."""
     ranks = dist.new_group(backend=options.backend, timeout=PATIENCE)
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, ranks) for verb in ("all_gather", "reduce_scatter")}
     link = {f"fsdp_{v}": fit_line([s.nbytes for s in two], [s.seconds for s in two]) for v, two in samples.items()}
     columns = min(SAMPLE[stand.device.type], model.params) // stand.world_size + 1
-    per = {name: costs_of(way, columns, stand) for name, way in WAYS.items()}
-    steps = {name: predict_cut(costs, link, model, modules, way, per[name]) for name, way in WAYS.items()}
+    ways = WAYS if machine == 1 else {**WAYS, **ON_NODES}
+    per = {name: costs_of(way, columns, stand, machine) for name, way in ways.items()}
+    steps = {name: predict_cut(costs, link, model, modules, way, per[name], machine) for name, way in ways.items()}
     largest = max(sample.size for two in samples.values() for sample in two)
     at_once = 4 * stand.world_size * max(columns_of(shapes, stand.world_size) for shapes in modules)
-    return Cut(steps, per, link, cannot_tell(link, largest, at_once) or recommend_cut(steps))
+    return Cut(ways, steps, per, link, cannot_tell(link, largest, at_once) or recommend_cut(steps, ways))
 
 
 # what it costs on the device ------------------------------------------------------------------------------------------
@@ -126,30 +155,37 @@ class _Module:
         return self.world_size
 
 
-def costs_of(way: Way, columns: int, stand: Stand) -> dict[str, float]:
-    """Seconds per parameter of what ``way`` computes, of a module of so many ``columns`` a rank."""
+REDUCED = {False: ("all_to_all",), True: ("inside_all_to_all", "between_all_to_all")}
+GATHERED = {False: ("fsdp_all_gather",), True: ("between_all_gather", "inside_all_gather")}
+"""The collectives of a mean of gradients, and of a gather of weights, with nodes or without."""
+
+
+def costs_of(way: Way, columns: int, stand: Stand, machine: int = 1) -> dict[str, float]:
+    """Seconds per parameter of what ``way`` computes, of a module of so many ``columns`` a rank, before each collective
+    and after the last."""
     world = stand.world_size
     module: Any = _Module(columns, world, stand.device)
     mirrors = Mirrors(world, stand.synchronize)
-    ranks = ShardGroup(mirrors, Topology(mirrors).among(mirrors, inside=False))
+    backend: Backend = MirroredMachines(mirrors, machine) if way.nodes else mirrors
+    ranks = ShardGroup(backend, Topology(backend).among(backend, inside=False))
     whole = torch.randn(world, columns, device=stand.device)
     mine = whole[0].clone()
     out: dict[str, float] = {}
     if way.gradients is not None:
-        mean = GroupMean(module, ranks, way.gradients, True, lambda: None)
+        mean = GroupMean(module, ranks, way.gradients, True, lambda: None, way.inside)
 
         def take() -> None:
             mean(mine, whole.view(-1), module, dist.ReduceOp.SUM)
             mean.end(sound=True)
 
         seconds = mirrors.time(stand, take)
-        out |= {"gradients": seconds["all_to_all"], "gradients end": seconds["end"]}
+        out |= {f"gradients {verb}": seconds[verb] for verb in (*REDUCED[way.nodes], "end")}
     if way.weights is not None:
         kind = GroupDifferences if isinstance(way.weights, Differences) else GroupWeights
         gather = kind(module, ranks, way.weights, Traffic())  # type: ignore[arg-type]
         seconds = mirrors.time(stand, lambda: gather(whole.view(-1), mine, module))
-        out |= {"weights": seconds["all_gather"], "weights end": seconds["end"]}
-        out["again"] = out["weights"] + out["weights end"]
+        again = {f"weights {verb}": seconds[verb.removeprefix("fsdp_")] for verb in (*GATHERED[way.nodes], "end")}
+        out |= {**again, "again": sum(again.values())}
         if isinstance(way.weights, Differences):
             kept = torch.empty_like(whole)
             out["again"] = stand.time(lambda: whole.copy_(kept))
@@ -160,7 +196,13 @@ def costs_of(way: Way, columns: int, stand: Stand) -> dict[str, float]:
 
 
 def predict_cut(
-    costs: Costs, link: Mapping[str, Line], model: Model, modules: Sequence[Shapes], way: Way, per: Mapping[str, float]
+    costs: Costs,
+    link: Mapping[str, Line],
+    model: Model,
+    modules: Sequence[Shapes],
+    way: Way,
+    per: Mapping[str, float],
+    machine: int = 1,
 ) -> Step:
     """A step. ``modules``: the tensors of each, the outermost first."""
     world = costs.world_size
@@ -169,34 +211,49 @@ def predict_cut(
     columns = [columns_of(shapes, world) for shapes in modules]
     computing = max(0.0, model.step_time - adamw_seconds(costs, model)) / sum(columns)
 
-    def gather(n: int, again: bool) -> None:
-        if way.weights is None:
-            clock.wait(clock.send("fsdp_all_gather", 4 * (world - 1) * n))
-            return
-        if again and isinstance(way.weights, Differences):
-            clock.compute(per["again"] * world * n)
-            return
-        clock.compute(per["weights"] * world * n)
-        clock.wait(clock.send("fsdp_all_gather", (world - 1) * weight_bytes(way.weights, n)))
-        clock.compute(per["weights end"] * world * n)
+    def exchange(what: str, n: int, sent: Sequence[tuple[str, int]]) -> None:
+        for verb, nbytes in sent:
+            clock.compute(per.get(f"{what} {verb}", 0.0) * world * n)
+            clock.wait(clock.send(verb, nbytes))
+        clock.compute(per.get(f"{what} end", 0.0) * world * n)
 
     for n in columns:
-        gather(n, again=False)
+        exchange("weights", n, gathered(way, n, world, machine))
         clock.compute(computing * (1 - BACKWARD) * n)
     for i, n in reversed(list(enumerate(columns))):
-        if i > 0:  # FSDP2 keeps those of the outermost module
-            gather(n, again=True)
+        if i > 0 and isinstance(way.weights, Differences):  # FSDP2 keeps those of the outermost module
+            clock.compute(per["again"] * world * n)
+        elif i > 0:
+            exchange("weights", n, gathered(way, n, world, machine))
         clock.compute(computing * BACKWARD * n)
-        if way.gradients is None:
-            clock.wait(clock.send("fsdp_reduce_scatter", 4 * (world - 1) * n))
-            continue
-        clock.compute(per["gradients"] * world * n)
-        clock.wait(clock.send("all_to_all", (world - 1) * way.gradients.nbytes(n)))
-        clock.compute(per["gradients end"] * world * n)
+        exchange("gradients", n, reduced(way, n, world, machine))
     if way.gradients is not None:  # whether all means are finite
         clock.wait(clock.send("all_gather", world - 1))
     clock.compute(adamw_seconds(costs, model) / world)
     return clock.step()
+
+
+def reduced(way: Way, n: int, world_size: int, machine: int) -> list[tuple[str, int]]:
+    """What a rank sends for the mean of gradients, of which each has ``n`` of its own: verbs, and bytes."""
+    machines = world_size // machine
+    if way.gradients is None:
+        return [("fsdp_reduce_scatter", (world_size - 1) * 4 * n)]
+    nbytes = way.gradients.nbytes(n)
+    if not way.nodes:
+        return [("all_to_all", (world_size - 1) * nbytes)]
+    rows = 4 * machines * n if way.inside is None else way.inside.nbytes(machines * n)
+    return [("inside_all_to_all", (machine - 1) * rows), ("between_all_to_all", (machines - 1) * nbytes)]
+
+
+def gathered(way: Way, n: int, world_size: int, machine: int) -> list[tuple[str, int]]:
+    """The same for gathered weights."""
+    nbytes, machines = 4 * n if way.weights is None else weight_bytes(way.weights, n), world_size // machine
+    if not way.nodes or way.weights is None:
+        return [("fsdp_all_gather", (world_size - 1) * nbytes)]
+    return [
+        ("between_all_gather", (machines - 1) * nbytes),
+        ("inside_all_gather", (machine - 1) * machines * nbytes),
+    ]
 
 
 def weight_bytes(weights: Compressor | Differences, n: int) -> int:
@@ -206,13 +263,13 @@ def weight_bytes(weights: Compressor | Differences, n: int) -> int:
     return weights.nbytes(n)
 
 
-def recommend_cut(steps: Mapping[str, Step]) -> str:
+def recommend_cut(steps: Mapping[str, Step], ways: Mapping[str, Way] = WAYS) -> str:
     """What to do with a model that is cut over all ranks: the fastest, but what loses more must be 5 % faster, and what
     loses too much is not recommended."""
     plain = steps["fsdp"]
     gain = {name: plain.seconds / step.seconds for name, step in steps.items()}
-    fine = sorted((name for name, way in WAYS.items() if way.lost < TOO_COARSE), key=lambda name: WAYS[name].lost)
-    coarse = {way.words: gain[name] for name, way in WAYS.items() if way.lost >= TOO_COARSE}
+    fine = sorted((name for name, way in ways.items() if way.lost < TOO_COARSE), key=lambda name: ways[name].lost)
+    coarse = {way.words: gain[name] for name, way in ways.items() if way.lost >= TOO_COARSE}
     chosen = "fsdp"
     for name in fine:
         if gain[name] >= WORTH * gain[chosen]:
@@ -220,9 +277,9 @@ def recommend_cut(steps: Mapping[str, Step]) -> str:
     beside = faster(gain[chosen], [coarse])
     if chosen == "fsdp":
         best = max(fine[1:], key=lambda name: gain[name])
-        return f"leave FSDP2 as it is: {WAYS[best].words}, the fastest, would be {gain[best]:.2f} x as fast.{beside}"
+        return f"leave FSDP2 as it is: {ways[best].spelt}, the fastest, would be {gain[best]:.2f} x as fast.{beside}"
     text = (
-        f"compress_gradients(model, {WAYS[chosen].words}): a step takes {steps[chosen].seconds:.3g} s where FSDP2 "
+        f"compress_gradients(model, {ways[chosen].spelt}): a step takes {steps[chosen].seconds:.3g} s where FSDP2 "
         f"takes {plain.seconds:.3g} s, {gain[chosen]:.2f} x as fast."
     )
     return text + (" That is little for a prediction: try both." if gain[chosen] < ACCURACY else "") + beside

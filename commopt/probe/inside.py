@@ -38,23 +38,26 @@ class Inside:
     link: dict[str, Line]
 
 
-def rows(ranks: int, shard: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each machine, and the ranks that hold the same part of the model: rank = machine * shard + part."""
-    machines = [list(range(first, first + shard)) for first in range(0, ranks, shard)]
-    return machines, [list(part) for part in zip(*machines)]
+def rows(ranks: int, machine: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of each machine, and those that have each place in them: rank = number of the machine * ``machine`` +
+    place."""
+    machines = [list(range(first, first + machine)) for first in range(0, ranks, machine)]
+    return machines, [list(place) for place in zip(*machines)]
 
 
-def between(ranks: int, options: Options, timeout: timedelta) -> dist.ProcessGroup:
-    """Process group of the ranks that hold what this one holds. All ranks call this together."""
-    _, parts = rows(ranks, options.shard)
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout, options.backend)
-    return group
+def grouped(
+    ranks: int, machine: int, options: Options, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Process groups of the ranks of this machine, and of those with this one's place in the machines. All ranks call
+    this together."""
+    machines, places = rows(ranks, machine)
+    mine, _ = dist.new_subgroups_by_enumeration(machines, timeout, options.backend)
+    place, _ = dist.new_subgroups_by_enumeration(places, timeout, options.backend)
+    return mine, place
 
 
-def measure_inside(stand: Stand, options: Options, timeout: timedelta) -> Inside:
-    """Times FSDP2's collectives, in all machines at once."""
-    machines, _ = rows(stand.control.world_size, options.shard)
-    group, _ = dist.new_subgroups_by_enumeration(machines, timeout, options.backend)
+def measure_inside(stand: Stand, options: Options, group: dist.ProcessGroup) -> Inside:
+    """Times FSDP2's collectives, in all machines at once; ``group``: the ranks of this one."""
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, group) for verb in ("all_gather", "reduce_scatter")}
     link = {verb: fit_line([s.nbytes for s in two], [s.seconds for s in two]) for verb, two in samples.items()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import Backend, Work
+from commopt.comm import Backend, NodesBackend, Work
 from commopt.comm.backend import Done
 from commopt.compress import Compressor
 from commopt.optim import Guard, OneBitAdam
@@ -46,7 +46,31 @@ class Local:
     kernels: dict[str, float]
 
 
-class Mirrors:
+class _Noted:
+    """Ranks that do what this one does, in no time: :meth:`note` hears of each collective as it starts."""
+
+    rank: int
+    world_size: int
+
+    def note(self, verb: str) -> Work:
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self.note("all_reduce")
+
+    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp)
+        return self.note("all_to_all")
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
+        out.copy_(inp.expand_as(out))
+        return self.note("all_gather")
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Work:
+        return self.note("broadcast")
+
+
+class Mirrors(_Noted):
     """A backend whose other ranks do what this one does, in no time; it notes the time between its collectives."""
 
     def __init__(self, world_size: int, synchronize: Callable[[], None]) -> None:
@@ -68,20 +92,6 @@ class Mirrors:
         self._since = now
         return Done()
 
-    def all_reduce(self, x: Tensor) -> Work:
-        return self.note("all_reduce")
-
-    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp)
-        return self.note("all_to_all")
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp.expand_as(out))
-        return self.note("all_gather")
-
-    def broadcast(self, x: Tensor, src: int = 0) -> Work:
-        return self.note("broadcast")
-
     def control(self) -> Backend:
         """Backend that the ranks agree over: the first word of a step is "agreement", what comes after belongs to
         its end."""
@@ -102,58 +112,89 @@ class Mirrors:
         return dict(zip(verbs, stand.largest([statistics.median(s[verb] for s in steps[1:]) for verb in verbs])))
 
 
-class _Agreeing:
+class _Agreeing(_Noted):
     """The control channel of :class:`Mirrors`."""
 
     def __init__(self, mirrors: Mirrors) -> None:
         self._mirrors, self.rank, self.world_size = mirrors, mirrors.rank, mirrors.world_size
 
-    def _note(self) -> Work:
+    def note(self, verb: str) -> Work:
         return self._mirrors.note("end" if "agreement" in self._mirrors.seconds else "agreement")
 
-    def all_reduce(self, x: Tensor) -> Work:
-        return self._note()
 
-    def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp)
-        return self._note()
+class _Level(_Noted):
+    """Some ranks of :class:`Mirrors`, whose collectives are noted by a name of their own."""
 
-    def all_gather(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp.expand_as(out))
-        return self._note()
+    def __init__(self, mirrors: Mirrors, ranks: int, name: str) -> None:
+        self._mirrors, self.rank, self.world_size, self._name = mirrors, ranks - 1, ranks, name
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Work:
-        return self._note()
+    def note(self, verb: str) -> Work:
+        return self._mirrors.note(f"{self._name}_{verb}")
+
+
+class MirroredMachines(NodesBackend):
+    """``mirrors`` as machines of ``machine`` ranks each; the verbs are those of
+    :data:`commopt.probe.messages.ON_MACHINES`."""
+
+    def __init__(self, mirrors: Mirrors, machine: int) -> None:
+        self.world, self.rank, self.world_size = mirrors, mirrors.rank, mirrors.world_size
+        self.intra_node = _Level(mirrors, machine, "inside")
+        self.inter_node = _Level(mirrors, mirrors.world_size // machine, "between")
+        self.grid = [divmod(rank, machine) for rank in range(mirrors.world_size)]
 
 
 def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Compressor) -> Local:
     """Times a model of ``params`` parameters, or a part of it that is large enough."""
-    count = min(params, max(SAMPLE[stand.device.type], 2 * bucket_bytes // 4))
+    count = sample_size(params, bucket_bytes, stand)
     tensors = make_params(count, bucket_bytes, stand)
     copies = time_copies(stand, tensors)
-    betas = (0.9, 0.0)  # with a variance of one gradient, as of a freeze_step of 1
-    adamw = torch.optim.AdamW(tensors, lr=0.0, betas=betas)  # parameters must stay as they are, equal on all ranks
+    adamw = torch.optim.AdamW(tensors, lr=0.0, betas=BETAS)  # parameters must stay as they are, equal on all ranks
     adamw_seconds = stand.time(adamw.step)
-
-    def make_onebit(backend: Backend) -> OneBitAdam:
-        """In its compressed phase, with what AdamW has learnt: another variance on each rank, which nobody compares."""
-        optimizer = OneBitAdam(
-            tensors, lr=0.0, betas=betas, weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
-            compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=backend,
-        )  # fmt: skip
-        optimizer.load_state_dict(adamw.state_dict())
-        return optimizer
-
     mirrors = Mirrors(stand.world_size, stand.synchronize)
-    onebit = mirrors.time(stand, make_onebit(mirrors).step)
+    onebit = mirrors.time(stand, make_onebit(tensors, adamw, bucket_bytes, compressor, mirrors).step)
     return Local(
         params=count,
         adamw=adamw_seconds / count,
         copies={verb: seconds / count for verb, seconds in copies.items()},
         onebit={verb: seconds / count for verb, seconds in onebit.items()},
-        rehearsal=stand.time(make_onebit(stand.backend).step),
+        rehearsal=stand.time(make_onebit(tensors, adamw, bucket_bytes, compressor, stand.backend).step),
         kernels=time_kernels(stand, bucket_bytes, compressor),
     )
+
+
+def onebit_on_machines(
+    stand: Stand, params: int, bucket_bytes: int, compressor: Compressor, machine: int
+) -> dict[str, float]:
+    """``Local.onebit`` where machines of ``machine`` ranks are nodes."""
+    count = sample_size(params, bucket_bytes, stand)
+    tensors = make_params(count, bucket_bytes, stand)
+    adamw = torch.optim.AdamW(tensors, lr=0.0, betas=BETAS)
+    adamw.step()
+    mirrors = Mirrors(stand.world_size, stand.synchronize)
+    onebit = make_onebit(tensors, adamw, bucket_bytes, compressor, MirroredMachines(mirrors, machine))
+    return {verb: seconds / count for verb, seconds in mirrors.time(stand, onebit.step).items()}
+
+
+BETAS = (0.9, 0.0)
+"""With a variance of one gradient, as of a freeze_step of 1."""
+
+
+def sample_size(params: int, bucket_bytes: int, stand: Stand) -> int:
+    """Parameters that a model of ``params`` is timed by."""
+    return min(params, max(SAMPLE[stand.device.type], 2 * bucket_bytes // 4))
+
+
+def make_onebit(
+    tensors: list[Tensor], adamw: torch.optim.AdamW, bucket_bytes: int, compressor: Compressor, backend: Backend
+) -> OneBitAdam:
+    """OneBitAdam in its compressed phase, with what ``adamw`` has learnt: another variance on each rank, which nobody
+    compares."""
+    optimizer = OneBitAdam(
+        tensors, lr=0.0, betas=BETAS, weight_decay=0.01, freeze_step=1, guard=Guard(check_every=None),
+        compressor=compressor, bucket_mb=bucket_bytes / 2**20, backend=backend,
+    )  # fmt: skip
+    optimizer.load_state_dict(adamw.state_dict())
+    return optimizer
 
 
 def make_params(count: int, bucket_bytes: int, stand: Stand) -> list[Tensor]:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from commopt.comm import Backend, Work
+from commopt.compress import Compressor
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.gradients.method import OfGradients
-from commopt.probe.local import Mirrors
+from commopt.probe.local import MirroredMachines, Mirrors
 from commopt.probe.measure import Stand
 from commopt.probe.messages import Shapes, exchanges
 
@@ -59,9 +60,11 @@ class Mean:
         """How many parameters."""
         return sum(x.numel() for x in self.grads)
 
-    def handle(self, spec: OfGradients, bucket_bytes: int, backend: Backend) -> CompressedGradients:
+    def handle(
+        self, spec: OfGradients, bucket_bytes: int, backend: Backend, inside: Compressor | None = None
+    ) -> CompressedGradients:
         """Averages over ``backend``, without DDP."""
-        return compress_gradients(self.model, spec, bucket_mb=bucket_bytes / 2**20, backend=backend)
+        return compress_gradients(self.model, spec, bucket_mb=bucket_bytes / 2**20, backend=backend, inside=inside)
 
     def bring(self) -> None:
         """Gives every rank its gradients again: a mean is written over them."""
@@ -78,21 +81,31 @@ class Mean:
         stand = self.stand
         sent = exchanges(self.shapes, spec, stand.world_size, bucket_bytes)
         mirrors = Rounds(stand.world_size, stand.synchronize, sum(len(bucket) for bucket in sent))
-        handle = self.handle(spec, bucket_bytes, mirrors)
+        return self._timed(self.handle(spec, bucket_bytes, mirrors), mirrors)
 
+    def costs_on_machines(
+        self, spec: Compressor, bucket_bytes: int, machine: int, inside: Compressor | None
+    ) -> dict[str, float]:
+        """The same where machines of ``machine`` ranks are nodes; see :class:`commopt.probe.local.MirroredMachines`."""
+        mirrors = Mirrors(self.stand.world_size, self.stand.synchronize)
+        return self._timed(self.handle(spec, bucket_bytes, MirroredMachines(mirrors, machine), inside), mirrors)
+
+    def _timed(self, handle: CompressedGradients, mirrors: Mirrors) -> dict[str, float]:
         def step() -> None:
             self.bring()
-            stand.synchronize()
+            self.stand.synchronize()
             mirrors.reset()
             self.take(handle)
 
-        seconds = mirrors.time(stand, step)
+        seconds = mirrors.time(self.stand, step)
         handle.remove()
         return {{"agreement": "presence"}.get(verb, verb): s / self.params for verb, s in seconds.items()}
 
-    def rehearsal(self, spec: OfGradients, bucket_bytes: int) -> float:
-        """Seconds of a mean over the real network."""
-        handle = self.handle(spec, bucket_bytes, self.stand.backend)
+    def rehearsal(
+        self, spec: OfGradients, bucket_bytes: int, backend: Backend, inside: Compressor | None = None
+    ) -> float:
+        """Seconds of a mean over the real network, by ``backend``."""
+        handle = self.handle(spec, bucket_bytes, backend, inside)
         self.bring()
         seconds = self.stand.time(lambda: self.take(handle))
         handle.remove()

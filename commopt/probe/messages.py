@@ -4,6 +4,8 @@ presence    all_gather: which parameters have a gradient, a byte for each
 out, back   of a chunk, by a compressor of rows: all_to_all, all_gather
             of a bucket, by low rank: all_reduce of one factor, and (PowerSGD) of the other
             of a bucket, by blocks: all_reduce of their importances, and of those chosen
+
+Where machines are the nodes of a compressor of rows, a chunk goes through ``ON_MACHINES``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ from commopt.gradients.method import OfGradients
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors of a model, in its order: the gradient of the first comes last."""
+
+
+FLAT = ("all_to_all", "all_gather")
+"""What a compressor of rows sends: rows to those who take their means, and these to all."""
+ON_MACHINES = ("inside_all_to_all", "between_all_to_all", "between_all_gather", "inside_all_gather")
+"""The same with machines as nodes: inside a machine each rank takes the mean of its part; between them as above, of
+that part; and what has come goes to all ranks of the machine."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,13 @@ def turns(spec: OfGradients) -> int:
 
 @lru_cache(maxsize=256)
 def exchanges(
-    shapes: Shapes, spec: OfGradients, world_size: int, capacity: int, turn: int = 0
+    shapes: Shapes,
+    spec: OfGradients,
+    world_size: int,
+    capacity: int,
+    turn: int = 0,
+    machine: int = 1,
+    inside: Compressor | None = None,
 ) -> Sequence[Sequence[Exchange]]:
     """What is sent of each bucket.
 
@@ -113,23 +128,44 @@ def exchanges(
         world_size: ranks that average.
         capacity: most bytes of a bucket.
         turn: which mean, of :func:`turns`.
+        machine: of compressors of rows: ranks of a machine, where machines are nodes; 1: all ranks are alike.
+        inside: compressor of what goes out inside a machine; None: in float32.
     """
-    of_bucket = _factors if isinstance(spec, LowRank) else _blocks if isinstance(spec, TopBlocks) else _rows
-    return [of_bucket(bucket, spec, capacity, turn) for bucket in buckets_of(shapes, world_size, capacity)]
+    buckets = buckets_of(shapes, world_size, capacity)
+    if isinstance(spec, LowRank):
+        return [_factors(bucket, spec, turn) for bucket in buckets]
+    if isinstance(spec, TopBlocks):
+        return [_blocks(bucket, spec) for bucket in buckets]
+    return [_rows(bucket, spec, capacity, machine, inside) for bucket in buckets]
 
 
-def _rows(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
-    assert isinstance(spec, Compressor)
+def _rows(bucket: Bucket, spec: Compressor, capacity: int, machine: int, inside: Compressor | None) -> list[Exchange]:
     shard, out = bucket.padded // bucket.world_size, []
     for start, stop in bucket.split(capacity, spec.chunk_multiple):
-        nbytes = (bucket.world_size - 1) * spec.nbytes(stop - start)
         params = bucket.numel * stop // shard - bucket.numel * start // shard
-        out.append(Exchange(params, (("all_to_all", nbytes), ("all_gather", nbytes))))
+        sent = dict(rows_sent(spec, stop - start, bucket.world_size, machine))
+        if inside is not None:  # a bucket goes out inside a machine at once
+            whole = (machine - 1) * inside.nbytes(bucket.padded // machine)
+            sent["inside_all_to_all"] = whole * stop // shard - whole * start // shard
+        out.append(Exchange(params, tuple(sent.items())))
     return out
 
 
-def _factors(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
-    assert isinstance(spec, LowRank)
+def rows_sent(spec: Compressor, n: int, world_size: int, machine: int = 1) -> tuple[tuple[str, int], ...]:
+    """The verbs, and the bytes that a rank sends, for the mean of ``n`` elements of the shard of each rank; ``machine``
+    as for :func:`exchanges`."""
+    nbytes, machines = spec.nbytes(n), world_size // machine
+    if machine == 1:
+        return tuple((verb, (world_size - 1) * nbytes) for verb in FLAT)
+    return (
+        (ON_MACHINES[0], (machine - 1) * machines * 4 * n),
+        (ON_MACHINES[1], (machines - 1) * nbytes),
+        (ON_MACHINES[2], (machines - 1) * nbytes),
+        (ON_MACHINES[3], (machine - 1) * machines * nbytes),
+    )
+
+
+def _factors(bucket: Bucket, spec: LowRank, turn: int) -> list[Exchange]:
     p = q = whole = 0
     for shape in bucket.shapes:
         thin = spec.factors_of(shape)
@@ -144,8 +180,7 @@ def _factors(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> lis
     return [Exchange(bucket.numel, tuple(("all_reduce", n) for n in nbytes))]
 
 
-def _blocks(bucket: Bucket, spec: OfGradients, capacity: int, turn: int) -> list[Exchange]:
-    assert isinstance(spec, TopBlocks)
+def _blocks(bucket: Bucket, spec: TopBlocks) -> list[Exchange]:
     n, block = bucket.padded, spec.block
     numbers = [n // block, spec.kept(n) * block + n % block]
     nbytes = [all_reduce_bytes(4 * m, bucket.world_size) for m in numbers if m]

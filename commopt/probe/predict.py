@@ -13,6 +13,7 @@ last bucket always after backward. What is assumed:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +28,16 @@ from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.fit import Line
-from commopt.probe.messages import Exchange, Shapes, buckets_of, exchanges, presence_bytes, turns
+from commopt.probe.messages import (
+    FLAT,
+    ON_MACHINES,
+    Exchange,
+    Shapes,
+    buckets_of,
+    exchanges,
+    presence_bytes,
+    turns,
+)
 
 BACKWARD = 2 / 3
 """Share of backward in the time of forward and backward."""
@@ -52,6 +62,8 @@ class Model:
         shard: ranks that FSDP2 cuts it over.
         early: whether buckets of compressed gradients may start in backward.
         compressors: of gradients, by name.
+        machine: ranks of a machine, where machines are the nodes of what is compressed; 1: all ranks are alike.
+        inside: compressors of gradients inside a machine, by the same names; in float32 where there is none.
     """
 
     params: int
@@ -63,6 +75,8 @@ class Model:
     shard: int = 1
     early: bool = True
     compressors: dict[str, OfGradients] = field(default_factory=dict)
+    machine: int = 1
+    inside: dict[str, Compressor] = field(default_factory=dict)
 
 
 def split(params: int, last: int, *capacities: int) -> list[int]:
@@ -108,47 +122,50 @@ class Messages:
 
     Args:
         clock: the device and the link.
-        per: seconds per parameter before what goes out, before what comes back, and at the end.
+        per: seconds per parameter before each of the collectives of an exchange, and at the end.
     """
 
     def __init__(self, clock: Clock, per: Sequence[float]) -> None:
         self.clock, self.per = clock, per
-        self.out: list[tuple[float, Exchange]] = []  # when it arrives, and what it is
-        self.back: list[tuple[float, Exchange]] = []
+        self.under_way: deque[tuple[float, int, Exchange]] = deque()  # when it arrives, which of what it is
+        self.arrived: list[Exchange] = []
+        self.last = 0.0  # when the last of these has arrived
 
     def launch(self, several: Sequence[Exchange]) -> None:
+        """Starts the first collective of each."""
         for exchange in several:
-            self.clock.compute(self.per[0] * exchange.params)
-            self.out.append((self._send(exchange, 0), exchange))
+            self._send(0, exchange)
 
     def turn(self, until: float = float("inf")) -> None:
-        """Goes on with all that arrives up to ``until``: sends back, where something is."""
-        while self.out and self.out[0][0] <= until:
-            arrival, exchange = self.out.pop(0)
-            if len(exchange.sent) > 1:
+        """Goes on with all that arrives up to ``until``: sends what follows."""
+        while self.under_way and self.under_way[0][0] <= until:
+            arrival, number, exchange = self.under_way.popleft()
+            if number + 1 < len(exchange.sent):
                 self.clock.wait(arrival)
-                self.clock.compute(self.per[1] * exchange.params)
-                arrival = self._send(exchange, 1)
-            self.back.append((arrival, exchange))
+                self._send(number + 1, exchange)
+            else:
+                self.arrived.append(exchange)
+                self.last = arrival
 
     def arrive(self) -> None:
         """Waits for all that is under way."""
-        for arrival, _ in self.back:
-            self.clock.wait(arrival)
+        self.turn()
+        self.clock.wait(self.last)
 
     def end(self) -> None:
         """Applies what has arrived."""
-        for _, exchange in self.back:
-            self.clock.compute(self.per[2] * exchange.params)
+        for exchange in self.arrived:
+            self.clock.compute(self.per[-1] * exchange.params)
 
-    def _send(self, exchange: Exchange, number: int) -> float:
-        return self.clock.send(*exchange.sent[number])
+    def _send(self, number: int, exchange: Exchange) -> None:
+        self.clock.compute(self.per[number] * exchange.params)
+        self.under_way.append((self.clock.send(*exchange.sent[number]), number, exchange))
 
 
 def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     """OneBitAdam in its compressed phase."""
-    clock, per = Clock(costs), costs.onebit
-    messages = Messages(clock, (per["all_to_all"], per["all_gather"], per["end"]))
+    clock, verbs = Clock(costs), FLAT if model.machine == 1 else ON_MACHINES
+    messages = Messages(clock, [costs.onebit[verb] for verb in (*verbs, "end")])
     backward = begin(clock, model)
     buckets = split(model.params, model.last_params, model.bucket_bytes)
     early = len(buckets) - 1 if overlap else 0
@@ -196,6 +213,7 @@ def mean_of(steps: Sequence[tuple[int, Step]]) -> Step:
         sum(times * step.communication for times, step in steps) / count,
         sum(times * step.nbytes for times, step in steps) // count,
         sum(times * step.wire for times, step in steps) / count,
+        sum(times * step.inside for times, step in steps) // count,
     )
 
 
@@ -203,10 +221,16 @@ def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
     """A step of AdamW on the mean number ``turn`` of gradients, which ``model.compressors[name]`` compresses."""
     clock, per = Clock(costs), costs.means[name]
     copy = costs.copies["all_reduce"] / 2
-    messages = Messages(clock, (per["out"], per.get("back", 0.0), per["end"]))
+    verbs = ("out", "back") if model.machine == 1 else ON_MACHINES
+    messages = Messages(clock, [per.get(verb, 0.0) for verb in (*verbs, "end")])
     backward = begin(clock, model)
     sizes = [bucket.numel for bucket in buckets_of(model.shapes, costs.world_size, model.bucket_bytes)]
-    waiting = list(exchanges(model.shapes, model.compressors[name], costs.world_size, model.bucket_bytes, turn))
+    waiting = list(
+        exchanges(
+            model.shapes, model.compressors[name], costs.world_size, model.bucket_bytes, turn, model.machine,
+            model.inside.get(name),
+        )
+    )  # fmt: skip
     arrived = launched = 0
     for n in sizes if model.shard > 1 else split(model.params, model.last_params, *DDP_BUCKETS):
         clock.compute((backward + copy) * n)
@@ -245,25 +269,15 @@ def adamw_seconds(costs: Costs, model: Model) -> float:
     return min(costs.adamw * model.params, model.step_time)
 
 
-def pieces(n: int, bucket_bytes: int) -> list[int]:
-    """The parts in which a bucket of ``n`` parameters is sent: several, if it is one large parameter."""
-    count = max(1, -(-4 * n // bucket_bytes))
-    return [n * (i + 1) // count - n * i // count for i in range(count)]
-
-
-def both_ways(n: int, costs: Costs, model: Model) -> list[Exchange]:
-    """What OneBitAdam sends of a bucket of ``n`` parameters."""
-    several = []
-    for piece in pieces(n, model.bucket_bytes):
-        nbytes = row_bytes(piece, costs.world_size, model.compressor)
-        several.append(Exchange(piece, (("all_to_all", nbytes), ("all_gather", nbytes))))
+def both_ways(n: int, costs: Costs, model: Model) -> Sequence[Exchange]:
+    """What OneBitAdam sends of a bucket of ``n`` parameters: in chunks, if it is one large parameter."""
+    (several,) = exchanges(((n,),), model.compressor, costs.world_size, model.bucket_bytes, machine=model.machine)
     return several
 
 
-def row_bytes(n: int, world_size: int, compressor: Compressor) -> int:
-    """Bytes that a rank sends in each of the two collectives of a bucket of ``n`` parameters."""
-    rows = -(-n // (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
-    return (world_size - 1) * compressor.nbytes(rows)
+def share(n: int, world_size: int) -> int:
+    """Elements of a rank's shard of a bucket of ``n`` parameters."""
+    return -(-n // (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 METHODS: dict[str, Callable[[Costs, Model], Step]] = {

@@ -11,10 +11,11 @@ from typing import Any
 from commopt.probe.advice import CRITERION, NAMES, SHARDED, WORTH, rival
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import label
-from commopt.probe.cut import WAYS, Cut
+from commopt.probe.cut import Cut
 from commopt.probe.fit import Line
 from commopt.probe.inside import Inside
 from commopt.probe.local import Local
+from commopt.probe.machines import Machines
 from commopt.probe.measure import Sample
 from commopt.probe.options import Options
 from commopt.probe.predict import Model, adamw_seconds
@@ -53,6 +54,7 @@ class Result:
         rounds: of local steps, by method.
         advice: the recommendation.
         cut: of a model that FSDP2 cuts over all ranks; None if that was not asked for.
+        machines: with machines of several ranks as nodes; None if there are none.
     """
 
     options: Options
@@ -74,6 +76,7 @@ class Result:
     rounds: dict[str, Round]
     advice: str
     cut: Cut | None = None
+    machines: Machines | None = None
 
 
 def to_json(result: Result) -> str:
@@ -109,6 +112,7 @@ def render(result: Result) -> str:
         "",
         *_gradients(result),
         "",
+        *_machines(result),
         *_rounds(result),
         "",
         *_check(result),
@@ -208,6 +212,29 @@ def _gradient(result: Result, name: str) -> str:
     )
 
 
+def _machines(result: Result) -> list[str]:
+    """What it would be with machines as nodes."""
+    found = result.machines
+    if found is None:
+        return []
+    ddp = result.steps["ddp"].seconds
+    links = {verb: bandwidth(line) for verb, line in found.link.items()}
+    head = f"{'machines as nodes':30}{'seconds':>10}{'network':>10}{'MB out':>10}{'MB inside':>11}{'x DDP':>10}"
+    rows = (
+        f"{NAMES.get(name) or label(name, found.model.compressors):30}{step.seconds:>10.4g}{step.communication:>10.4g}"
+        f"{(step.nbytes - step.inside) / 1e6:>10.4g}{step.inside / 1e6:>11.4g}{ddp / step.seconds:>10.2f}"
+        for name, step in found.compressed.items()
+    )
+    return [
+        head,
+        *rows,
+        f"means inside a machine of {found.ranks} ranks in float32 (all-to-all {links['inside_all_to_all']}, then "
+        f"all-gather of bytes {links['inside_all_gather']}), compressed between machines, all ranks of each at once "
+        f"(all-to-all {links['between_all_to_all']}, all-gather {links['between_all_gather']})",
+        "",
+    ]
+
+
 def _rounds(result: Result) -> list[str]:
     """What rounds of local steps would cost."""
     head = f"{'rounds of local steps':36}{'a round':>10}{'MB sent':>10}{f'{NEARLY_ALL:.0%} computing':>17}"
@@ -235,16 +262,21 @@ def _cut(result: Result) -> list[str]:
     if cut is None:
         return []
     plain = cut.steps["fsdp"].seconds
-    head = f"{'cut over all ranks by FSDP2':32}{'seconds':>10}{'network':>10}{'MB sent':>10}{'x FSDP2':>10}"
-    rows = (
-        f"{WAYS[name].words:32}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
-        f"{plain / step.seconds:>10.2f}"
-        for name, step in cut.steps.items()
-    )
+    alike: list[str] = []
+    nodes: list[str] = []
+    for name, step in cut.steps.items():
+        way = cut.ways[name]
+        (nodes if way.nodes else alike).append(
+            f"{way.words:46}{step.seconds:>10.4g}{step.communication:>10.4g}{(step.nbytes - step.inside) / 1e6:>10.4g}"
+            f"{plain / step.seconds:>10.2f}"
+        )
+    if nodes:
+        nodes.insert(0, "the same with process_group=mesh, machines as nodes; of MB, those that leave a machine:")
     return [
         "",
-        head,
-        *rows,
+        f"{'cut over all ranks by FSDP2':46}{'seconds':>10}{'network':>10}{'MB sent':>10}{'x FSDP2':>10}",
+        *alike,
+        *nodes,
         "a module for each layer; nothing of the network is hidden by computing",
         "",
         "recommendation, cut over all ranks: " + cut.advice,
@@ -272,6 +304,12 @@ def _check(result: Result) -> list[str]:
         f"check: a mean of the gradients of {count(params)} parameters by {label(name, result.model.compressors)} took "
         f"{seconds(measured)} over this network, {seconds(predicted)} by these figures"
     )
+    if result.machines is not None:
+        name, params, measured, predicted = result.machines.rehearsal
+        out.append(
+            f"check: the same by {label(name, result.machines.model.compressors)} with machines as nodes took "
+            f"{seconds(measured)}, {seconds(predicted)} by these figures"
+        )
     if adamw_seconds(result.costs, result.model) >= result.options.step_time:
         out.append(
             f"note: AdamW alone takes {seconds(result.local.adamw * result.model.params)} here, no less than "

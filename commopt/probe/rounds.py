@@ -17,7 +17,8 @@ from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import Compressor, Int4, TopK
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.probe.clock import Costs
-from commopt.probe.predict import row_bytes
+from commopt.probe.messages import rows_sent
+from commopt.probe.predict import share
 
 Message = tuple[str, int]
 """A collective, and the bytes that a rank sends in it."""
@@ -34,11 +35,7 @@ def full(ranks: int, params: int) -> list[Message]:
 def two_ways(compressor: Compressor) -> Mean:
     """A compressed mean: to who averages a share, and from there to all."""
 
-    def messages(ranks: int, params: int) -> list[Message]:
-        nbytes = row_bytes(params, ranks, compressor)
-        return [("all_to_all", nbytes), ("all_gather", nbytes)]
-
-    return messages
+    return lambda ranks, params: list(rows_sent(compressor, share(params, ranks), ranks))
 
 
 def gathered(compressor: Compressor) -> Mean:

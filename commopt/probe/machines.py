@@ -1,0 +1,139 @@
+"""Machines of several ranks as nodes: means in full precision inside each, compressed between them. What that costs.
+
+    inside_all_to_all     inside a machine: each rank takes the mean of its part
+    between_all_to_all    between machines, all ranks of each at once: of that part, compressed
+    between_all_gather    the same, back
+    inside_all_gather     inside a machine: all parts, as they have come
+
+What is assumed, beside what :mod:`commopt.probe.predict` does: what goes inside a machine and what goes between them
+take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from commopt.comm import NodesBackend, TorchBackend
+from commopt.compress import Compressor
+from commopt.probe.advice import WORTH
+from commopt.probe.clock import Costs, Step
+from commopt.probe.compressors import TWICE
+from commopt.probe.fit import Line, fit_line, line_through
+from commopt.probe.local import onebit_on_machines
+from commopt.probe.means import Mean
+from commopt.probe.measure import FACTOR, FAST, SMALLEST, Sample, Stand, exchanges, losses, sizes_up_to
+from commopt.probe.options import Options
+from commopt.probe.predict import Model, predict, rehearse_mean
+
+TOGETHER = 2
+"""Messages in full precision that are timed together; they are large."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Findings.
+
+    Attributes:
+        ranks: of a machine.
+        link: the seconds of a message as a line in the bytes that a rank sends, by what is sent.
+        costs, model: what the predictions were made from.
+        steps: a predicted step, by method.
+        rehearsal: of a mean of gradients: the compressor, how many parameters, seconds measured over the network and
+            predicted.
+    """
+
+    ranks: int
+    link: dict[str, Line]
+    costs: Costs
+    model: Model
+    steps: dict[str, Step]
+    rehearsal: tuple[str, int, float, float]
+
+    @property
+    def compressed(self) -> dict[str, Step]:
+        """Steps of the methods that have nodes."""
+        return {name: step for name, step in self.steps.items() if name not in ("none", "ddp", "ddp_bf16")}
+
+
+def measure_machines(
+    stand: Stand,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    options: Options,
+    costs: Costs,
+    model: Model,
+    mean: Mean,
+) -> Machines:
+    """Times what goes inside machines and between them, and what the ranks compute; predicts.
+
+    Args:
+        stand: all ranks.
+        groups: the ranks of this machine, and those with this one's place in the machines.
+        options: what was asked for.
+        costs, model: where all ranks are alike.
+        mean: gradients like those of the model.
+    """
+    inside, between = (TorchBackend(group) for group in groups)
+    ranks, capacity = inside.world_size, model.bucket_bytes
+    stands = [Stand(level, stand.control, stand.device) for level in (inside, between)]
+    samples, lost = time_levels(stands[0], stands[1], options.max_mb)
+    link = {verb: fit_line([s.nbytes for s in some], [s.seconds for s in some]) for verb, some in samples.items()}
+    loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
+    model = as_nodes(model, ranks)
+    costs = replace(
+        costs,
+        link={**costs.link, **link},
+        loss={**costs.loss, **loss},
+        onebit=onebit_on_machines(stand, model.params, capacity, model.compressor, ranks),
+        means={
+            name: mean.costs_on_machines(spec, capacity, ranks, model.inside.get(name))
+            for name, spec in model.compressors.items()
+            if isinstance(spec, Compressor)
+        },
+    )
+    steps = predict(costs, model)
+    fastest = min(model.compressors, key=lambda name: steps[name].seconds)
+    took = mean.rehearsal(
+        model.compressors[fastest], capacity, NodesBackend(stand.backend, inside, between), model.inside.get(fastest)
+    )
+    check = fastest, mean.params, took, rehearse_mean(costs, model, fastest, mean.shapes)
+    return Machines(ranks, link, costs, model, steps, check)
+
+
+def as_nodes(model: Model, ranks: int) -> Model:
+    """``model`` on machines of ``ranks`` ranks: gradients by compressors of rows, and by those of ``TWICE``."""
+    rows = {name: spec for name, spec in model.compressors.items() if isinstance(spec, Compressor)}
+    twice = {name: spec for name, (_, spec, _) in TWICE.items()}
+    inside = {name: spec for name, (_, _, spec) in TWICE.items()}
+    return replace(model, compressors={**rows, **twice}, machine=ranks, inside=inside)
+
+
+def time_levels(
+    inside: Stand, between: Stand, max_mb: float
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """Seconds of what is sent, and of computing that is lost meanwhile."""
+    small = sizes_up_to(max_mb / FAST, SMALLEST // FACTOR)
+    samples = {
+        "inside_all_to_all": exchanges(inside, "all_to_all", sizes_up_to(max_mb), TOGETHER),
+        "inside_all_gather": exchanges(inside, "all_gather", small),
+        "between_all_to_all": exchanges(between, "all_to_all", small),
+        "between_all_gather": exchanges(between, "all_gather", small),
+    }
+    lost = {}
+    for name, some in samples.items():
+        level, verb = name.split("_", 1)
+        lost[name] = losses(inside if level == "inside" else between, verb, some)
+    return samples, lost
+
+
+def better(steps: Mapping[str, Step], machines: Machines | None) -> tuple[dict[str, Step], set[str]]:
+    """The steps that a recommendation is made among: each method where all ranks are alike, or with machines as nodes,
+    if that makes it 5 % faster. And which of them are the latter."""
+    best, nodes = dict(steps), set[str]()
+    for name, step in ({} if machines is None else machines.compressed).items():
+        if name not in best or step.seconds * WORTH <= best[name].seconds:
+            best[name] = step
+            nodes.add(name)
+    return best, nodes

@@ -1,0 +1,219 @@
+"""The probe on machines as nodes: what is sent on both levels, to the byte; what is predicted and recommended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_probe import on_ranks
+from test_probe_gradients import BUCKET, SMALL, VERBS, Alone, Given, costs, model
+from torch import nn
+from worlds import on_threads
+
+import commopt
+from commopt import OneBitAdam
+from commopt.comm import ThreadBackend
+from commopt.compress import Compressor, Int8
+from commopt.probe.advice import recommend
+from commopt.probe.clock import Clock, Costs, Step
+from commopt.probe.compressors import COMPRESSORS, TWICE, compressors, label
+from commopt.probe.cut import ON_NODES, WAYS, costs_of, gathered, predict_cut, recommend_cut, reduced
+from commopt.probe.fit import Line
+from commopt.probe.local import onebit_on_machines
+from commopt.probe.machines import Machines, as_nodes, better
+from commopt.probe.means import Mean
+from commopt.probe.measure import Stand
+from commopt.probe.messages import FLAT, ON_MACHINES, exchanges, rows_sent, shapes_of
+from commopt.probe.predict import Messages, both_ways, predict
+
+NOTHING = Line(0.0, 0.0)
+ROWS = {name: spec for name, (_, spec) in COMPRESSORS.items() if isinstance(spec, Compressor)}
+EXAMPLES = [(2, 4), (2, 6), (3, 6)]
+"""Ranks of a machine, and all ranks."""
+
+
+def on_machines(link: dict[str, Line], world_size: int, per: float = 0.0) -> Costs:
+    """What is not in ``link`` takes no time; computing takes ``per`` seconds a parameter before each message."""
+    stages = dict.fromkeys((*ON_MACHINES, *FLAT, "agreement", "presence", "end"), per)
+    return replace(
+        costs(world_size=world_size),
+        link={**dict.fromkeys((*VERBS, *ON_MACHINES), NOTHING), **link},
+        loss=dict.fromkeys((*VERBS, *ON_MACHINES), NOTHING),
+        adamw=0.0,
+        onebit=stages,
+        means=dict.fromkeys((*ROWS, *TWICE), stages),
+    )
+
+
+@pytest.mark.parametrize(("machine", "ranks"), EXAMPLES)
+def test_bytes_on_both_levels_are_those_that_compressed_gradients_count(machine: int, ranks: int) -> None:
+    nodes = as_nodes(model(), machine)
+
+    def sent(backend: ThreadBackend) -> dict[str, tuple[int, int]]:
+        out = {}
+        for name, spec in nodes.compressors.items():
+            net = Given(SMALL)
+            handle = commopt.compress_gradients(
+                net, spec, backend=backend.nodes(machine), bucket_mb=BUCKET / 2**20, inside=nodes.inside.get(name)
+            )
+            net.backward()
+            step = handle.comm_stats()["step"]
+            out[name] = step["bytes"], step["intra_node"]["bytes"]
+            handle.remove()
+        return out
+
+    steps = predict(on_machines({}, ranks), nodes)
+    assert set(nodes.compressors) == {*ROWS, *TWICE}
+    expected = {name: (steps[name].nbytes - steps[name].inside, steps[name].inside) for name in nodes.compressors}
+    assert on_threads(ranks, sent) == [expected] * ranks
+    chunked = exchanges(SMALL, Int8(), ranks, BUCKET, 0, machine)
+    assert any(len(bucket) > 1 for bucket in chunked), "a bucket goes in chunks"
+
+
+@pytest.mark.parametrize(("machine", "ranks"), EXAMPLES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_bytes_on_both_levels_are_those_of_onebit_adam(machine: int, ranks: int, overlap: bool) -> None:
+    params = 70_000
+
+    def sent(backend: ThreadBackend) -> tuple[int, int]:
+        x = nn.Parameter(torch.ones(params))
+        optimizer = OneBitAdam([x], freeze_step=1, bucket_mb=BUCKET / 2**20, backend=backend.nodes(machine))
+        for _ in range(2):
+            x.grad = torch.ones(params)
+            optimizer.step()
+        step = optimizer.comm_stats()["step"]
+        return step["bytes"], step["intra_node"]["bytes"]
+
+    nodes = as_nodes(replace(model(((params,),)), last_params=params), machine)
+    step = predict(on_machines({}, ranks), nodes)["onebit_adam_overlap" if overlap else "onebit_adam"]
+    (out, inside), *others = on_threads(ranks, sent)
+    assert others == [(out, inside)] * (ranks - 1)
+    assert (step.nbytes - step.inside, step.inside) == (out, inside)
+
+
+def test_an_exchange_waits_for_each_of_its_collectives() -> None:
+    """Of one message: the sum of all that it computes and sends."""
+    link = {verb: Line(0.001 * (i + 1), 1e-8 * (i + 1)) for i, verb in enumerate(ON_MACHINES)}
+    at = on_machines(link, 4, per=1e-9)
+    sent = rows_sent(Int8(), 4096, 4, machine=2)
+    messages = Messages(Clock(at), [1e-9 * (i + 1) for i in range(5)])
+    (exchange,) = both_ways(4 * 4096, at, replace(model(), machine=2, compressor=Int8(), bucket_bytes=10**6))
+    assert exchange.sent == sent
+    messages.launch([exchange])
+    messages.arrive()
+    messages.end()
+    seconds = sum(link[verb](nbytes) for verb, nbytes in sent) + 1e-9 * 15 * 4 * 4096
+    assert messages.clock.step().seconds == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_slow_network_between_machines_costs_a_part_of_what_it_costs_all_ranks_alike() -> None:
+    """4 machines of 8 ranks: to 3 others with a rank's place goes what goes to 31 others without nodes."""
+    ranks, machine, slow, fast = 32, 8, 8 / 25e9 * 8, 8 / 2e12
+    net = replace(model(shapes_of(50_000_000, 0, 768), 0.0, 25 * 2**20), params=50_000_000)
+    alike = replace(costs(Line(0.0, slow), ranks), adamw=0.0, onebit=on_machines({}, ranks).onebit)
+    levels = {verb: Line(0.0, fast if verb.startswith("inside") else slow) for verb in ON_MACHINES}
+    steps = predict(alike, net)
+    nodes = predict(on_machines({**dict.fromkeys(VERBS, Line(0.0, slow)), **levels}, ranks), as_nodes(net, machine))
+    assert nodes["ddp"].seconds == steps["ddp"].seconds
+    for name in ("gradients_int8", "gradients_int4", "onebit_adam"):
+        between = nodes[name].seconds - nodes[name].inside * fast
+        assert between / steps[name].seconds == pytest.approx(3 / 31, rel=5e-3), name  # and an agreement
+
+
+def test_of_each_method_the_faster_way_is_recommended_and_its_mesh_is_named() -> None:
+    def step(seconds: float) -> Step:
+        return Step(seconds, seconds, 0)
+
+    names = [*COMPRESSORS, "onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam"]
+    steps = {**dict.fromkeys(names, step(2.0)), "none": step(0.1), "ddp": step(2.0), "ddp_bf16": step(2.0)}
+    found = {**dict.fromkeys([*ROWS, *names[-4:], *TWICE], step(1.99)), "gradients_int8": step(0.5), "none": step(0.1),
+             "ddp": step(2.0), "ddp_bf16": step(2.0)}  # fmt: skip
+    machines = Machines(8, {}, costs(), as_nodes(model(), 8), found, ("gradients_int8", 1, 1.0, 1.0))
+    best, nodes = better(steps, machines)
+    assert nodes == {"gradients_int8", *TWICE}
+    assert best["gradients_int8"] == step(0.5)
+    assert best["gradients_int4"] == step(2.0), "a gain below 5 % is none"
+    specs = {**compressors(2048), **{name: spec for name, (_, spec, _) in TWICE.items()}}
+    mesh = dict.fromkeys(nodes, 'init_device_mesh("cuda", (4, 8))')
+    said = recommend(best, True, 1, specs, nodes=mesh)
+    assert said.startswith("use AdamW on Int8(), machines as nodes (compress_gradients): a compressed step takes 0.5 s")
+    assert said.endswith('Machines as nodes: process_group=init_device_mesh("cuda", (4, 8)).')
+    assert "nodes" not in recommend(steps, True, 1, compressors(2048))
+    assert better(steps, None) == (steps, set())
+    assert label("gradients_int4_int8", specs) == "Int4(), inside=Int8()"
+
+
+@pytest.mark.parametrize("machine", [2, 4])
+def test_mirrored_machines_note_what_each_level_waits_for(machine: int) -> None:
+    """What is computed before each collective, of the optimizer and of a mean, and nothing else."""
+
+    def measured(backend: ThreadBackend) -> list[set[str]]:
+        stand = Stand(backend, backend, torch.device("cpu"))  # type: ignore[arg-type]
+        stand.largest = list  # type: ignore[method-assign, assignment]
+        mean = Mean(SMALL, stand)
+        found = [mean.costs_on_machines(Int8(), BUCKET, machine, inside) for inside in (None, Int8())]
+        found.append(onebit_on_machines(stand, 40_000, BUCKET, commopt.compress.Sign(), machine))
+        assert all(seconds >= 0 for each in found for seconds in each.values())
+        return [set(each) for each in found]
+
+    (gradients, twice, optimizer), *_ = on_threads(8, measured)
+    assert gradients == twice == {"presence", *ON_MACHINES, "end"}
+    assert optimizer == {"agreement", *ON_MACHINES, "end"}
+
+
+@pytest.mark.parametrize("name", sorted(ON_NODES))
+def test_compressing_what_fsdp2_sends_on_two_levels_is_timed_and_predicted(name: str) -> None:
+    """Of one module: what is computed before each collective, and the sum of that and of all that is sent."""
+    way, ranks, machine = ON_NODES[name], 8, 4
+    verbs = {"gradients inside_all_to_all", "gradients between_all_to_all", "gradients end"}
+    if way.weights is not None:
+        verbs |= {"weights between_all_gather", "weights inside_all_gather", "weights end", "again"}
+    per = costs_of(way, 4096, Alone(ranks), machine)
+    assert per.keys() == verbs
+    assert all(seconds > 0 for seconds in per.values())
+    link = {verb: Line(0.0, 1e-9 * (i + 1)) for i, verb in enumerate(ON_MACHINES)}
+    fsdp = dict.fromkeys(("fsdp_all_gather", "fsdp_reduce_scatter"), NOTHING)
+    net, n = model(((8 * 4096,),)), 4096
+    step = predict_cut(on_machines(link, ranks), fsdp, net, [net.shapes], way, dict.fromkeys(per, 1e-9), machine)
+    sent = reduced(way, n, ranks, machine) + gathered(way, n, ranks, machine)
+    computed = len(verbs - {"again"}) * 1e-9 * ranks * n
+    expected = computed + sum({**link, **fsdp}[verb](nbytes) for verb, nbytes in sent)
+    assert step.seconds == pytest.approx(expected, rel=1e-12)
+    assert step.inside == sum(nbytes for verb, nbytes in sent if verb.startswith("inside"))
+
+
+def test_with_nodes_what_fsdp2_sends_is_recommended_with_its_mesh() -> None:
+    ways = {**WAYS, **ON_NODES}
+    steps = {name: Step(0.5 if name == "fsdp_twice" else 1.0, 0.0, 0) for name in ways}
+    said = recommend_cut(steps, ways)
+    call = "compress_gradients(model, Int4(), inside=Int8(), weights=Differences(), process_group=mesh)"
+    assert said.startswith(f"{call}: a step takes 0.5 s where FSDP2 takes 1 s, 2.00 x as fast.")
+
+
+def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks, of which torchrun would say that each machine runs 2."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    figures = tmp_path / "all.json"
+    results = on_ranks(*[["--params=40K", "--step-time=0.01", "--max-mb=0.0625", "--fsdp", f"--json={figures}"]] * 4)
+    assert [code for code, _, _ in results] == [0] * 4, results
+    report = " ".join(results[0][1].split())
+    for words in (
+        "machines as nodes", "means inside a machine of 2 ranks in float32", "with machines as nodes took",
+        "the same with process_group=mesh, machines as nodes; of MB, those that leave a machine: Int8()",
+    ):  # fmt: skip
+        assert words in report, words
+    rows = {line[:30].strip(): line[30:].split() for line in results[0][1].splitlines()}
+    assert float(rows["Int4(), inside=Int8()"][3]) < float(rows["Int4()"][3]), "less goes inside a machine"
+    found = json.loads(figures.read_text())["machines"]
+    assert found["ranks"] == 2
+    assert set(found["link"]) == set(ON_MACHINES)
+
+
+def test_one_machine_is_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    results = on_ranks(*[["--params=40K", "--step-time=0.01", "--max-mb=0.0625"]] * 2)
+    assert [code for code, _, _ in results] == [0] * 2, results
+    assert "nodes" not in results[0][1]
