@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What ``commopt probe`` predicts for the networks on which scripts/bench_network.py has measured, beside that.
 
-    scripts/bench_probe.py                     # probes the beds of benchmarks/network_gradients.json; writes probe.json
-    scripts/bench_probe.py --update-docs       # the table in docs/probe.md, from both; no run
+    scripts/bench_probe.py                     # probes the beds of benchmarks/network_gradients.json and nodes.json
+    scripts/bench_probe.py --beds nodes        # those of one of them; what was predicted for the other stays
+    scripts/bench_probe.py --update-docs       # the table in docs/probe.md, from all; no run
 
 The probe is told what it asks for: the parameters of that model, how many its tied embedding has, its width, and the
 seconds of a step without communication, which are those measured there. So run it on the machine, and in the hour, in
@@ -28,9 +29,17 @@ from netbed import BedError, NetBed, exit_on_signals, parse_latency, parse_rate
 from network_rank import busy_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED, PREDICTED = (ROOT / "benchmarks" / name for name in ("network_gradients.json", "probe.json"))
+BEDS = ("network_gradients", "nodes")
+"""Files with measurements."""
+PREDICTED = ROOT / "benchmarks" / "probe.json"
 PAGE = ROOT / "docs" / "probe.md"
 MARKS = "<!-- probe: made by scripts/bench_probe.py --update-docs -->", "<!-- /probe -->"
+
+
+def measured(beds: str) -> list[dict[str, Any]]:
+    """The runs of one of ``BEDS``."""
+    runs: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / f"{beds}.json").read_text())["runs"]
+    return runs
 
 
 def arguments_of(run: dict[str, Any], max_mb: float) -> list[str]:
@@ -53,7 +62,7 @@ def probe(run: dict[str, Any], max_mb: float, timeout: float) -> dict[str, Any]:
         place = (
             run["hosts"],
             parse_rate(run["rate"]),
-            1,
+            run["ranks_per_host"],
             run["cores_per_host"],
             parse_latency(run.get("latency", "0ms")),
         )
@@ -66,14 +75,18 @@ def probe(run: dict[str, Any], max_mb: float, timeout: float) -> dict[str, Any]:
         if code:
             raise BedError(f"the probe failed; exit code {code}")
         found = json.loads(out.read_text())
+    steps = dict(found["steps"])
+    for name, step in (found["machines"] or {"steps": {}})["steps"].items():
+        steps[f"{name}_nodes"] = step
     others = (busy_seconds() - busy - (_own() - before)) / (time.perf_counter() - start) / (os.cpu_count() or 1)
     return {
         "hosts": run["hosts"],
+        "ranks_per_host": run["ranks_per_host"],
         "rate": run["rate"],
         "command": shlex.join(["commopt", "probe", *given]),
         "others_share": max(0.0, others),
-        "seconds": {name: step["seconds"] for name, step in found["steps"].items()},
-        "bytes": {name: step["nbytes"] for name, step in found["steps"].items()},
+        "seconds": {name: step["seconds"] for name, step in steps.items()},
+        "bytes": {name: step["nbytes"] for name, step in steps.items()},
         "advice": found["advice"],
     }
 
@@ -84,16 +97,22 @@ def _own() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+def place_of(run: dict[str, Any]) -> str:
+    """Its bed, in words."""
+    ranks = "" if run["ranks_per_host"] == 1 else f" of {run['ranks_per_host']} ranks"
+    return f"{run['hosts']} hosts{ranks}, {run['rate']}"
+
+
 def table(measured: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> str:
     """Markdown: seconds of a step, and how many times as fast as DDP's, measured and predicted; how far others
     disturbed either; and what the probe recommends."""
     lines = ["| link | method | measured | predicted | speed measured | predicted |", "|---|---|---|---|---|---|"]
     notes = []
     for guess in predicted:
-        run = next(run for run in measured if (run["hosts"], run["rate"]) == (guess["hosts"], guess["rate"]))
-        link, ours = f"{guess['hosts']} hosts, {guess['rate']}", guess["seconds"]
+        run = next(run for run in measured if place_of(run) == place_of(guess))
+        link, ours = place_of(guess), guess["seconds"]
         for name, method in run["methods"].items():
-            if name not in ours or name == "none":
+            if name not in ours or name.startswith("none"):
                 continue
             seconds = method["seconds_median"]
             speeds = run["methods"]["ddp"]["seconds_median"] / seconds, ours["ddp"] / ours[name]
@@ -103,7 +122,7 @@ def table(measured: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> st
             )
             link = ""
         notes.append(
-            f"{guess['hosts']} hosts, {guess['rate']}: others had {100 * run['others_share']:.0f} % of the cores while "
+            f"{place_of(guess)}: others had {100 * run['others_share']:.0f} % of the cores while "
             f"it was measured, and {100 * guess['others_share']:.0f} % while it was predicted, by "
             f"`{guess['command']}`. The probe's advice: *{guess['advice']}*"
         )
@@ -112,23 +131,26 @@ def table(measured: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> st
 
 def update_docs() -> None:
     """Writes the table into its page."""
-    measured, predicted = (json.loads(path.read_text())["runs"] for path in (MEASURED, PREDICTED))
-    put(table(measured, predicted), PAGE, MARKS)
+    put(table([run for beds in BEDS for run in measured(beds)], json.loads(PREDICTED.read_text())["runs"]), PAGE, MARKS)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-mb", type=float, default=16, help="largest message that is timed (default: 16)")
+    parser.add_argument("--beds", choices=BEDS, help="probe those of this file alone (default: all)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a probe is ended")
     parser.add_argument("--update-docs", action="store_true", help="only the table, from what is there")
     args = parser.parse_args()
     if not args.update_docs:
         exit_on_signals()
         try:
-            runs = [probe(run, args.max_mb, args.timeout) for run in json.loads(MEASURED.read_text())["runs"]]
+            again = [run for beds in BEDS if args.beds in (None, beds) for run in measured(beds)]
+            runs = [probe(run, args.max_mb, args.timeout) for run in again]
         except BedError as error:
             print(f"bench_probe: {error}", file=sys.stderr)
             return 2
+        known = json.loads(PREDICTED.read_text())["runs"] if PREDICTED.exists() else []
+        runs = [run for run in known if place_of(run) not in map(place_of, runs)] + runs
         PREDICTED.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     update_docs()
     return 0

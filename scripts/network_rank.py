@@ -74,11 +74,19 @@ def ddp_powersgd(model: nn.Module, rank: int) -> tuple[nn.Module, Any]:
 
 
 def compressed(
-    model: nn.Module, name: str, arguments: dict[str, Any], bare: bool = False, **options: Any
+    model: nn.Module,
+    name: str,
+    arguments: dict[str, Any],
+    bare: bool = False,
+    nodes: bool = False,
+    inside: commopt.compress.Compressor | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """AdamW on compressed means of gradients."""
+    """AdamW on compressed means of gradients; with hosts as nodes, ``inside`` is for what goes inside a host."""
     wrapped = model if bare else DistributedDataParallel(model)
-    handle = commopt.compress_gradients(wrapped, getattr(commopt.compress, name)(**arguments))
+    mesh = hosts_mesh() if nodes else None
+    spec = getattr(commopt.compress, name)(**arguments)
+    handle = commopt.compress_gradients(wrapped, spec, process_group=mesh, inside=inside)
     optimizer = adamw(model, **options)
     HANDLES[optimizer] = handle
     return wrapped, optimizer
@@ -198,6 +206,16 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         "OneBitAdam(overlap=True), hosts as nodes",
         onebit_adam,
         {"nodes": True, "overlap": True},
+    ),
+    "gradients_int4_nodes": (
+        "DDP, AdamW on Int4(), hosts as nodes",
+        compressed,
+        {"name": "Int4", "arguments": {}, "nodes": True},
+    ),
+    "gradients_int4_int8_nodes": (
+        "DDP, AdamW on Int4(), hosts as nodes, inside=Int8()",
+        compressed,
+        {"name": "Int4", "arguments": {}, "nodes": True, "inside": commopt.compress.Int8()},
     ),
     "hsdp_none": ("FSDP in a host, AdamW, no communication between hosts", hsdp, {"between": False}),
     "hsdp_none_fused": (

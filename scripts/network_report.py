@@ -107,6 +107,7 @@ BY_RATE = (
     ("network_sharded.json", "sharding_network.md", ("hsdp", "hsdp_none", "HSDP")),
     ("network_gradients.json", "gradients.md", ("ddp", "none", "DDP")),
     ("network_rounds.json", "streaming.md", ("ddp", "none", "DDP")),
+    ("nodes.json", "backends.md", ("ddp", "none", "DDP")),
 )
 """Figures, their page, and what the methods on it are compared with, see :func:`by_rate`."""
 

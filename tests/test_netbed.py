@@ -300,12 +300,11 @@ def test_the_pages_that_are_committed_have_the_figures_that_are(figures: str, pa
 
 
 def test_what_the_probe_has_predicted_is_on_its_page() -> None:
-    measured, predicted = (
-        json.loads(path.read_text())["runs"] for path in (bench_probe.MEASURED, bench_probe.PREDICTED)
-    )
+    measured = [run for beds in bench_probe.BEDS for run in bench_probe.measured(beds)]
+    predicted = json.loads(bench_probe.PREDICTED.read_text())["runs"]
     text = bench_probe.table(measured, predicted)
     assert text in bench_probe.PAGE.read_text()
-    assert all(f"{run['hosts']} hosts, {run['rate']} | DDP, AdamW |" in text for run in predicted)
+    assert all(f"{bench_probe.place_of(run)} | DDP, AdamW |" in text for run in predicted)
 
 
 def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(start: Started, tmp_path: Path) -> None:
