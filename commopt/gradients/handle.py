@@ -187,9 +187,10 @@ def compress_gradients(
     ================================  ==================================================================================
 
     Memory of a rank, for N elements of gradients that it holds: residuals of 4 N bytes and 4 N / W (8 for float64), and
-    while means are taken (on a CPU always) as much again. Without ``feedback`` only the latter. With LoCo: N bytes, N
-    more while means are taken, 4 N / W, and 8 bytes an element of the largest bucket. By FSDP2's reduce-scatters N is
-    all of the model: what a rank owes is of what it compresses, gradients before they are cut.
+    while means are taken (on a CPU always) as much again. Without ``feedback`` nothing is kept, and while means are
+    taken it is 8 N bytes and 8 N / W. With LoCo: N bytes, N more while means are taken, 4 N / W, and 8 bytes an element
+    of the largest bucket. By FSDP2's reduce-scatters N is all of the model: what a rank owes is of what it compresses,
+    gradients before they are cut.
 
     Args:
         model: before the first backward; its parameters where they will stay.

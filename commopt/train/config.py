@@ -235,7 +235,7 @@ class CommConfig:
     ranks_per_node: int = 1
     """1: all ranks are alike. More: that many ranks that follow each other are a node, and only what goes from node to
     node is compressed. 0: as many as every machine runs. For commopt optimizers, over auto, gloo, nccl or mpi; and for
-    comm.compress where parallel.shard are all ranks."""
+    comm.compress, without parallel or where parallel.shard are all ranks."""
 
     def __post_init__(self) -> None:
         _check("comm.ranks_per_node", self.ranks_per_node, self.ranks_per_node >= 0, ">= 0")
