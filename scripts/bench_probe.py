@@ -2,7 +2,8 @@
 """What ``commopt probe`` predicts for the networks on which scripts/bench_network.py has measured, beside that.
 
     scripts/bench_probe.py                     # probes the beds of benchmarks/network_gradients.json and nodes.json
-    scripts/bench_probe.py --beds nodes        # those of one of them; what was predicted for the other stays
+    scripts/bench_probe.py --beds nodes        # those of one of them; what was predicted for the others stays
+    scripts/bench_probe.py --hosts 4           # those of so many hosts
     scripts/bench_probe.py --update-docs       # the table in docs/probe.md, from all; no run
 
 The probe is told what it asks for: the parameters of that model, how many its tied embedding has, its width, and the
@@ -138,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-mb", type=float, default=16, help="largest message that is timed (default: 16)")
     parser.add_argument("--beds", choices=BEDS, help="probe those of this file alone (default: all)")
+    parser.add_argument("--hosts", type=int, help="probe beds of so many hosts alone (default: all)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a probe is ended")
     parser.add_argument("--update-docs", action="store_true", help="only the table, from what is there")
     args = parser.parse_args()
@@ -145,7 +147,7 @@ def main() -> int:
         exit_on_signals()
         try:
             again = [run for beds in BEDS if args.beds in (None, beds) for run in measured(beds)]
-            runs = [probe(run, args.max_mb, args.timeout) for run in again]
+            runs = [probe(run, args.max_mb, args.timeout) for run in again if args.hosts in (None, run["hosts"])]
         except BedError as error:
             print(f"bench_probe: {error}", file=sys.stderr)
             return 2

@@ -202,7 +202,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     ),
     "noloco": ("NoLoCo, 30 steps", rounds, {"name": "NoLoCo"}),
     "onebit_adam_nodes": ("OneBitAdam, hosts as nodes", onebit_adam, {"nodes": True}),
-    "onebit_adam_nodes_overlap": (
+    "onebit_adam_overlap_nodes": (
         "OneBitAdam(overlap=True), hosts as nodes",
         onebit_adam,
         {"nodes": True, "overlap": True},

@@ -305,6 +305,10 @@ def test_what_the_probe_has_predicted_is_on_its_page() -> None:
     text = bench_probe.table(measured, predicted)
     assert text in bench_probe.PAGE.read_text()
     assert all(f"{bench_probe.place_of(run)} | DDP, AdamW |" in text for run in predicted)
+    for guess in predicted:
+        (run,) = (run for run in measured if bench_probe.place_of(run) == bench_probe.place_of(guess))
+        left_out = {name for name in run["methods"] if name not in guess["seconds"]}
+        assert all(name.startswith(("fsdp", "ddp_powersgd")) or name.endswith("_bare") for name in left_out), left_out
 
 
 def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(start: Started, tmp_path: Path) -> None:

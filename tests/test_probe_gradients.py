@@ -136,7 +136,8 @@ def test_bytes_of_a_sharded_model() -> None:
 
 
 def test_bytes_are_those_measured_on_a_network() -> None:
-    """By the NICs of the hosts, which count headers and acknowledgements too."""
+    """By the NICs of the hosts, which count headers and acknowledgements too: 66 bytes each, at most one of either for
+    each segment, and for the notices that Gloo sends before and after each message."""
     figures = Path(__file__).parent.parent / "benchmarks" / "network_gradients.json"
     for run in json.loads(figures.read_text())["runs"]:
         params, last, hosts = run["parameters"], run["vocab"] * run["width"], run["hosts"]
@@ -150,7 +151,8 @@ def test_bytes_are_those_measured_on_a_network() -> None:
             spec = COMPRESSORS[name][1]
             buckets = exchanges(shapes, spec, hosts, 4 * params // 8)
             assert m["collectives"] == 1 + sum(len(e.sent) for bucket in buckets for e in bucket), name
-            assert 1 < m["bytes_per_host"] / steps[name].nbytes < 1.1, name
+            segments = steps[name].nbytes / 1448 + 3 * m["collectives"] * 2 * (hosts - 1)
+            assert 0 < m["bytes_per_host"] - steps[name].nbytes < 2 * 66 * segments, name
         modules = modules_of(params, last, run["width"])
         free = dict.fromkeys(("fsdp_all_gather", "fsdp_reduce_scatter"), NOTHING)
         for name, way in (("fsdp_int8", "fsdp_int8_int8"), ("fsdp_int4", "fsdp_int4_differences")):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_probe import on_ranks
 from test_probe_gradients import BUCKET, SMALL, VERBS, Alone, Given, costs, model
-from torch import nn
 from worlds import on_threads
 
 import commopt
 from commopt import OneBitAdam
 from commopt.comm import ThreadBackend
 from commopt.compress import Compressor, Int8
-from commopt.probe.advice import recommend
+from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
+from commopt.probe import command
+from commopt.probe.advice import over_run, recommend
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, TWICE, compressors, label
 from commopt.probe.cut import ON_NODES, WAYS, costs_of, gathered, predict_cut, recommend_cut, reduced
@@ -27,7 +29,8 @@ from commopt.probe.machines import Machines, as_nodes, better
 from commopt.probe.means import Mean
 from commopt.probe.measure import Stand
 from commopt.probe.messages import FLAT, ON_MACHINES, exchanges, rows_sent, shapes_of
-from commopt.probe.predict import Messages, both_ways, predict
+from commopt.probe.options import ProbeError, parse
+from commopt.probe.predict import FROZEN, RUN, Messages, predict
 
 NOTHING = Line(0.0, 0.0)
 ROWS = {name: spec for name, (_, spec) in COMPRESSORS.items() if isinstance(spec, Compressor)}
@@ -73,25 +76,28 @@ def test_bytes_on_both_levels_are_those_that_compressed_gradients_count(machine:
     assert any(len(bucket) > 1 for bucket in chunked), "a bucket goes in chunks"
 
 
-@pytest.mark.parametrize(("machine", "ranks"), EXAMPLES)
+@pytest.mark.parametrize(("machine", "ranks"), [(1, 3), *EXAMPLES])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_bytes_on_both_levels_are_those_of_onebit_adam(machine: int, ranks: int, overlap: bool) -> None:
-    params = 70_000
+    """Of a model with several buckets, some of which go in chunks; and how many collectives that is."""
 
     def sent(backend: ThreadBackend) -> tuple[int, int]:
-        x = nn.Parameter(torch.ones(params))
-        optimizer = OneBitAdam([x], freeze_step=1, bucket_mb=BUCKET / 2**20, backend=backend.nodes(machine))
+        net = Given(SMALL)
+        nodes = backend if machine == 1 else backend.nodes(machine)
+        optimizer = OneBitAdam(
+            net.parameters(), freeze_step=1, bucket_mb=BUCKET / 2**20, overlap=overlap, backend=nodes
+        )
         for _ in range(2):
-            x.grad = torch.ones(params)
+            net.backward()
             optimizer.step()
         step = optimizer.comm_stats()["step"]
-        return step["bytes"], step["intra_node"]["bytes"]
+        return step["bytes"], step.get("intra_node", {"bytes": 0})["bytes"]
 
-    nodes = as_nodes(replace(model(((params,),)), last_params=params), machine)
-    step = predict(on_machines({}, ranks), nodes)["onebit_adam_overlap" if overlap else "onebit_adam"]
-    (out, inside), *others = on_threads(ranks, sent)
-    assert others == [(out, inside)] * (ranks - 1)
-    assert (step.nbytes - step.inside, step.inside) == (out, inside)
+    nodes = model() if machine == 1 else as_nodes(model(), machine)
+    there = costs(world_size=ranks) if machine == 1 else on_machines({}, ranks)
+    step = predict(there, nodes)["onebit_adam_overlap" if overlap else "onebit_adam"]
+    assert on_threads(ranks, sent) == [(step.nbytes - step.inside, step.inside)] * ranks
+    assert len(exchanges(SMALL, nodes.compressor, ranks, BUCKET)) > 3
 
 
 def test_an_exchange_waits_for_each_of_its_collectives() -> None:
@@ -100,13 +106,40 @@ def test_an_exchange_waits_for_each_of_its_collectives() -> None:
     at = on_machines(link, 4, per=1e-9)
     sent = rows_sent(Int8(), 4096, 4, machine=2)
     messages = Messages(Clock(at), [1e-9 * (i + 1) for i in range(5)])
-    (exchange,) = both_ways(4 * 4096, at, replace(model(), machine=2, compressor=Int8(), bucket_bytes=10**6))
+    ((exchange,),) = exchanges(((4 * 4096,),), Int8(), 4, 10**6, machine=2)
     assert exchange.sent == sent
     messages.launch([exchange])
     messages.arrive()
     messages.end()
     seconds = sum(link[verb](nbytes) for verb, nbytes in sent) + 1e-9 * 15 * 4 * 4096
     assert messages.clock.step().seconds == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_bucket_in_chunks_goes_out_inside_a_machine_as_one_message() -> None:
+    """No chunk is compressed before all of that has come."""
+    at = on_machines({ON_MACHINES[0]: Line(1.0, 0.0)}, 4)
+    (several,) = exchanges(((40_000,),), Int8(), 4, BUCKET, machine=2)
+    assert len(several) > 2
+    messages = Messages(Clock(at), [0.0] * 5)
+    messages.launch(several)
+    messages.turn(0.5)
+    assert [number for _, number, _ in messages.under_way] == [0] * len(several)
+    messages.arrive()
+    assert messages.clock.step().seconds == 1.0
+    assert messages.clock.inside == sum(nbytes for e in several for verb, nbytes in e.sent if "inside" in verb)
+
+
+def test_exact_steps_of_zero_one_adam_leave_a_machine_as_parts() -> None:
+    """2 machines of 8: each rank has an 8th of the model to average with one other."""
+    ranks, machine, params = 16, 8, 50_000_000
+    net = replace(model(shapes_of(params, 0, 768), 0.0, 25 * 2**20), params=params)
+    step = predict(on_machines({}, ranks), as_nodes(net, machine))["zero_one_adam"]
+    counts = count_steps(VariancePolicy(stop=FROZEN), SyncPolicy(), RUN)
+    row = as_nodes(net, machine).compressor.nbytes(params // ranks)
+    out = counts.exact * 4 * params // machine + counts.compressed * 2 * row
+    inside = counts.exact * 2 * 4 * params * 7 // 8 + counts.compressed * (4 * params * 7 // 8 + 7 * 2 * row)
+    assert step.nbytes - step.inside == pytest.approx(out / RUN, rel=0.01)
+    assert step.inside == pytest.approx(inside / RUN, rel=0.01)
 
 
 def test_a_slow_network_between_machines_costs_a_part_of_what_it_costs_all_ranks_alike() -> None:
@@ -133,17 +166,84 @@ def test_of_each_method_the_faster_way_is_recommended_and_its_mesh_is_named() ->
              "ddp": step(2.0), "ddp_bf16": step(2.0)}  # fmt: skip
     machines = Machines(8, {}, costs(), as_nodes(model(), 8), found, ("gradients_int8", 1, 1.0, 1.0))
     best, nodes = better(steps, machines)
-    assert nodes == {"gradients_int8", *TWICE}
+    assert nodes == {"gradients_int8", "onebit_adam_int8", *TWICE}, "of the latter the warm-up is faster"
     assert best["gradients_int8"] == step(0.5)
     assert best["gradients_int4"] == step(2.0), "a gain below 5 % is none"
     specs = {**compressors(2048), **{name: spec for name, (_, spec, _) in TWICE.items()}}
-    mesh = dict.fromkeys(nodes, 'init_device_mesh("cuda", (4, 8))')
-    said = recommend(best, True, 1, specs, nodes=mesh)
+    mesh = 'init_device_mesh("cuda", (4, 8))'
+    said = recommend(best, True, 1, specs, nodes=nodes, mesh=mesh)
     assert said.startswith("use AdamW on Int8(), machines as nodes (compress_gradients): a compressed step takes 0.5 s")
     assert said.endswith('Machines as nodes: process_group=init_device_mesh("cuda", (4, 8)).')
     assert "nodes" not in recommend(steps, True, 1, compressors(2048))
+    beside = {**steps, "gradients_int8": step(1.0), "gradients_topk": step(0.4)}
+    said = recommend(beside, True, 1, specs, nodes={"gradients_topk"}, mesh=mesh)
+    assert said.startswith("use AdamW on Int8() (compress_gradients): ")
+    assert said.endswith("AdamW on TopK(), machines as nodes 5.00 x. Machines as nodes: process_group=" + mesh + ".")
     assert better(steps, None) == (steps, set())
     assert label("gradients_int4_int8", specs) == "Int4(), inside=Int8()"
+
+
+def test_a_warm_up_and_the_steps_after_it_have_the_same_ranks() -> None:
+    def level(onebit: float, int8: float) -> dict[str, Step]:
+        seconds = {"ddp": 3.0, "onebit_adam_int8": onebit, "gradients_int8": int8}
+        return {name: Step(value, 0.0, 0) for name, value in seconds.items()}
+
+    for there, faster in ((level(0.55, 0.9), False), (level(0.48, 0.5), True)):  # alike: 20 % of 1.3 s, 80 % of 0.45
+        steps = level(0.45, 1.3)
+        machines = Machines(8, {}, costs(), as_nodes(model(), 8), there, ("gradients_int8", 1, 1.0, 1.0))
+        best, nodes = better(steps, machines)
+        assert nodes == ({"gradients_int8", "onebit_adam_int8"} if faster else {"gradients_int8"})
+        assert best["onebit_adam_int8"] == (there if faster else steps)["onebit_adam_int8"]
+        used = there if faster else steps
+        gain = 3.0 / (0.2 * used["gradients_int8"].seconds + 0.8 * used["onebit_adam_int8"].seconds)
+        assert over_run(best, "onebit_adam_int8")[0] == pytest.approx(gain)
+
+
+@pytest.mark.parametrize(
+    ("here", "machine", "expected"),
+    [
+        ([2, 2, 2, 2], [0, 0, 1, 1], 2),
+        ([2, 2, 2, 2], None, 2),
+        ([2, 2, 2, 2], [0, 1, 0, 1], 1),  # numbered in turn
+        ([3, 3, 3, 1], [0, 0, 0, 1], 1),
+        ([2, 2, 1, 1], [0, 0, 1, 2], 1),
+        ([4, 4, 4, 4], [0, 0, 0, 0], 1),
+        ([1, 1, 1, 1], [0, 1, 2, 3], 1),
+        ([8, 8, 8, 8], [0, 0, 0, 0], 1),
+        (None, None, 1),
+    ],
+)
+def test_machines_are_nodes_if_all_run_as_many_ranks_in_a_row(
+    here: list[int] | None, machine: list[int] | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = parse(["--params=1M", "--step-time=1", "--device=cpu"])
+
+    def found(rank: int) -> int:
+        for name, values in (("LOCAL_WORLD_SIZE", here), ("GROUP_RANK", machine)):
+            monkeypatch.delenv(name, raising=False)
+            if values is not None:
+                monkeypatch.setenv(name, str(values[rank]))
+        rows = iter([here or [1] * 4, machine or [r // (here or [1] * 4)[rank] for r in range(4)]])
+
+        def gather(_: object, number: int) -> list[int]:
+            row = next(rows)
+            assert row[rank] == number
+            return row
+
+        monkeypatch.setattr(command, "gather_number", gather)
+        return command.ranks_of_a_machine(options, SimpleNamespace(rank=rank, world_size=4))  # type: ignore[arg-type]
+
+    assert [found(rank) for rank in range(4)] == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("LOCAL_WORLD_SIZE", "abc"), ("LOCAL_WORLD_SIZE", "0"), ("GROUP_RANK", "-1")]
+)
+def test_what_no_launcher_sets_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ProbeError, match=f"{name}='{value}' is not allowed, torchrun sets a whole number >= "):
+        command.check_place(parse(["--params=1M", "--step-time=1", "--device=cpu"]))
 
 
 @pytest.mark.parametrize("machine", [2, 4])
@@ -188,9 +288,10 @@ def test_compressing_what_fsdp2_sends_on_two_levels_is_timed_and_predicted(name:
 def test_with_nodes_what_fsdp2_sends_is_recommended_with_its_mesh() -> None:
     ways = {**WAYS, **ON_NODES}
     steps = {name: Step(0.5 if name == "fsdp_twice" else 1.0, 0.0, 0) for name in ways}
-    said = recommend_cut(steps, ways)
+    said = recommend_cut(steps, ways, 'init_device_mesh("cuda", (4, 8))')
     call = "compress_gradients(model, Int4(), inside=Int8(), weights=Differences(), process_group=mesh)"
     assert said.startswith(f"{call}: a step takes 0.5 s where FSDP2 takes 1 s, 2.00 x as fast.")
+    assert said.endswith('Here mesh is init_device_mesh("cuda", (4, 8)), and fully_shard(model) takes none.')
 
 
 def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +303,11 @@ def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest
     report = " ".join(results[0][1].split())
     for words in (
         "machines as nodes", "means inside a machine of 2 ranks in float32", "with machines as nodes took",
-        "the same with process_group=mesh, machines as nodes; of MB, those that leave a machine: Int8()",
+        "the same with process_group=mesh, machines as nodes; MB but for what is compressed inside a machine: Int8()",
     ):  # fmt: skip
         assert words in report, words
-    rows = {line[:30].strip(): line[30:].split() for line in results[0][1].splitlines()}
+    table = results[0][1].split("machines as nodes")[1].split("means inside")[0]
+    rows = {line[:30].strip(): line[30:].split() for line in table.splitlines()}
     assert float(rows["Int4(), inside=Int8()"][3]) < float(rows["Int4()"][3]), "less goes inside a machine"
     found = json.loads(figures.read_text())["machines"]
     assert found["ranks"] == 2

@@ -56,6 +56,8 @@ SHARDED = {
 """Names where FSDP2 cuts the model: it averages over machines by itself, as HSDP, where nobody else does."""
 HALVED = {"DDP": "DDP with bf16_compress_hook", "HSDP": "HSDP with reduce_dtype=torch.bfloat16"}
 OURS = ("onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam")
+WARM = "warm_up_int8"
+"""A step of the warm-up by Int8(), where it is none of ``steps["gradients_int8"]``."""
 STEPS = OURS[:2]
 """Those of which all compressed steps are alike, and are no other's."""
 
@@ -65,7 +67,7 @@ def over_run(steps: Mapping[str, Step], name: str) -> tuple[float, float]:
     ddp, mine = steps["ddp"].seconds, steps[name].seconds
     if name == "zero_one_adam":  # the mean of a whole run
         return ddp / mine, ddp / mine
-    warm = steps["gradients_int8"].seconds if name == "onebit_adam_int8" else ddp
+    warm = steps.get(WARM, steps["gradients_int8"]).seconds if name == "onebit_adam_int8" else ddp
     longer, shorter = (whole_run(ddp, mine, share, warm) for share in WARM_UP)
     return longer, shorter
 
@@ -162,7 +164,8 @@ def recommend(
     shard: int = 1,
     specs: Mapping[str, OfGradients] | None = None,
     rounds: Mapping[str, Round] | None = None,
-    nodes: Mapping[str, str] | None = None,
+    nodes: Container[str] = (),
+    mesh: str = "",
 ) -> str:
     """Recommends what to do, and says what it brings.
 
@@ -172,9 +175,21 @@ def recommend(
         shard: ranks over which FSDP2 cuts the model.
         specs: the compressors of gradients among the methods, by name.
         rounds: of local steps, by name.
-        nodes: of methods that have machines as nodes, how one writes that, as ``process_group``.
+        nodes: methods that have machines as nodes.
+        mesh: how one writes these.
     """
-    nodes = nodes or {}
+    text = _recommended(steps, bf16_available, shard, specs, rounds, nodes)
+    return f"{text} Machines as nodes: process_group={mesh}." if "machines as nodes" in text else text
+
+
+def _recommended(
+    steps: Mapping[str, Step],
+    bf16_available: bool,
+    shard: int,
+    specs: Mapping[str, OfGradients] | None,
+    rounds: Mapping[str, Round] | None,
+    nodes: Container[str],
+) -> str:
     fine, ours, coarse = choices(steps, bf16_available, shard, specs or {}, nodes)
     every, chosen = [*fine, *ours, *(choice for choice in coarse if not choice.too_coarse)], None
     for choice in every:
@@ -194,8 +209,6 @@ def recommend(
         less = [max(fine, key=lambda choice: choice.gain)] * bool(fine) + [fastest]
         others = " and ".join(f"with {choice.words} {choice.gain:.2f} x" for choice in less)
         text += f" It loses some of each gradient, and sends it later: compare losses. Runs that lose less: {others}."
-    if chosen.name in nodes:
-        text += f" Machines as nodes: process_group={nodes[chosen.name]}."
     return text + (" That is little for a prediction: try both." if chosen.gain < ACCURACY else "") + beside
 
 

@@ -98,6 +98,10 @@ def disagreement(options: Options | None, mistake: str | None, control: TorchBac
 
 def check_place(options: Options) -> None:
     """Raises ProbeError for what cannot work in this process."""
+    for name, least in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", 0)):
+        given = os.environ.get(name, "1")
+        if not given.isdecimal() or int(given) < least:
+            raise ProbeError(f"{name}={given!r} is not allowed, torchrun sets a whole number >= {least}")
     ranks = int(os.environ.get("WORLD_SIZE", 2 * options.shard))
     if ranks < 2:
         raise ProbeError(f"WORLD_SIZE={ranks}: there is nobody to talk to; {HOW_TO_START}")
@@ -177,16 +181,18 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     machines = None
     if groups is not None and options.shard == 1:
         machines = measure_machines(stand, groups, options, costs, model, mean)
+    mesh = f'init_device_mesh("{options.device}", ({control.world_size // machine}, {machine}))'
     cut = None
     if options.fsdp:
         modules = modules_of(options.params, options.last_params, width)
-        cut = measure_cut(stand, options, machines.costs if machines else costs, model, modules, machine)
+        cut = measure_cut(stand, options, machines.costs if machines else costs, model, modules, machine, mesh)
     best, nodes = better(steps, machines)
-    specs = {**model.compressors, **{name: spec for name, (_, spec, _) in TWICE.items() if name in best}}
-    mesh = f'init_device_mesh("{options.device}", ({control.world_size // machine}, {machine}))'
-    advice = recommend(best, options.backend == "nccl", options.shard, specs, rounds, dict.fromkeys(nodes, mesh))
+    used = {**{verb: costs.link[verb] for verb in lost}, **(machines.link if machines and nodes else {})}
     largest = max(sample.size for sample in samples["all_reduce"])
-    unknown = cannot_tell({verb: costs.link[verb] for verb in lost}, largest, min(capacity, 4 * held))
+    specs = {**model.compressors, **{name: spec for name, (_, spec, _) in TWICE.items() if name in best}}
+    advice = cannot_tell(used, largest, min(capacity, 4 * held)) or recommend(
+        best, options.backend == "nccl", options.shard, specs, rounds, nodes, mesh
+    )
     took = mean.rehearsal(model.compressors[fastest], capacity, stand.backend)
     return Result(
         options=options,
@@ -206,7 +212,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
         rounds=rounds,
-        advice=unknown or advice,
+        advice=advice,
         cut=cut,
         machines=machines,
     )
@@ -223,12 +229,14 @@ def place_device(options: Options) -> torch.device:
 
 def ranks_of_a_machine(options: Options, control: TorchBackend) -> int:
     """Those that hold a model together or, by torchrun's environment, that each machine runs; 1 where there is one
-    machine, or they do not run as many as each other."""
+    machine, they do not run as many as each other, or their ranks do not follow each other."""
     if options.shard > 1:
         return options.shard
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    alike = set(gather_number(control, here)) == {here} and control.world_size % here == 0
-    return here if alike and here < control.world_size else 1
+    here, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), control.world_size
+    alike = set(gather_number(control, here)) == {here} and ranks % here == 0
+    machines = gather_number(control, int(os.environ.get("GROUP_RANK", control.rank // here)))
+    in_a_row = all(machines[r] == machines[r // here * here] for r in range(ranks)) if alike else False
+    return here if in_a_row and len(set(machines)) == ranks // here > 1 else 1
 
 
 def fit_costs(

@@ -33,7 +33,7 @@ from commopt.probe.fit import Line, fit_line
 from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
 from commopt.probe.measure import Stand, sizes_up_to
-from commopt.probe.messages import Shapes, columns_of
+from commopt.probe.messages import ON_MACHINES, Shapes, columns_of
 from commopt.probe.options import Options
 from commopt.probe.predict import BACKWARD, Model, adamw_seconds
 
@@ -113,10 +113,16 @@ class Cut:
 
 
 def measure_cut(
-    stand: Stand, options: Options, costs: Costs, model: Model, modules: Sequence[Shapes], machine: int = 1
+    stand: Stand,
+    options: Options,
+    costs: Costs,
+    model: Model,
+    modules: Sequence[Shapes],
+    machine: int = 1,
+    mesh: str = "",
 ) -> Cut:
     """Times FSDP2's collectives over all ranks, and compressing; predicts. ``machine``: ranks of a machine, where
-    ``costs`` has what is sent with machines as nodes."""
+    ``costs`` has what is sent with machines as nodes, and ``mesh`` is how one writes these."""
     ranks = dist.new_group(backend=options.backend, timeout=PATIENCE)
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, ranks) for verb in ("all_gather", "reduce_scatter")}
@@ -127,7 +133,9 @@ def measure_cut(
     steps = {name: predict_cut(costs, link, model, modules, way, per[name], machine) for name, way in ways.items()}
     largest = max(sample.size for two in samples.values() for sample in two)
     at_once = 4 * stand.world_size * max(columns_of(shapes, stand.world_size) for shapes in modules)
-    return Cut(ways, steps, per, link, cannot_tell(link, largest, at_once) or recommend_cut(steps, ways))
+    used = {**link, **({} if machine == 1 else {verb: costs.link[verb] for verb in ON_MACHINES})}
+    advice = cannot_tell(used, largest, at_once) or recommend_cut(steps, ways, mesh)
+    return Cut(ways, steps, per, link, advice)
 
 
 # what it costs on the device ------------------------------------------------------------------------------------------
@@ -263,9 +271,14 @@ def weight_bytes(weights: Compressor | Differences, n: int) -> int:
     return weights.nbytes(n)
 
 
-def recommend_cut(steps: Mapping[str, Step], ways: Mapping[str, Way] = WAYS) -> str:
+def recommend_cut(steps: Mapping[str, Step], ways: Mapping[str, Way] = WAYS, mesh: str = "") -> str:
     """What to do with a model that is cut over all ranks: the fastest, but what loses more must be 5 % faster, and what
-    loses too much is not recommended."""
+    loses too much is not recommended. ``mesh``: how one writes machines as nodes."""
+    text = _recommended(steps, ways)
+    return f"{text} Here mesh is {mesh}, and fully_shard(model) takes none." if "=mesh" in text else text
+
+
+def _recommended(steps: Mapping[str, Step], ways: Mapping[str, Way]) -> str:
     plain = steps["fsdp"]
     gain = {name: plain.seconds / step.seconds for name, step in steps.items()}
     fine = sorted((name for name, way in ways.items() if way.lost < TOO_COARSE), key=lambda name: ways[name].lost)

@@ -47,7 +47,8 @@ class Local:
 
 
 class _Noted:
-    """Ranks that do what this one does, in no time: :meth:`note` hears of each collective as it starts."""
+    """Ranks that do what this one does, in no time: :meth:`note` hears of each collective as it starts, and
+    :meth:`deliver` brings what comes of it."""
 
     rank: int
     world_size: int
@@ -55,16 +56,21 @@ class _Noted:
     def note(self, verb: str) -> Work:
         raise NotImplementedError
 
+    def deliver(self, out: Tensor, inp: Tensor) -> None:
+        raise NotImplementedError
+
     def all_reduce(self, x: Tensor) -> Work:
         return self.note("all_reduce")
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp)
-        return self.note("all_to_all")
+        work = self.note("all_to_all")
+        self.deliver(out, inp)
+        return work
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
-        out.copy_(inp.expand_as(out))
-        return self.note("all_gather")
+        work = self.note("all_gather")
+        self.deliver(out, inp.expand_as(out))
+        return work
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         return self.note("broadcast")
@@ -91,6 +97,12 @@ class Mirrors(_Noted):
         self.seconds[verb] = self.seconds.get(verb, 0.0) + now - self._since
         self._since = now
         return Done()
+
+    def deliver(self, out: Tensor, inp: Tensor) -> None:
+        """The network's work, which costs no time here."""
+        out.copy_(inp)
+        self._synchronize()
+        self._since = time.perf_counter()
 
     def control(self) -> Backend:
         """Backend that the ranks agree over: the first word of a step is "agreement", what comes after belongs to
@@ -121,6 +133,9 @@ class _Agreeing(_Noted):
     def note(self, verb: str) -> Work:
         return self._mirrors.note("end" if "agreement" in self._mirrors.seconds else "agreement")
 
+    def deliver(self, out: Tensor, inp: Tensor) -> None:
+        self._mirrors.deliver(out, inp)
+
 
 class _Level(_Noted):
     """Some ranks of :class:`Mirrors`, whose collectives are noted by a name of their own."""
@@ -130,6 +145,9 @@ class _Level(_Noted):
 
     def note(self, verb: str) -> Work:
         return self._mirrors.note(f"{self._name}_{verb}")
+
+    def deliver(self, out: Tensor, inp: Tensor) -> None:
+        self._mirrors.deliver(out, inp)
 
 
 class MirroredMachines(NodesBackend):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commopt.comm import NodesBackend, TorchBackend
 from commopt.compress import Compressor
-from commopt.probe.advice import WORTH
+from commopt.probe.advice import WARM, WORTH, over_run
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE
 from commopt.probe.fit import Line, fit_line, line_through
@@ -132,8 +132,16 @@ def better(steps: Mapping[str, Step], machines: Machines | None) -> tuple[dict[s
     """The steps that a recommendation is made among: each method where all ranks are alike, or with machines as nodes,
     if that makes it 5 % faster. And which of them are the latter."""
     best, nodes = dict(steps), set[str]()
-    for name, step in ({} if machines is None else machines.compressed).items():
-        if name not in best or step.seconds * WORTH <= best[name].seconds:
+    if machines is None:
+        return best, nodes
+    for name, step in machines.compressed.items():
+        if name == "onebit_adam_int8":  # its warm-up is by the same ranks
+            alike, on_nodes = (over_run({**some, "ddp": steps["ddp"]}, name)[0] for some in (steps, machines.steps))
+            faster = on_nodes >= WORTH * alike
+            best[WARM] = (machines.steps if faster else steps)["gradients_int8"]
+        else:
+            faster = name not in steps or step.seconds * WORTH <= steps[name].seconds
+        if faster:
             best[name] = step
             nodes.add(name)
     return best, nodes

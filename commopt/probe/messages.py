@@ -39,7 +39,7 @@ class Exchange:
 
     Attributes:
         params: how many parameters they are about.
-        sent: of each, the verb, and the bytes that a rank sends.
+        sent: of each, the verb, and the bytes that a rank sends; none if it goes with the message before.
     """
 
     params: int
@@ -144,9 +144,10 @@ def _rows(bucket: Bucket, spec: Compressor, capacity: int, machine: int, inside:
     for start, stop in bucket.split(capacity, spec.chunk_multiple):
         params = bucket.numel * stop // shard - bucket.numel * start // shard
         sent = dict(rows_sent(spec, stop - start, bucket.world_size, machine))
-        if inside is not None:  # a bucket goes out inside a machine at once
-            whole = (machine - 1) * inside.nbytes(bucket.padded // machine)
-            sent["inside_all_to_all"] = whole * stop // shard - whole * start // shard
+        if machine > 1:  # a bucket goes out inside a machine at once
+            part = bucket.padded // machine
+            whole = (machine - 1) * (4 * part if inside is None else inside.nbytes(part))
+            sent[ON_MACHINES[0]] = whole if start == 0 else 0
         out.append(Exchange(params, tuple(sent.items())))
     return out
 

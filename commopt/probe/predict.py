@@ -58,7 +58,7 @@ class Model:
         last_params: of ``params``, how many are one tensor whose gradient comes last.
         bucket_bytes: most bytes of float32 in a bucket of OneBitAdam, and of compressed gradients.
         compressor: of OneBitAdam.
-        shapes: of the tensors, all parameters together; for compressed gradients alone.
+        shapes: of the tensors, all parameters together; if there are none, OneBitAdam has as few buckets as can be.
         shard: ranks that FSDP2 cuts it over.
         early: whether buckets of compressed gradients may start in backward.
         compressors: of gradients, by name.
@@ -159,7 +159,12 @@ class Messages:
 
     def _send(self, number: int, exchange: Exchange) -> None:
         self.clock.compute(self.per[number] * exchange.params)
-        self.under_way.append((self.clock.send(*exchange.sent[number]), number, exchange))
+        verb, nbytes = exchange.sent[number]
+        if nbytes or not self.under_way:
+            arrival = self.clock.send(verb, nbytes)
+        else:  # it is a part of the message before
+            arrival = self.under_way[-1][0]
+        self.under_way.append((arrival, number, exchange))
 
 
 def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
@@ -167,19 +172,21 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     clock, verbs = Clock(costs), FLAT if model.machine == 1 else ON_MACHINES
     messages = Messages(clock, [costs.onebit[verb] for verb in (*verbs, "end")])
     backward = begin(clock, model)
-    buckets = split(model.params, model.last_params, model.bucket_bytes)
+    shapes = model.shapes or tuple((n,) for n in reversed(split(model.params, model.last_params, model.bucket_bytes)))
+    buckets = buckets_of(shapes, costs.world_size, model.bucket_bytes)
+    sent = exchanges(shapes, model.compressor, costs.world_size, model.bucket_bytes, machine=model.machine)
     early = len(buckets) - 1 if overlap else 0
-    for i, n in enumerate(buckets):
-        clock.compute(backward * n)
+    for i, bucket in enumerate(buckets):
+        clock.compute(backward * bucket.numel)
         if i < early:
-            messages.launch(both_ways(n, costs, model))
+            messages.launch(sent[i])
             messages.turn(clock.now)
     clock.compute(costs.onebit["agreement"] * model.params)
     agreed = clock.send("all_gather", (costs.world_size - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES))
     if not overlap:
         clock.wait(agreed)
-    for n in buckets[early:]:
-        messages.launch(both_ways(n, costs, model))
+    for several in sent[early:]:
+        messages.launch(several)
     messages.turn()
     clock.wait(agreed)
     messages.arrive()
@@ -194,9 +201,14 @@ RUN, FROZEN = 10_000, 2_000
 
 def zero_one(costs: Costs, model: Model) -> Step:
     """ZeroOneAdam, its policies as they come but for the stop: the mean of the steps of a run. An exact step is taken
-    for one of DDP."""
+    for one of DDP, but for its bytes on machines."""
     counts = count_steps(VariancePolicy(stop=FROZEN), SyncPolicy(), RUN)
-    return mean_of([(counts.exact, ddp(costs, model)), (counts.compressed, onebit(costs, model)),
+    exact, inside = ddp(costs, model), model.machine
+    if inside > 1:
+        among = 2 * 4 * model.params * (inside - 1) // inside
+        out = all_reduce_bytes(4 * model.params // inside, costs.world_size // inside)
+        exact = replace(exact, nbytes=among + out, inside=among)
+    return mean_of([(counts.exact, exact), (counts.compressed, onebit(costs, model)),
                     (counts.local, plain(costs, model))])  # fmt: skip
 
 
@@ -269,12 +281,6 @@ def adamw_seconds(costs: Costs, model: Model) -> float:
     return min(costs.adamw * model.params, model.step_time)
 
 
-def both_ways(n: int, costs: Costs, model: Model) -> Sequence[Exchange]:
-    """What OneBitAdam sends of a bucket of ``n`` parameters: in chunks, if it is one large parameter."""
-    (several,) = exchanges(((n,),), model.compressor, costs.world_size, model.bucket_bytes, machine=model.machine)
-    return several
-
-
 def share(n: int, world_size: int) -> int:
     """Elements of a rank's shard of a bucket of ``n`` parameters."""
     return -(-n // (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -304,7 +310,7 @@ def predict(costs: Costs, model: Model) -> dict[str, Step]:
 
 def rehearse(costs: Costs, model: Model, params: int) -> Step:
     """OneBitAdam.step() alone, of ``params`` parameters."""
-    return onebit(costs, replace(model, params=params, last_params=0, step_time=costs.adamw * params))
+    return onebit(costs, replace(model, params=params, last_params=0, shapes=(), step_time=costs.adamw * params))
 
 
 def rehearse_mean(costs: Costs, model: Model, name: str, shapes: Shapes) -> float:
