@@ -176,7 +176,7 @@ def test_of_each_method_the_faster_way_is_recommended_and_its_mesh_is_named() ->
     assert said.endswith('Machines as nodes: process_group=init_device_mesh("cuda", (4, 8)).')
     assert "nodes" not in recommend(steps, True, 1, compressors(2048))
     beside = {**steps, "gradients_int8": step(1.0), "gradients_topk": step(0.4)}
-    said = recommend(beside, True, 1, specs, nodes={"gradients_topk"}, mesh=mesh)
+    said = recommend(beside, True, 1, compressors(2048), nodes={"gradients_topk"}, mesh=mesh)
     assert said.startswith("use AdamW on Int8() (compress_gradients): ")
     assert said.endswith("AdamW on TopK(), machines as nodes 5.00 x. Machines as nodes: process_group=" + mesh + ".")
     assert better(steps, None) == (steps, set())
