@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from forks import python
-from ports import free_port
+from probing import on_ranks
 
 import commopt
 from commopt.cli import main
@@ -347,22 +347,6 @@ def test_the_advice_names_what_a_sharded_model_would_do_without() -> None:
 
 
 # processes ------------------------------------------------------------------------------------------------------------
-
-
-def on_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
-    """``python -m commopt probe`` with the arguments of each rank, all on one machine; exit code and output by rank."""
-    port = free_port()
-    common = {"WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            [python(), "-m", "commopt", "probe", *words],
-            env={**os.environ, **common, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank, words in enumerate(arguments)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in ranks]
-    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, outputs)]
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_every_rank() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from probing import BUCKET, NOTHING, SMALL, VERBS, Alone, Given, costs, model
 from worlds import on_threads
 
 import commopt
@@ -19,15 +19,12 @@ from commopt.compress import ACP, Int8, PowerSGD, Sign
 from commopt.gradients import Differences
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.advice import OURS, TOO_COARSE, over_run, recommend
-from commopt.probe.clock import Costs, Step
+from commopt.probe.clock import Step
 from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
 from commopt.probe.cut import WAYS, costs_of, predict_cut, recommend_cut
 from commopt.probe.fit import Line
-from commopt.probe.local import Mirrors
 from commopt.probe.means import Mean, Rounds
-from commopt.probe.measure import Stand
 from commopt.probe.messages import (
-    Shapes,
     exchanges,
     modules_of,
     presence_bytes,
@@ -41,45 +38,9 @@ from commopt.probe.predict import Model, break_even, gradients, methods, predict
 from commopt.probe.report import verdict
 from commopt.probe.rounds import Round
 
-NOTHING = Line(0.0, 0.0)
-VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
-SMALL = shapes_of(110_013, 9_999, 64)
-BUCKET = 50_000
-"""Bytes, so that SMALL has many buckets, and some are sent in chunks."""
-
-
-def costs(link: Line = NOTHING, world_size: int = 2, per: float = 0.0, copies: float = 0.0) -> Costs:
-    """Every verb over the same link; a mean takes ``per`` seconds a parameter before each message, and at its end."""
-    return Costs(
-        world_size=world_size,
-        link=dict.fromkeys(VERBS, link),
-        loss=dict.fromkeys(VERBS, NOTHING),
-        adamw=1e-9,
-        copies={"all_reduce": copies, "all_reduce_bf16": copies},
-        onebit=dict.fromkeys(("agreement", "all_to_all", "all_gather", "end"), 1e-10),
-        means={name: {"presence": 0.0, "out": per, "back": per, "end": per} for name in COMPRESSORS},
-    )
-
-
-def model(shapes: Shapes = SMALL, step_time: float = 0.0, bucket_bytes: int = BUCKET, shard: int = 1) -> Model:
-    params = sum(math.prod(shape) for shape in shapes)
-    return Model(params, step_time, 0, bucket_bytes, Sign(), shapes, shard, True, compressors(2048))
-
 
 def large(step_time: float = 0.5) -> Model:
     return model(shapes_of(100_000_000, 0, 768), step_time, 25 * 2**20)
-
-
-class Given(nn.Module):
-    """Float32 parameters of given shapes, whose gradients are ones."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(torch.ones(shape) for shape in shapes)
-
-    def backward(self) -> None:
-        self.zero_grad()
-        torch.stack([p.sum() for p in self.params]).sum().backward()
 
 
 # what is sent ---------------------------------------------------------------------------------------------------------
@@ -185,22 +146,6 @@ def test_a_sample_has_the_first_gradients() -> None:
 
 
 # what it costs on the device ------------------------------------------------------------------------------------------
-
-
-class Alone(Stand):
-    """A stand of one process."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.device = world_size, torch.device("cpu")
-        self.backend = Mirrors(world_size, self.synchronize)
-
-    def largest(self, values):
-        return list(values)
-
-    def time(self, do):
-        for _ in range(3):
-            do()
-        return 1.0
 
 
 def test_a_mean_is_timed_by_what_follows() -> None:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_probe import on_ranks
-from test_probe_gradients import BUCKET, SMALL, VERBS, Alone, Given, costs, model
+from probing import BUCKET, NOTHING, SMALL, VERBS, Alone, Given, costs, model, on_ranks
 from worlds import on_threads
 
 import commopt
@@ -32,7 +31,6 @@ from commopt.probe.messages import FLAT, ON_MACHINES, exchanges, rows_sent, shap
 from commopt.probe.options import ProbeError, parse
 from commopt.probe.predict import FROZEN, RUN, Messages, predict
 
-NOTHING = Line(0.0, 0.0)
 ROWS = {name: spec for name, (_, spec) in COMPRESSORS.items() if isinstance(spec, Compressor)}
 EXAMPLES = [(2, 4), (2, 6), (3, 6)]
 """Ranks of a machine, and all ranks."""

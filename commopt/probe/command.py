@@ -19,13 +19,13 @@ from commopt.comm import CollectiveError, TorchBackend, gather_number
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
-from commopt.probe.clock import Costs
+from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE, compressors
 from commopt.probe.cut import measure_cut
 from commopt.probe.fit import fit_line, line_through, misfit
 from commopt.probe.inside import grouped, measure_inside
 from commopt.probe.local import Local, measure_local
-from commopt.probe.machines import better, measure_machines
+from commopt.probe.machines import Machines, better, measure_machines
 from commopt.probe.means import Mean
 from commopt.probe.measure import (
     FACTOR,
@@ -43,7 +43,7 @@ from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
 from commopt.probe.predict import Model, break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
-from commopt.probe.rounds import predict_rounds
+from commopt.probe.rounds import Round, predict_rounds
 
 PATIENCE = timedelta(minutes=2)
 """Time that a rank waits for another before it gives up."""
@@ -142,29 +142,14 @@ def in_one_line(error: Exception) -> str:
 
 def measure_all(options: Options, control: TorchBackend) -> Result:
     """Measures, fits and predicts; the same on every rank."""
-    device = place_device(options)
     machine = ranks_of_a_machine(options, control)
     groups = grouped(control.world_size, machine, options, PATIENCE) if machine > 1 else None
-    inside = None
-    if options.shard > 1:
-        assert groups is not None
-        stand = Stand(TorchBackend(groups[1]), control, device)
-        inside = measure_inside(stand, options, groups[0])
-    elif options.device == "cpu":
-        stand = Stand(control, control, device)
-    else:
-        stand = Stand(TorchBackend(dist.new_group(backend=options.backend, timeout=PATIENCE)), control, device)
+    stand = make_stand(options, control, groups)
+    inside = measure_inside(stand, options, groups[0]) if groups is not None and options.shard > 1 else None
     compressor = Sign(block=options.block)
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
-    sizes, small = sizes_up_to(options.max_mb), sizes_up_to(options.max_mb / FAST, SMALLEST // FACTOR)
-    samples = {
-        "all_reduce": all_reduces(stand, sizes),
-        "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
-        "all_to_all": exchanges(stand, "all_to_all", small),
-        "all_gather": exchanges(stand, "all_gather", small),
-        "compressed_all_reduce": compressed(stand, sizes, compressor),
-    }
+    samples = time_collectives(stand, options.max_mb, compressor)
     lost = {verb: losses(stand, verb, samples[verb]) for verb in ("all_reduce", "all_to_all", "all_gather")}
     local = measure_local(stand, held, capacity, compressor)
     width = options.width or usual_width(options.params - options.last_params)
@@ -186,13 +171,6 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     if options.fsdp:
         modules = modules_of(options.params, options.last_params, width)
         cut = measure_cut(stand, options, machines.costs if machines else costs, model, modules, machine, mesh)
-    best, nodes = better(steps, machines)
-    used = {**{verb: costs.link[verb] for verb in lost}, **(machines.link if machines and nodes else {})}
-    largest = max(sample.size for sample in samples["all_reduce"])
-    specs = {**model.compressors, **{name: spec for name, (_, spec, _) in TWICE.items() if name in best}}
-    advice = cannot_tell(used, largest, min(capacity, 4 * held)) or recommend(
-        best, options.backend == "nccl", options.shard, specs, rounds, nodes, mesh
-    )
     took = mean.rehearsal(model.compressors[fastest], capacity, stand.backend)
     return Result(
         options=options,
@@ -212,9 +190,56 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
         run={name: over_run(steps, name) for name in OURS},
         rounds=rounds,
-        advice=advice,
+        advice=advise(options, samples, costs, model, steps, rounds, machines, mesh),
         cut=cut,
         machines=machines,
+    )
+
+
+def make_stand(
+    options: Options, control: TorchBackend, groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+) -> Stand:
+    """The ranks and devices to measure: all ranks or, with a model that is cut, those that hold the same part of it."""
+    device = place_device(options)
+    if options.shard > 1:
+        assert groups is not None
+        return Stand(TorchBackend(groups[1]), control, device)
+    if options.device == "cpu":
+        return Stand(control, control, device)
+    return Stand(TorchBackend(dist.new_group(backend=options.backend, timeout=PATIENCE)), control, device)
+
+
+def time_collectives(stand: Stand, max_mb: float, compressor: Sign) -> dict[str, list[Sample]]:
+    """Times by collective, and of "compressed_all_reduce"."""
+    sizes, small = sizes_up_to(max_mb), sizes_up_to(max_mb / FAST, SMALLEST // FACTOR)
+    return {
+        "all_reduce": all_reduces(stand, sizes),
+        "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
+        "all_to_all": exchanges(stand, "all_to_all", small),
+        "all_gather": exchanges(stand, "all_gather", small),
+        "compressed_all_reduce": compressed(stand, sizes, compressor),
+    }
+
+
+def advise(
+    options: Options,
+    samples: dict[str, list[Sample]],
+    costs: Costs,
+    model: Model,
+    steps: dict[str, Step],
+    rounds: dict[str, Round],
+    machines: Machines | None,
+    mesh: str,
+) -> str:
+    """The recommendation, or why there is none; ``mesh``: how one writes machines as nodes."""
+    best, nodes = better(steps, machines)
+    used = {verb: costs.link[verb] for verb in ("all_reduce", "all_to_all", "all_gather")}
+    if machines is not None and nodes:
+        used |= machines.link
+    largest = max(sample.size for sample in samples["all_reduce"])
+    specs = {**model.compressors, **{name: spec for name, (_, spec, _) in TWICE.items() if name in best}}
+    return cannot_tell(used, largest, min(model.bucket_bytes, 4 * model.params)) or recommend(
+        best, options.backend == "nccl", options.shard, specs, rounds, nodes, mesh
     )
 
 
