@@ -102,7 +102,7 @@ def test_an_exchange_waits_for_each_of_its_collectives() -> None:
     """Of one message: the sum of all that it computes and sends."""
     link = {verb: Line(0.001 * (i + 1), 1e-8 * (i + 1)) for i, verb in enumerate(ON_MACHINES)}
     at = on_machines(link, 4, per=1e-9)
-    sent = rows_sent(Int8(), 4096, 4, machine=2)
+    sent = rows_sent(Int8(), 4096, 4, machine=2, brought=4 * 2 * 4096)
     messages = Messages(Clock(at), [1e-9 * (i + 1) for i in range(5)])
     ((exchange,),) = exchanges(((4 * 4096,),), Int8(), 4, 10**6, machine=2)
     assert exchange.sent == sent

@@ -22,7 +22,7 @@ from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE, compressors
 from commopt.probe.cut import measure_cut
-from commopt.probe.fit import fit_line, line_through, misfit
+from commopt.probe.fit import misfit
 from commopt.probe.inside import grouped, measure_inside
 from commopt.probe.local import Local, measure_local
 from commopt.probe.machines import Machines, better, measure_machines
@@ -34,9 +34,12 @@ from commopt.probe.measure import (
     Sample,
     Stand,
     all_reduces,
+    columns,
     compressed,
     exchanges,
+    links,
     losses,
+    losses_by,
     sizes_up_to,
 )  # fmt: skip
 from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
@@ -47,6 +50,8 @@ from commopt.probe.rounds import Round, predict_rounds
 
 PATIENCE = timedelta(minutes=2)
 """Time that a rank waits for another before it gives up."""
+VERBS = ("all_reduce", "all_to_all", "all_gather")
+"""Collectives whose cost of computing is measured; a recommendation goes by their bandwidths."""
 
 
 def probe(argv: Sequence[str]) -> None:
@@ -150,7 +155,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
     samples = time_collectives(stand, options.max_mb, compressor)
-    lost = {verb: losses(stand, verb, samples[verb]) for verb in ("all_reduce", "all_to_all", "all_gather")}
+    lost = {verb: losses(stand, verb, samples[verb]) for verb in VERBS}
     local = measure_local(stand, held, capacity, compressor)
     width = options.width or usual_width(options.params - options.last_params)
     model = Model(
@@ -233,7 +238,7 @@ def advise(
 ) -> str:
     """The recommendation, or why there is none; ``mesh``: how one writes machines as nodes."""
     best, nodes = better(steps, machines)
-    used = {verb: costs.link[verb] for verb in ("all_reduce", "all_to_all", "all_gather")}
+    used = {verb: costs.link[verb] for verb in VERBS}
     if machines is not None and nodes:
         used |= machines.link
     largest = max(sample.size for sample in samples["all_reduce"])
@@ -273,21 +278,16 @@ def fit_costs(
     copies: bool,
 ) -> Costs:
     """Lines through what was measured. Without ``copies``, gradients are sent from where FSDP2 has them."""
-    loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
+    link, loss = links(samples), losses_by(lost)
     return Costs(
         world_size=world_size,
-        link={verb: fit_line(*columns(samples[verb])) for verb in COLLECTIVES},
+        link={verb: link[verb] for verb in COLLECTIVES},
         loss={verb: loss[verb.removesuffix("_bf16")] for verb in COLLECTIVES},
         adamw=local.adamw,
         copies=local.copies if copies else dict.fromkeys(local.copies, 0.0),
         onebit=local.onebit,
         means=means,
     )
-
-
-def columns(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Bytes that a rank sends, and seconds."""
-    return [s.nbytes for s in samples], [s.seconds for s in samples]
 
 
 def place(options: Options) -> str:

@@ -29,11 +29,11 @@ from commopt.gradients.shard_group import ShardGroup
 from commopt.probe.advice import ACCURACY, TOO_COARSE, WORTH, cannot_tell, faster
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, error
-from commopt.probe.fit import Line, fit_line
+from commopt.probe.fit import Line
 from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
-from commopt.probe.measure import Stand, sizes_up_to
-from commopt.probe.messages import ON_MACHINES, Shapes, columns_of
+from commopt.probe.measure import Stand, links, sizes_up_to
+from commopt.probe.messages import ON_MACHINES, Shapes, columns_of, part_bytes
 from commopt.probe.options import Options
 from commopt.probe.predict import BACKWARD, Model, adamw_seconds
 
@@ -126,7 +126,7 @@ def measure_cut(
     ranks = dist.new_group(backend=options.backend, timeout=PATIENCE)
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, ranks) for verb in ("all_gather", "reduce_scatter")}
-    link = {f"fsdp_{v}": fit_line([s.nbytes for s in two], [s.seconds for s in two]) for v, two in samples.items()}
+    link = {f"fsdp_{verb}": line for verb, line in links(samples).items()}
     columns = min(SAMPLE[stand.device.type], model.params) // stand.world_size + 1
     ways = WAYS if machine == 1 else {**WAYS, **ON_NODES}
     per = {name: costs_of(way, columns, stand, machine) for name, way in ways.items()}
@@ -249,8 +249,10 @@ def reduced(way: Way, n: int, world_size: int, machine: int) -> list[tuple[str, 
     nbytes = way.gradients.nbytes(n)
     if not way.nodes:
         return [("all_to_all", (world_size - 1) * nbytes)]
-    rows = 4 * machines * n if way.inside is None else way.inside.nbytes(machines * n)
-    return [("inside_all_to_all", (machine - 1) * rows), ("between_all_to_all", (machines - 1) * nbytes)]
+    return [
+        ("inside_all_to_all", part_bytes(machines * n, machine, way.inside)),
+        ("between_all_to_all", (machines - 1) * nbytes),
+    ]
 
 
 def gathered(way: Way, n: int, world_size: int, machine: int) -> list[tuple[str, int]]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commopt.probe.fit import Line, fit_line
-from commopt.probe.measure import Sample, Stand, sizes_up_to
+from commopt.probe.fit import Line
+from commopt.probe.measure import Sample, Stand, links, sizes_up_to
 from commopt.probe.options import Options
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,7 +60,7 @@ def measure_inside(stand: Stand, options: Options, group: dist.ProcessGroup) -> 
     """Times FSDP2's collectives, in all machines at once; ``group``: the ranks of this one."""
     sizes = sizes_up_to(options.max_mb)[1::2]
     samples = {verb: collectives(stand, verb, sizes, group) for verb in ("all_gather", "reduce_scatter")}
-    link = {verb: fit_line([s.nbytes for s in two], [s.seconds for s in two]) for verb, two in samples.items()}
+    link = links(samples)
     once = 4 * options.params * (options.shard - 1) // options.shard
     seconds = GATHERS * link["all_gather"](once) + link["reduce_scatter"](once)
     return Inside((GATHERS + 1) * once, seconds, samples, link)

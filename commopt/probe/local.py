@@ -107,7 +107,7 @@ class Mirrors(_Noted):
     def control(self) -> Backend:
         """Backend that the ranks agree over: the first word of a step is "agreement", what comes after belongs to
         its end."""
-        return _Agreeing(self)
+        return _Agreeing(self, self.world_size, "agreement")
 
     def time(self, stand: Stand, step: Callable[[], object]) -> dict[str, float]:
         """Seconds that ``step()`` spends before each collective, and at the end: the median, on the slowest rank."""
@@ -124,19 +124,6 @@ class Mirrors(_Noted):
         return dict(zip(verbs, stand.largest([statistics.median(s[verb] for s in steps[1:]) for verb in verbs])))
 
 
-class _Agreeing(_Noted):
-    """The control channel of :class:`Mirrors`."""
-
-    def __init__(self, mirrors: Mirrors) -> None:
-        self._mirrors, self.rank, self.world_size = mirrors, mirrors.rank, mirrors.world_size
-
-    def note(self, verb: str) -> Work:
-        return self._mirrors.note("end" if "agreement" in self._mirrors.seconds else "agreement")
-
-    def deliver(self, out: Tensor, inp: Tensor) -> None:
-        self._mirrors.deliver(out, inp)
-
-
 class _Level(_Noted):
     """Some ranks of :class:`Mirrors`, whose collectives are noted by a name of their own."""
 
@@ -148,6 +135,13 @@ class _Level(_Noted):
 
     def deliver(self, out: Tensor, inp: Tensor) -> None:
         self._mirrors.deliver(out, inp)
+
+
+class _Agreeing(_Level):
+    """The control channel of :class:`Mirrors`."""
+
+    def note(self, verb: str) -> Work:
+        return self._mirrors.note("end" if self._name in self._mirrors.seconds else self._name)
 
 
 class MirroredMachines(NodesBackend):

@@ -21,10 +21,21 @@ from commopt.compress import Compressor
 from commopt.probe.advice import WARM, WORTH, over_run
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE
-from commopt.probe.fit import Line, fit_line, line_through
+from commopt.probe.fit import Line
 from commopt.probe.local import onebit_on_machines
 from commopt.probe.means import Mean
-from commopt.probe.measure import FACTOR, FAST, SMALLEST, Sample, Stand, exchanges, losses, sizes_up_to
+from commopt.probe.measure import (
+    FACTOR,
+    FAST,
+    SMALLEST,
+    Sample,
+    Stand,
+    exchanges,
+    links,
+    losses,
+    losses_by,
+    sizes_up_to,
+)
 from commopt.probe.options import Options
 from commopt.probe.predict import Model, predict, rehearse_mean
 
@@ -79,18 +90,16 @@ def measure_machines(
     ranks, capacity = inside.world_size, model.bucket_bytes
     stands = [Stand(level, stand.control, stand.device) for level in (inside, between)]
     samples, lost = time_levels(stands[0], stands[1], options.max_mb)
-    link = {verb: fit_line([s.nbytes for s in some], [s.seconds for s in some]) for verb, some in samples.items()}
-    loss = {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
+    link = links(samples)
     model = as_nodes(model, ranks)
     costs = replace(
         costs,
         link={**costs.link, **link},
-        loss={**costs.loss, **loss},
+        loss={**costs.loss, **losses_by(lost)},
         onebit=onebit_on_machines(stand, model.params, capacity, model.compressor, ranks),
         means={
             name: mean.costs_on_machines(spec, capacity, ranks, model.inside.get(name))
             for name, spec in model.compressors.items()
-            if isinstance(spec, Compressor)
         },
     )
     steps = predict(costs, model)

@@ -84,7 +84,7 @@ class Mean:
         return self._timed(self.handle(spec, bucket_bytes, mirrors), mirrors)
 
     def costs_on_machines(
-        self, spec: Compressor, bucket_bytes: int, machine: int, inside: Compressor | None
+        self, spec: OfGradients, bucket_bytes: int, machine: int, inside: Compressor | None
     ) -> dict[str, float]:
         """The same where machines of ``machine`` ranks are nodes; see :class:`commopt.probe.local.MirroredMachines`."""
         mirrors = Mirrors(self.stand.world_size, self.stand.synchronize)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_channels, run, wait
 from commopt.compress import Compressor, Feedback
 from commopt.optim.base import CHANNELS
+from commopt.probe.fit import Line, fit_line, line_through
 
 SMALLEST, FACTOR = 4096, 4
 """Bytes of the smallest message, and how much larger the next one is."""
@@ -49,6 +50,21 @@ class Sample:
     size: int
     nbytes: int
     seconds: float
+
+
+def columns(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Bytes that a rank sends, and seconds."""
+    return [s.nbytes for s in samples], [s.seconds for s in samples]
+
+
+def links(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Line]:
+    """By verb, the line nearest to its samples."""
+    return {verb: fit_line(*columns(some)) for verb, some in samples.items()}
+
+
+def losses_by(lost: Mapping[str, Sequence[Sample]]) -> dict[str, Line]:
+    """By verb, the line through the two samples of :func:`losses`."""
+    return {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
 
 
 class Stand:

@@ -143,23 +143,28 @@ def _rows(bucket: Bucket, spec: Compressor, capacity: int, machine: int, inside:
     shard, out = bucket.padded // bucket.world_size, []
     for start, stop in bucket.split(capacity, spec.chunk_multiple):
         params = bucket.numel * stop // shard - bucket.numel * start // shard
-        sent = dict(rows_sent(spec, stop - start, bucket.world_size, machine))
-        if machine > 1:  # a bucket goes out inside a machine at once
-            part = bucket.padded // machine
-            whole = (machine - 1) * (4 * part if inside is None else inside.nbytes(part))
-            sent[ON_MACHINES[0]] = whole if start == 0 else 0
-        out.append(Exchange(params, tuple(sent.items())))
+        # a bucket goes out inside a machine at once
+        brought = part_bytes(bucket.padded // machine, machine, inside) if start == 0 else 0
+        out.append(Exchange(params, rows_sent(spec, stop - start, bucket.world_size, machine, brought)))
     return out
 
 
-def rows_sent(spec: Compressor, n: int, world_size: int, machine: int = 1) -> tuple[tuple[str, int], ...]:
+def part_bytes(part: int, machine: int, inside: Compressor | None) -> int:
+    """Bytes that a rank sends so that each of the ``machine`` ranks of a machine has the mean of its ``part`` elements;
+    ``inside`` as for :func:`exchanges`."""
+    return (machine - 1) * (4 * part if inside is None else inside.nbytes(part))
+
+
+def rows_sent(
+    spec: Compressor, n: int, world_size: int, machine: int = 1, brought: int = 0
+) -> tuple[tuple[str, int], ...]:
     """The verbs, and the bytes that a rank sends, for the mean of ``n`` elements of the shard of each rank; ``machine``
-    as for :func:`exchanges`."""
+    as for :func:`exchanges`, and ``brought``: the bytes that go out inside it."""
     nbytes, machines = spec.nbytes(n), world_size // machine
     if machine == 1:
         return tuple((verb, (world_size - 1) * nbytes) for verb in FLAT)
     return (
-        (ON_MACHINES[0], (machine - 1) * machines * 4 * n),
+        (ON_MACHINES[0], brought),
         (ON_MACHINES[1], (machines - 1) * nbytes),
         (ON_MACHINES[2], (machines - 1) * nbytes),
         (ON_MACHINES[3], (machine - 1) * machines * nbytes),
