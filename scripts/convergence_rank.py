@@ -73,10 +73,15 @@ def train_digits(config: Config, world: World) -> dict[str, Any]:
     return {"heldout_loss": float(loss), "accuracy": float(right), "bytes": sent, "fp32_bytes": full}
 
 
-def train_language(config: Config) -> dict[str, Any]:
-    """Trains a language model as ``commopt train`` does."""
-    record = train(config)
-    return {key: record[key] for key in ("heldout_loss", "bytes", "fp32_bytes")}
+def run(task: Task, config: Config) -> dict[str, Any]:
+    """Trains what a config of :func:`configure` says: a language model as ``commopt train`` does, or the digits."""
+    if task.config is None:
+        with open_world(config.comm) as world, open_mesh(config, world) as held:
+            return train_digits(config, held)
+    ended = train(config)
+    if not ended["finished"]:
+        raise SystemExit(f"{config.train.run_dir} was stopped by a signal")
+    return {key: ended[key] for key in ("heldout_loss", "bytes", "fp32_bytes")}
 
 
 def main() -> None:
@@ -86,12 +91,7 @@ def main() -> None:
     with open_world() as world:
         for name, method, seed in runs:
             task = TASKS[name]
-            config = configure(task, task.methods[method], seed, folder / f"{name}-{method}-{seed}")
-            if task.config is None:
-                with open_world(config.comm) as mine, open_mesh(config, mine) as held:
-                    record = train_digits(config, held)
-            else:
-                record = train_language(config)
+            record = run(task, configure(task, task.methods[method], seed, folder / f"{name}-{method}-{seed}"))
             if world.is_main:
                 with out.open("a") as file:
                     file.write(json.dumps({"task": name, "method": method, "seed": seed, **record}) + "\n")

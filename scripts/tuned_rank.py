@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import sys
 import time
@@ -15,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from convergence_rank import configure
+from convergence_rank import configure, run
 from convergence_tasks import TASKS
-from tuned import METHODS, optim_of
+from tuned import TUNINGS
 
 from commopt.train.errors import DivergedError
-from commopt.train.loop import train
 from commopt.train.world import open_world
 
 
@@ -29,22 +29,21 @@ def main() -> None:
     logging.getLogger("commopt").setLevel(logging.ERROR)  # phases begin as they should
     dist.init_process_group("gloo")
     with open_world() as world:
-        for i, run in enumerate(runs):
-            method = METHODS[run["method"]]
-            task = replace(TASKS["gpt"], steps=run["steps"])
-            method = replace(method, optim=optim_of(run["method"], run["lr"]))
+        for i, wanted in enumerate(runs):
+            task, tuning = replace(TASKS[wanted["task"]], steps=wanted["steps"]), TUNINGS[wanted["task"]]
+            method = replace(tuning.methods[wanted["method"]], optim=tuning.optim_of(wanted["method"], wanted["lr"]))
             begin, where = time.monotonic(), folder / str(i)
             try:
-                ended = train(configure(task, method, run["seed"], where))
-                if not ended["finished"]:  # a signal
-                    raise SystemExit(f"{run} was stopped; the next call begins it anew")
+                ended = run(task, configure(task, method, wanted["seed"], where))
                 record = {name: ended[name] for name in ("heldout_loss", "bytes", "fp32_bytes")}
             except DivergedError:
+                record = {"heldout_loss": math.nan}
+            if not math.isfinite(record["heldout_loss"]):
                 record = {"heldout_loss": None, "bytes": 0, "fp32_bytes": 0}
             if world.is_main:
                 shutil.rmtree(where, ignore_errors=True)
                 seconds = time.monotonic() - begin
-                line = {**run, **record, "seconds": round(seconds, 1)}
+                line = {**wanted, **record, "seconds": round(seconds, 1)}
                 with out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(f"{i + 1} of {len(runs)}: {line}", file=sys.stderr, flush=True)
