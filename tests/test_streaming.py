@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from contextvars import ContextVar
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,8 +30,8 @@ from worlds import (
 from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import LocalBackend, all_reduce_bytes
 from commopt.compress import Int4, Sign, TopK
-from commopt.optim import NotFinite, join_state_dict, split_state_dict
-from commopt.outer.rounds import ROUND_BYTES
+from commopt.optim import NotFinite, ReplicasDiffer, join_state_dict, split_state_dict
+from commopt.outer.rounds import ROUND_BYTES, Comparison
 
 METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum, "sparse": SparseLoCo}
 OUTER = {
@@ -523,18 +525,65 @@ def test_a_rank_that_stays_nan_ends_the_run_everywhere():
     on_threads(2, run)
 
 
-def test_a_flipped_bit_of_an_anchor_is_noticed():
+def test_nobody_waits_for_digests_before_the_next_merge(monkeypatch):
+    """Sent at the merge of the last fragment, after steps 5, 9, 13; looked at in that of the first, or at the end."""
+    looked: list[int] = []
+    table = Comparison.table
+    monkeypatch.setattr(Comparison, "table", lambda self: looked.append(step.get()) or table(self))
+    step: ContextVar[int] = ContextVar("step")
+
     def run(backend):
         model = Toy()
         settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
         optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
-        train(model, optimizer, range(6), backend.rank, 2)
+        for number in range(1, 14):
+            step.set(number)
+            train(model, optimizer, [number - 1], backend.rank, 2)
+        step.set(14)
+        optimizer.synchronize()  # of step 13; and its own
+
+    on_threads(2, run)
+    assert sorted(looked) == [7, 7, 11, 11, 14, 14, 14, 14]
+
+
+@pytest.mark.parametrize("end", ["merge", "synchronize"])
+def test_a_flipped_bit_of_an_anchor_is_noticed(end):
+    """Where the digests that were sent with the merge of step 9 are looked at: in that of step 11, or at the end."""
+
+    def run(backend):
+        model = Toy()
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(8), backend.rank, 2)
         if backend.rank == 1:
             optimizer.buckets[0]["anchor"][0] += 1e-6
-        train(model, optimizer, range(6, 12), backend.rank, 2)
+        train(model, optimizer, range(8, 10), backend.rank, 2)
+        before = params_of(model)
+        ways = {"merge": partial(train, model, optimizer, range(10, 11), backend.rank, 2)}
+        with pytest.raises(ReplicasDiffer, match=r"synchronisation 2, fragment 2 of 2.*anchor of bucket 0"):
+            ways.get(end, optimizer.synchronize)()
+        if end == "synchronize":
+            assert same_bits(before, params_of(model))
 
-    with pytest.raises(Exception, match="anchor of bucket 0"):
-        on_threads(2, run)
+    on_threads(2, run)
+
+
+def test_a_replica_that_differs_gets_the_anchors_of_the_others():
+    def run(backend):
+        model = Toy()
+        guard = Guard(check_every=1, on_difference="repair")
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": guard}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(8), backend.rank, 3)
+        if backend.rank == 1:
+            optimizer.buckets[0]["anchor"][0] += 1e-6
+            optimizer.buckets[1]["outer_momentum"][3] += 1.0
+        train(model, optimizer, range(8, 11), backend.rank, 3)
+        return [bucket[name].clone() for bucket in optimizer.buckets for name in ("anchor", "outer_momentum")]
+
+    first, *others = on_threads(3, run)
+    for other in others:
+        assert same_bits(first, other)
 
 
 @EVERY_LATE

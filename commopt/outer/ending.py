@@ -23,7 +23,7 @@ from commopt.optim.rules import square_norm
 from commopt.optim.setup import equalize
 from commopt.outer import base_state, rounds
 from commopt.outer.means import Entry, wait_for_means
-from commopt.outer.rounds import Round, RoundDecision, RoundReport, pseudo_gradient
+from commopt.outer.rounds import Comparison, Round, RoundDecision, RoundReport, pseudo_gradient
 from commopt.sharding import local
 
 if TYPE_CHECKING:
@@ -112,17 +112,23 @@ def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> bool:
     return True
 
 
-def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str) -> None:
-    """Does what follows for a round that the ranks end: says what is odd, and compares replicas if it is time."""
+def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str, waits: bool = True) -> None:
+    """Does what follows for a round that the ranks end: says what is odd, and compares replicas if it is time.
+
+    Unless it ``waits``, what follows from the digests is seen at the next merge of a fragment.
+    """
     optimizer._skipped_in_a_row = 0
     if decision.equal_gradients:
         optimizer._diagnostics.equal_gradients_in_rounds(wrapped.advice(optimizer))
     wrapped.averages_now(optimizer, decision.equal_gradients)
     optimizer._diagnostics.norms(decision.alike, decision.norm)
     if decision.checks:
-        device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
-        compare = rounds.compare
-        compare(optimizer.topology, optimizer.buckets, device, comparing.digests(optimizer), optimizer._compare, where)
+        digests, topology = comparing.digests(optimizer), optimizer.topology
+        if waits:
+            comparison = Comparison(topology, optimizer.buckets, topology.backend, digests, where)
+            optimizer._compare(comparison.table(), where)
+        else:
+            optimizer.flights.compare(optimizer.buckets, digests, where)
 
 
 def report(

@@ -43,8 +43,9 @@ from commopt.comm import (
 )
 from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.optim.replicas import reaching_others
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer.means import Means
-from commopt.outer.rounds import RoundDecision, RoundReport, decide, tell
+from commopt.outer.rounds import Comparison, RoundDecision, RoundReport, decide, tell
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Flights:
         self._topology = topology
         self._flights: dict[int, Flight] = {}
         self._pipeline = Pipeline()
+        self._comparison: Comparison | None = None
         self._control: Sequence[Backend] | None = None
         self._failed: Exception | None = None
         self._by_itself = False
@@ -206,14 +208,30 @@ class Flights:
         self._topology.traffic.take_over(flight.traffic)
         del self._flights[flight.fragment]
 
+    def compare(self, buckets: Sequence[StateBucket], digests: Sequence[int], where: str) -> None:
+        """Sends digests of what must be the same on all ranks; :meth:`compared` has what comes of it. All ranks call
+        this at the same point, when nothing is under way of that kind.
+
+        Raises:
+            commopt.comm.CollectiveError: that cannot be started.
+        """
+        self._comparison = Comparison(self._topology, buckets, self._open()[0], digests, where)
+
+    def compared(self) -> Comparison | None:
+        """Digests that are under way, or have come, once; None if there are none."""
+        found, self._comparison = self._comparison, None
+        return found
+
     def land_all(self) -> None:
         """Waits for all, and keeps them. All ranks call this at the same point."""
         for fragment in list(self._flights):
             self.land(fragment)
 
     def drop_all(self) -> None:
-        """Waits for all, and forgets them."""
+        """Waits for all, digests too, and forgets them."""
         self.land_all()
+        if (comparison := self.compared()) is not None:
+            comparison.table()
         self._flights.clear()
 
     def _open(self) -> Sequence[Backend]:

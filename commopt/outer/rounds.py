@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from commopt.comm import (
     Topology,
     Work,
     mean_over_all,
+    message_device,
     reduce_scatter,
     wait,
 )
@@ -143,20 +145,42 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
     return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5)
 
 
-def compare(
-    topology: Topology,
-    buckets: Sequence[StateBucket],
-    device: torch.device,
-    digests: Sequence[int],
-    decide: Callable[[list[list[int]], str], None],
-    where: str,
-) -> None:
-    """Gives ``decide`` the digests of all ranks, by rank, and ``where``."""
-    mine = torch.tensor(digests, dtype=torch.int64, device=device)
-    received = mine.new_empty(topology.world_size, mine.numel())
-    with reaching_others(topology, buckets, what := f"{where}, comparison of the replicas"):
-        wait(topology.backend.all_gather(received, mine), what)  # uncounted, as in the agreement of a step
-    decide(received.tolist(), where)
+class Comparison:
+    """Digests of what must be the same on all ranks, on their way to all of them. Uncounted, as in the agreement of a
+    step.
+
+    Args:
+        topology, buckets: of the optimizer.
+        backend: all ranks, on whatever channel; all of them make this at the same point.
+        digests: of this rank.
+        where: begins errors.
+    """
+
+    def __init__(
+        self, topology: Topology, buckets: Sequence[StateBucket], backend: Backend, digests: Sequence[int], where: str
+    ) -> None:
+        self.where, self._topology, self._buckets = where, topology, buckets
+        self._mine = torch.tensor(digests, dtype=torch.int64, device=message_device(backend))
+        self._received = self._mine.new_empty(backend.world_size, self._mine.numel())
+        with self._reaching_others():
+            self._work = backend.all_gather(self._received, self._mine)
+
+    def table(self) -> list[list[int]]:
+        """Waits for the digests of all ranks, by rank.
+
+        Raises:
+            commopt.comm.CollectiveError: the other ranks could not be reached.
+        """
+        with self._reaching_others():
+            wait(self._work, self._what)
+        return self._received.tolist()
+
+    @property
+    def _what(self) -> str:
+        return f"{self.where}, comparison of the replicas"
+
+    def _reaching_others(self) -> AbstractContextManager[None]:
+        return reaching_others(self._topology, self._buckets, self._what)
 
 
 def pseudo_gradient(bucket: StateBucket) -> Tensor:

@@ -7,7 +7,8 @@ come, with the same bits.
 
 Ranks agree by a row that travels with the fragment, and look at it when they merge. If some rank had inf or NaN in the
 fragment then, none merges: the round counts as never ended, and its steps with the next one. The first row after all
-replicas were equal is waited for, since parameters may have been loaded before it.
+replicas were equal is waited for, since parameters may have been loaded before it. Digests, which ranks compare now and
+then, are not: they are sent at one merge, and looked at in the next.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def synchronize(optimizer: OuterOptimizer) -> None:
     group = optimizer.param_groups[0]
     for p in in_flight(group):
         (_take_rest if optimizer.is_eager else merge)(optimizer, p)
+    _settle(optimizer)
     ending.end_round(optimizer, None, [p for p, steps in enumerate(group["fragment_steps"]) if steps])
 
 
@@ -98,8 +100,9 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """Whether the ranks merge a flight that has landed; if not, it counts as never sent."""
     decision = optimizer.flights.decide(flight)
+    _settle(optimizer)
     if not decision.broken:
-        ending.follow(optimizer, decision, flight.where)
+        ending.follow(optimizer, decision, flight.where, waits=False)
         return True
     p = flight.fragment
     if not optimizer.is_eager:
@@ -110,6 +113,12 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
             put(group, p, sent_steps=0, sent_lr=0.0, **now)
     ending.skip(optimizer, decision)
     return False
+
+
+def _settle(optimizer: OuterOptimizer) -> None:
+    """Does what follows from digests that were sent at the merge before."""
+    if (comparison := optimizer.flights.compared()) is not None:
+        optimizer._compare(comparison.table(), comparison.where)
 
 
 # the end of a fragment's round ----------------------------------------------------------------------------------------
