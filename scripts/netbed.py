@@ -11,8 +11,8 @@ would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), so that a script for torchrun ru
 
 Both ends of a host's cable are shaped by a token bucket (tbf): what the host sends at its own end, what it receives at
 the bridge. Latency is that of the machine, some 0.05 ms, plus what waits in the buckets; more of it, if asked for, is
-made by scripts/netbed_relay.py. TCP hands its packets over in trains of up to a burst, as to a NIC that segments; the
-NIC's counters see the headers once a train. A host can be cut off, and come back.
+made by scripts/netbed_relay.py, in place of the bridge. TCP hands its packets over in trains of up to a burst, as to a
+NIC that segments; the NIC's counters see the headers once a train. A host can be cut off, and come back.
 
 Nothing can stay behind: namespaces, bridge and interfaces have no names in the system, they exist while a process of
 ours holds them; and a guard outlives us just long enough to kill the ranks, even when we are killed ourselves.
@@ -242,7 +242,7 @@ class NetBed(Loopback):
         self.interface, self.latency = NIC, latency
         self.relay: subprocess.Popen[bytes] | None = None
         self.rate = rate  # type: ignore[assignment]
-        self.spaces: list[int] = []  # file descriptors of the namespaces: the hosts', then the bridge's
+        self.spaces: list[int] = []  # file descriptors of the namespaces: the hosts', then the switch's
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
                 raise BedError(f"{tool} not found on PATH; it is in the Debian package iproute2, in /usr/sbin")
@@ -255,18 +255,13 @@ class NetBed(Loopback):
 
     def _build(self) -> None:
         with enter(self.spaces[-1]):
-            tool("ip link add bridge type bridge")
-            tool("ip link set bridge up")
+            if not self.latency:
+                tool("ip link add bridge type bridge")
+                tool("ip link set bridge up")
             for h, space in enumerate(self.spaces[:-1]):
                 peer = f"/proc/{os.getpid()}/fd/{space}"
                 tool(f"ip link add port{h} type veth peer name {NIC} netns {peer}")
-                if self.latency:
-                    tool(f"ip link add far{h} type veth peer name near{h}")
-                    tool(f"ip link set far{h} master bridge addrgenmode none up")
-                    tool(f"ip link set near{h} addrgenmode none up")
-                    tool(f"ip link set port{h} addrgenmode none up")
-                else:
-                    tool(f"ip link set port{h} master bridge addrgenmode none up")
+                tool(f"ip link set port{h} {'' if self.latency else 'master bridge'} addrgenmode none up")
                 self._shape(f"port{h}")
             if self.latency:
                 self._delay()
@@ -278,14 +273,13 @@ class NetBed(Loopback):
                 self._shape(NIC)
 
     def _delay(self) -> None:
-        cables = [[packet_socket(f"{end}{h}") for end in ("port", "near")] for h in range(self.hosts)]
-        files = [[end.fileno() for end in cable] for cable in cables]
+        cables = [packet_socket(f"port{h}") for h in range(self.hosts)]
+        passed = [cable.fileno() for cable in cables]
         command = [sys.executable, str(Path(__file__).with_name("netbed_relay.py")), str(self.latency)]
-        command += [",".join(map(str, pair)) for pair in files]
-        passed = [number for pair in files for number in pair]
+        command += map(str, passed)
         self.relay = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
-        for end in (end for cable in cables for end in cable):
-            end.close()
+        for cable in cables:
+            cable.close()
 
     def cut(self, host: int) -> None:
         """Pulls the cable of ``host``."""

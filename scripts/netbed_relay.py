@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Latency for scripts/netbed.py: takes frames from interfaces to others, some of them after a while.
+"""Latency for scripts/netbed.py: a switch that keeps every frame for a while.
 
-Kernels of containers and of small virtual machines often lack netem. So a host's cable does not end at the bridge, but
-here: what the host sends is kept for the latency, and goes on to the bridge; what comes from there goes to the host at
-once. A frame keeps its offloads (checksums, segments), as on the way between two interfaces of the kernel.
+Kernels of containers and of small virtual machines often lack netem. So the cables of the hosts do not end at a bridge,
+but here: what a host sends is kept for the latency, and goes out where its destination was last heard, or everywhere. A
+frame keeps its offloads (checksums, segments), as on the way between two interfaces of the kernel.
 
-    netbed_relay.py SECONDS FD,FD ...     packet sockets at the host's and at the bridge's end; ends when stdin does
+    netbed_relay.py SECONDS FD ...     packet sockets at this end of each host's cable; ends when stdin does
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ LARGEST = 1 << 17
 """Bytes of a frame that the kernel has not cut into packets yet, and of what it says about it; not more than half."""
 AT_ONCE = 64
 """Frames that are read of one interface before others have their turn."""
+HEADER = 10
+"""Bytes of what the kernel says about a frame: struct virtio_net_hdr."""
+DESTINATION, SOURCE = slice(HEADER, HEADER + 6), slice(HEADER + 6, HEADER + 12)
+"""Addresses in a frame."""
 
 
 def packet_socket(interface: str) -> socket.socket:
@@ -38,53 +42,58 @@ def packet_socket(interface: str) -> socket.socket:
     return found
 
 
-class Way:
-    """From one interface to another, ``delay`` seconds later. What that has no room for is lost, as on a network."""
+class Switch:
+    """Between the hosts. What a cable has no room for is lost, as on a network.
 
-    def __init__(self, source: socket.socket, target: socket.socket, delay: float) -> None:
-        self.source, self.target, self.delay = source, target, delay
-        self.waiting: deque[tuple[float, bytes]] = deque()
+    Args:
+        cables: this end of each.
+        delay: seconds that a frame is kept.
+    """
 
-    def take(self) -> None:
-        """Takes what has come."""
+    def __init__(self, cables: Sequence[socket.socket], delay: float) -> None:
+        self.cables, self.delay = cables, delay
+        self.waiting: deque[tuple[float, socket.socket, bytes]] = deque()  # by when it is due
+        self.heard: dict[bytes, socket.socket] = {}  # where each address was, last
+
+    def take(self, cable: socket.socket) -> None:
+        """Takes what has come over ``cable``."""
         with contextlib.suppress(OSError):  # nothing more; or the interface is down
             for _ in range(AT_ONCE):
-                frame = self.source.recv(LARGEST)
-                self.waiting.append((time.monotonic() + self.delay, frame))
+                frame = cable.recv(LARGEST)
+                self.waiting.append((time.monotonic() + self.delay, cable, frame))
 
     def give(self) -> float | None:
         """Sends on what is due. Returns the seconds until more is, None if nothing waits."""
         while self.waiting:
-            due, frame = self.waiting[0]
+            due, source, frame = self.waiting[0]
             if (left := due - time.monotonic()) > 0:
                 return left
             self.waiting.popleft()
-            with contextlib.suppress(OSError):
-                self.target.send(frame)
+            self.heard[frame[SOURCE]] = source
+            target = self.heard.get(frame[DESTINATION])
+            for cable in self.cables if target is None else [target]:
+                if cable is not source:
+                    with contextlib.suppress(OSError):
+                        cable.send(frame)
         return None
 
 
-def relay(cables: Sequence[tuple[socket.socket, socket.socket]], delay: float) -> None:
-    """Until stdin ends. ``cables``: the ends at a host and at the bridge."""
+def run(switch: Switch) -> None:
+    """Until stdin ends."""
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
-    ways = []
-    for host, bridge in cables:
-        for way in (Way(host, bridge, delay), Way(bridge, host, 0.0)):
-            ways.append(way)
-            selector.register(way.source, selectors.EVENT_READ, way)
+    for cable in switch.cables:
+        selector.register(cable, selectors.EVENT_READ, cable)
     while True:
-        waits = [left for way in ways if (left := way.give()) is not None]
-        for key, _ in selector.select(min(waits, default=None)):
+        for key, _ in selector.select(switch.give()):
             if key.data is None:
                 return
-            key.data.take()
+            switch.take(key.data)
 
 
 def main() -> None:
-    delay, *pairs = sys.argv[1:]
-    ends = [[socket.socket(fileno=int(number)) for number in pair.split(",")] for pair in pairs]
-    relay([(host, bridge) for host, bridge in ends], float(delay))
+    delay, *numbers = sys.argv[1:]
+    run(Switch([socket.socket(fileno=int(number)) for number in numbers], float(delay)))
 
 
 if __name__ == "__main__":
