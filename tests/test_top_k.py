@@ -86,6 +86,44 @@ def check_against_lists(provider, dtype, rows, n, shape, bits, flavour, mask, se
     assert bool(topk_is_sound(wire, TopK(*shape, bits)._row(n, dtype)))
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@any_case
+def check_soundness(provider, rows, n, shape, bits, flavour, mask, seed):
+    """The verdict on rows of which a byte was changed is that of the reference; and a verdict stays."""
+    rng, form = np.random.default_rng(seed), (n, *shape, bits)
+    x, wire = draw(flavour, (rows, n), rng), new_wire(rows, n, *shape, bits)
+    reference_top_k.topk_compress(x, wire, *shape, bits, mask_bits(mask, rows, n, rng))
+    for _ in range(10):
+        expected, found, no = (torch.tensor(value) for value in (True, True, False))
+        reference_top_k.topk_find_unsound(wire, expected, *form)
+        provider.topk_find_unsound(wire, found, *form, F32)
+        assert bool(found) == bool(expected)
+        provider.topk_find_unsound(wire, no, *form, F32)
+        assert not no
+        wire[rng.integers(rows), rng.integers(wire.shape[1])] += int(rng.integers(1, 256))
+
+
+def test_every_instruction_set_finds_the_same_unsound(isa):
+    check_soundness(torch.ops.commopt)
+
+
+@pytest.mark.parametrize("n", [256, 5, 3, 1])
+def test_indices_that_are_sound(isa, n):
+    """Those that ascend, then repeat the last, in the chunk; or those that say that there is nothing."""
+    row = TopK(4, 256, 8)._row(n)
+    wire = torch.zeros(1, row.nbytes, dtype=U8)
+    count, found = min(4, n), set()
+    for index in itertools.product([0, 1, 2, 4, 255], repeat=count):
+        wire[0, row.indices_at : row.used] = torch.tensor(index, dtype=U8)
+        steps = [b - a for a, b in itertools.pairwise(index)]
+        rises = steps.index(0) if 0 in steps else len(steps)
+        ascends = all(s > 0 for s in steps[:rises]) and not any(steps[rises:]) and max(index) < n
+        sound = ascends or index == (n % 256 if count == 1 else 1, *[0] * (count - 1))
+        assert bool(topk_is_sound(wire, row)) == sound, index
+        found.add(sound)
+    assert found == {True, False}
+
+
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_the_reference_is_what_the_text_says(dtype):
     check_against_lists(reference_top_k, dtype)

@@ -17,6 +17,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "topk_compress": [_P] * 5 + [_I64] * 9 + [_I32],
     "topk_decompress": [_P] * 3 + [_I64] * 7 + [_I32],
     "topk_decompress_mean": [_P] * 2 + [_I64] * 5 + [_I32],
+    "topk_find_unsound": [_P] * 2 + [_I64] * 5 + [_I32],
 }
 
 
@@ -67,9 +68,18 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
             return reference.topk_decompress_mean(wire, out, k, chunk, bits)
         call("topk_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k, chunk, bits)
 
+    def topk_find_unsound(
+        wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        if dtype != torch.float32 or not wire.is_contiguous():
+            return reference.topk_find_unsound(wire, sound, n, k, chunk, bits, dtype)
+        if n and wire.shape[0]:
+            call("topk_find_unsound", wire.data_ptr(), sound.data_ptr(), wire.shape[0], n, k, chunk, bits)
+
     return {
         "topk_compress": topk_compress,
         "topk_compress_with_feedback": topk_compress_with_feedback,
         "topk_decompress": topk_decompress,
         "topk_decompress_mean": topk_decompress_mean,
+        "topk_find_unsound": topk_find_unsound,
     }

@@ -327,6 +327,30 @@ void each_entry(const TopKRow& at, const uint8_t* row, int64_t c, const Use& use
     }
 }
 
+bool is_finite(float x) { return std::fabs(x) <= 3.4028234663852886e38f; }
+
+// Whether a chunk, and the scales of the group that begins with it, are such as compression makes of finite numbers: its
+// indices ascend, and then repeat the last; or there is nothing.
+bool is_sound(const TopKRow& at, const uint8_t* row, int64_t c) {
+    const int64_t length = at.length(c), count = at.count(c), entry = c * at.k, group = c / at.group;
+    const int64_t first_of_none = count > 1 ? 1 : length & (at.wide == 2 ? 0xFFFF : 0xFF);
+    bool ascends = true, nothing = true, finite = true;
+    int64_t before = 0, step_before = 1;
+    for (int64_t j = 0; j < count; ++j) {
+        const int64_t index = at.get_index(row, entry + j), step = j > 0 ? index - before : 1;
+        ascends &= index < length && step >= 0 && !(step > 0 && step_before == 0);
+        nothing &= index == (j == 0 ? first_of_none : 0);
+        if (at.bits >= 16) finite &= is_finite(at.value(row, group, entry + j));
+        before = index;
+        step_before = step;
+    }
+    for (int64_t i = 0; c == group * at.group && i < at.scales; ++i) {
+        const float scale = at.get_scale(row, at.scales * group + i);
+        finite &= is_finite(scale) && scale >= 0.0f;
+    }
+    return finite && (ascends || nothing);
+}
+
 }  // namespace
 }  // namespace commopt
 
@@ -373,6 +397,18 @@ int commopt_topk_decompress_mean(const uint8_t* wire, float* out, int64_t ranks,
             });
         }
     });
+    return 0;
+}
+
+// Writes 0 to sound if rows are not such as compression makes of finite numbers.
+int commopt_topk_find_unsound(const uint8_t* wire, uint8_t* sound, int64_t rows, int64_t n, int64_t k, int64_t chunk,
+                              int64_t bits, int32_t threads) {
+    const TopKRow at(n, k, chunk, bits);
+    std::atomic<bool> all{true};
+    each_chunk_of_rows(at, rows, rows * at.chunks * k, threads, [&](int64_t r, int64_t c) {
+        if (!is_sound(at, wire + r * at.nbytes, c)) all = false;
+    });
+    if (!all) *sound = 0;
     return 0;
 }
 }
