@@ -68,6 +68,16 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
             return reference.topk_decompress_mean(wire, out, k, chunk, bits)
         call("topk_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k, chunk, bits)
 
+    return {
+        "topk_compress": topk_compress,
+        "topk_compress_with_feedback": topk_compress_with_feedback,
+        "topk_decompress": topk_decompress,
+        "topk_decompress_mean": topk_decompress_mean,
+        "topk_find_unsound": _find_unsound(call),
+    }
+
+
+def _find_unsound(call: Callable[..., None]) -> Callable[..., Any]:
     def topk_find_unsound(
         wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
     ) -> None:
@@ -76,10 +86,4 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         if n and wire.shape[0]:
             call("topk_find_unsound", wire.data_ptr(), sound.data_ptr(), wire.shape[0], n, k, chunk, bits)
 
-    return {
-        "topk_compress": topk_compress,
-        "topk_compress_with_feedback": topk_compress_with_feedback,
-        "topk_decompress": topk_decompress,
-        "topk_decompress_mean": topk_decompress_mean,
-        "topk_find_unsound": topk_find_unsound,
-    }
+    return topk_find_unsound
