@@ -11,7 +11,7 @@ would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), so that a script for torchrun ru
 
 Both ends of a host's cable are shaped by a token bucket (tbf): what the host sends at its own end, what it receives at
 the bridge. Latency is that of the machine, some 0.05 ms, plus what waits in the buckets; more of it, if asked for, is
-made by scripts/netbed_relay.py, in place of the bridge. TCP hands its packets over in trains of up to a burst, as to a
+made by scripts/netbed_switch.py, in place of the bridge. TCP hands its packets over in trains of up to a burst, as to a
 NIC that segments; the NIC's counters see the headers once a train. A host can be cut off, and come back.
 
 Nothing can stay behind: namespaces, bridge and interfaces have no names in the system, they exist while a process of
@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from netbed_relay import packet_socket
+from netbed_switch import packet_socket
 
 NIC = "net0"
 CLONE_NEWNET = 0x40000000
@@ -240,7 +240,7 @@ class NetBed(Loopback):
     ) -> None:
         super().__init__(hosts, ranks_per_host, cores_per_host)
         self.interface, self.latency = NIC, latency
-        self.relay: subprocess.Popen[bytes] | None = None
+        self.switch: subprocess.Popen[bytes] | None = None
         self.rate = rate  # type: ignore[assignment]
         self.spaces: list[int] = []  # file descriptors of the namespaces: the hosts', then the switch's
         for tool in ("ip", "tc"):
@@ -275,9 +275,9 @@ class NetBed(Loopback):
     def _delay(self) -> None:
         cables = [packet_socket(f"port{h}") for h in range(self.hosts)]
         passed = [cable.fileno() for cable in cables]
-        command = [sys.executable, str(Path(__file__).with_name("netbed_relay.py")), str(self.latency)]
+        command = [sys.executable, str(Path(__file__).with_name("netbed_switch.py")), str(self.latency)]
         command += map(str, passed)
-        self.relay = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
+        self.switch = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
         for cable in cables:
             cable.close()
 
@@ -311,11 +311,11 @@ class NetBed(Loopback):
             tool(f"tc qdisc replace dev {interface} {tbf(self.rate)}")
 
     def close(self) -> None:
-        if self.relay is not None:
-            assert self.relay.stdin is not None
-            self.relay.stdin.close()
-            self.relay.wait()
-            self.relay = None
+        if self.switch is not None:
+            assert self.switch.stdin is not None
+            self.switch.stdin.close()
+            self.switch.wait()
+            self.switch = None
         while self.spaces:
             os.close(self.spaces.pop())
 

@@ -244,7 +244,7 @@ def main() -> None:
     unknown = [name for name in methods if name not in tuning.methods]
     if unknown:
         parser.error(f"argument --methods: there is no {unknown[0]!r}; allowed are {', '.join(tuning.methods)}")
-    seeds, steps = [int(seed) for seed in args.seeds.split(",")], args.steps or tuning.steps
+    seeds, steps = [int(seed) for seed in args.seeds.split(",")], args.steps if args.steps is not None else tuning.steps
     while runs := tuning.missing(read(args.out), methods, seeds, steps):
         launch(runs, args.ranks, args.out)
     for length in dict.fromkeys((tuning.steps, steps)):

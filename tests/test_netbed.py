@@ -371,10 +371,10 @@ def test_what_is_sent_comes_whole_and_after_the_latency() -> None:
                 with there.makefile("rb") as file:
                     received = file.read(len(sent))
         assert received == sent
-        relay = bed.relay
-        assert relay is not None
-        assert relay.poll() is None
-    assert relay.poll() == 0
+        switch = bed.switch
+        assert switch is not None
+        assert switch.poll() is None
+    assert switch.poll() == 0
 
 
 @needs_bed

@@ -568,6 +568,24 @@ def test_a_flipped_bit_of_an_anchor_is_noticed(end):
     on_threads(2, run)
 
 
+def test_what_differs_is_named_before_a_group_is_added():
+    """Digests that are under way are those of the buckets that there were."""
+
+    def run(backend):
+        model = Toy()
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(8), backend.rank, 2)
+        if backend.rank == 1:
+            optimizer.buckets[0]["anchor"][0] += 1e-6
+        train(model, optimizer, range(8, 10), backend.rank, 2)
+        with pytest.raises(ReplicasDiffer, match="anchor of bucket 0"):
+            optimizer.add_param_group({"params": some_params([(3, 2)])})
+        assert len(optimizer.param_groups) == 1
+
+    on_threads(2, run)
+
+
 def test_a_replica_that_differs_gets_the_anchors_of_the_others():
     def run(backend):
         model = Toy()

@@ -260,6 +260,7 @@ class OuterOptimizer(PackedOptimizer):
             self._check_new(self.param_groups[-1])
             return
         member_rounds.refuse(self, "add_param_group()")
+        streams.settle(self)
 
         def add() -> None:
             first = self.param_groups[0]

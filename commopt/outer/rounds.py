@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -159,7 +159,8 @@ class Comparison:
     def __init__(
         self, topology: Topology, buckets: Sequence[StateBucket], backend: Backend, digests: Sequence[int], where: str
     ) -> None:
-        self.where, self._topology, self._buckets = where, topology, buckets
+        self.where, self._what = where, f"{where}, comparison of the replicas"
+        self._reaching_others = partial(reaching_others, topology, buckets, self._what)
         self._mine = torch.tensor(digests, dtype=torch.int64, device=message_device(backend))
         self._received = self._mine.new_empty(backend.world_size, self._mine.numel())
         with self._reaching_others():
@@ -174,13 +175,6 @@ class Comparison:
         with self._reaching_others():
             wait(self._work, self._what)
         return self._received.tolist()
-
-    @property
-    def _what(self) -> str:
-        return f"{self.where}, comparison of the replicas"
-
-    def _reaching_others(self) -> AbstractContextManager[None]:
-        return reaching_others(self._topology, self._buckets, self._what)
 
 
 def pseudo_gradient(bucket: StateBucket) -> Tensor:

@@ -70,7 +70,7 @@ def synchronize(optimizer: OuterOptimizer) -> None:
     group = optimizer.param_groups[0]
     for p in in_flight(group):
         (_take_rest if optimizer.is_eager else merge)(optimizer, p)
-    _settle(optimizer)
+    settle(optimizer)
     ending.end_round(optimizer, None, [p for p, steps in enumerate(group["fragment_steps"]) if steps])
 
 
@@ -100,7 +100,7 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """Whether the ranks merge a flight that has landed; if not, it counts as never sent."""
     decision = optimizer.flights.decide(flight)
-    _settle(optimizer)
+    settle(optimizer)
     if not decision.broken:
         ending.follow(optimizer, decision, flight.where, waits=False)
         return True
@@ -115,7 +115,7 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     return False
 
 
-def _settle(optimizer: OuterOptimizer) -> None:
+def settle(optimizer: OuterOptimizer) -> None:
     """Does what follows from digests that were sent at the merge before."""
     if (comparison := optimizer.flights.compared()) is not None:
         optimizer._compare(comparison.table(), comparison.where)

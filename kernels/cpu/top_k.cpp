@@ -327,8 +327,6 @@ void each_entry(const TopKRow& at, const uint8_t* row, int64_t c, const Use& use
     }
 }
 
-bool is_finite(float x) { return std::fabs(x) <= 3.4028234663852886e38f; }
-
 // Whether a chunk, and the scales of the group that begins with it, are such as compression makes of finite numbers: its
 // indices ascend, and then repeat the last; or there is nothing.
 bool is_sound(const TopKRow& at, const uint8_t* row, int64_t c) {
@@ -340,13 +338,13 @@ bool is_sound(const TopKRow& at, const uint8_t* row, int64_t c) {
         const int64_t index = at.get_index(row, entry + j), step = j > 0 ? index - before : 1;
         ascends &= index < length && step >= 0 && !(step > 0 && step_before == 0);
         nothing &= index == (j == 0 ? first_of_none : 0);
-        if (at.bits >= 16) finite &= is_finite(at.value(row, group, entry + j));
+        if (at.bits >= 16) finite &= std::isfinite(at.value(row, group, entry + j));
         before = index;
         step_before = step;
     }
     for (int64_t i = 0; c == group * at.group && i < at.scales; ++i) {
         const float scale = at.get_scale(row, at.scales * group + i);
-        finite &= is_finite(scale) && scale >= 0.0f;
+        finite &= std::isfinite(scale) && scale >= 0.0f;
     }
     return finite && (ascends || nothing);
 }

@@ -5,7 +5,7 @@ Kernels of containers and of small virtual machines often lack netem. So the cab
 but here: what a host sends is kept for the latency, and goes out where its destination was last heard, or everywhere. A
 frame keeps its offloads (checksums, segments), as on the way between two interfaces of the kernel.
 
-    netbed_relay.py SECONDS FD ...     packet sockets at this end of each host's cable; ends when stdin does
+    netbed_switch.py SECONDS FD ...     packet sockets at this end of each host's cable; ends when stdin does
 """
 
 from __future__ import annotations
