@@ -7,7 +7,8 @@
 
 A GPT-2 of the given size trains on fixed random tokens, on the hosts of scripts/netbed.py. All methods live in the
 same processes and take turns, a block of steps each, in rounds; a ratio is that of two blocks of one round. The first
-step of a block is not counted. Seconds are from barrier to barrier, divided by the steps between; bytes are those that
+step of a block is not counted; where fragments are in flight when it ends, the first cycle is not, so that as many are
+when it begins. Seconds are from barrier to barrier, divided by the steps between; bytes are those that
 the NIC has counted in the same time, headers and acknowledgements included, mean of the hosts. OneBitAdam is in its
 compressed phase, PowerSGD past its warm-up. The bound is max(seconds of ``none``, bytes / rate): with that optimizer's
 arithmetic, no order of communication and computation could be faster. Rounds in which other processes had more than a
@@ -138,6 +139,8 @@ def summarise(blocks: list[dict[str, Any]], bed: Loopback, tokens: int) -> dict[
             "seconds_quartiles": [quartiles[0], quartiles[2]],
             "tokens_per_second": tokens * len(blocks) / quartiles[1],
             "bytes_per_host": statistics.median(sent),
+            "cpu_seconds": statistics.median(block["own"] / block["steps"] for r in blocks for block in r[name]),
+            "busy_share": statistics.median(block["busy"] / block["block"] / (os.cpu_count() or 1) for block in first),
         }
     for name, method in methods.items():
         for other in RATIOS.keys() & methods.keys():

@@ -259,6 +259,13 @@ class Trainee:
         self.model(self.tokens, self.tokens).backward()
         self.optimizer.step()
 
+    def begin(self) -> None:
+        """What comes before a block that is measured: a step; where fragments are in flight at its end, a whole cycle,
+        so that as many are at its beginning."""
+        streamed = isinstance(self.optimizer, OuterOptimizer) and self.optimizer.streaming is not None
+        for _ in range(self.cycle if streamed else 1):
+            self.step()
+
     def land(self) -> None:
         """Waits for what is in flight, which would go on while others have their turn."""
         if isinstance(self.optimizer, OuterOptimizer):
@@ -268,7 +275,8 @@ class Trainee:
         """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
-        took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle, self.land)["seconds"]
+        took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle)["seconds"]
+        self.land()
         count = torch.tensor([max(1, round(seconds / took) // self.cycle)])
         dist.broadcast(count, 0)
         self.count = int(count) * self.cycle
@@ -298,9 +306,9 @@ def between_hosts() -> int:
     return sum(g._get_sequence_number_for_group() for g in several)
 
 
-def measure(step: Callable[[], None], count: int, end: Callable[[], None]) -> dict[str, float]:
-    """A block of ``count`` steps, and their ``end``, between two barriers: seconds, and bytes that this rank's NIC
-    sends, per step; and of the whole block the CPU seconds of this rank, and those of everything on this machine."""
+def measure(step: Callable[[], None], count: int) -> dict[str, float]:
+    """A block of ``count`` steps between two barriers: seconds, and bytes that this rank's NIC sends, per step; and of
+    the whole block the CPU seconds of this rank, and those of everything on this machine."""
 
     def clocks() -> tuple[float, ...]:
         sent = read_counters(os.environ["GLOO_SOCKET_IFNAME"])["tx_bytes"]
@@ -310,10 +318,16 @@ def measure(step: Callable[[], None], count: int, end: Callable[[], None]) -> di
     before = clocks()
     for _ in range(count):
         step()
-    end()
     dist.barrier()
     seconds, sent, own, busy = (b - a for a, b in zip(before, clocks()))
-    return {"seconds": seconds / count, "bytes": sent / count, "own": own, "busy": busy, "block": seconds}
+    return {
+        "seconds": seconds / count,
+        "bytes": sent / count,
+        "own": own,
+        "busy": busy,
+        "block": seconds,
+        "steps": count,
+    }
 
 
 def busy_seconds() -> float:
@@ -332,8 +346,9 @@ def rank_main(spec: dict[str, Any], out: Path) -> None:
     order = list(trainees)
     for _ in range(spec["rounds"]):
         for name in order:
-            trainees[name].step()
-            blocks[name].append(measure(trainees[name].step, trainees[name].count, trainees[name].land))
+            trainees[name].begin()
+            blocks[name].append(measure(trainees[name].step, trainees[name].count))
+            trainees[name].land()
         order.append(order.pop(0))  # nobody always follows the same one
     collectives = {name: trainee.collectives() for name, trainee in trainees.items()}
     everywhere: list[Any] = [None] * dist.get_world_size()
