@@ -108,12 +108,11 @@ def table(measured: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> st
     """Markdown: seconds of a step, and how many times as fast as DDP's, measured and predicted; how far others
     disturbed either; and what the probe recommends."""
     lines = ["| link | method | measured | predicted | speed measured | predicted |", "|---|---|---|---|---|---|"]
-    notes = []
+    notes, runs = [], {place_of(run): run for run in measured}
     for guess in predicted:
-        run = next((run for run in measured if place_of(run) == place_of(guess)), None)
-        if run is None:  # its bed has not been measured again
+        if (link := place_of(guess)) not in runs:  # its bed has not been measured again
             continue
-        link, ours = place_of(guess), guess["seconds"]
+        run, ours = runs[link], guess["seconds"]
         for name, method in run["methods"].items():
             if name not in ours or name.startswith("none"):
                 continue

@@ -33,13 +33,15 @@ def table(run: dict[str, Any]) -> str:
     """Markdown."""
     others = {f"to_{key}": name for key, name in {**RATIOS, "bound": "x bound"}.items()}
     others = {key: name for key, name in others.items() if any(key in m for m in run["methods"].values())}
-    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", *others.values()]
+    head = ["method", "ms/step", "quartiles", "tokens/s", "MB/step", "collectives", "CPU ms/step", "cores busy"]
+    head += others.values()
     lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for m in run["methods"].values():
         low, high = (1e3 * s for s in m["seconds_quartiles"])
         cells = [m["label"], f"{1e3 * m['seconds_median']:.1f}", f"{low:.1f} to {high:.1f}"]
         cells += [f"{m['tokens_per_second']:.0f}", f"{m['bytes_per_host'] / 1e6:.3f}"]
-        cells += [str(m["collectives"]), *(cell(m, key) for key in others)]
+        cells += [str(m["collectives"]), f"{1e3 * m['cpu_seconds']:.1f}", f"{m['busy_share']:.1%}"]
+        cells += (cell(m, key) for key in others)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

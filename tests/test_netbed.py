@@ -245,6 +245,7 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     assert methods["zero_one_adam_4"]["bytes_per_host"] < 0.4 * methods["onebit_adam"]["bytes_per_host"]
     assert run["rounds_used"] in (1, 2)  # a round that others disturb does not count
     assert all(len(m["seconds"]) == run["rounds_used"] and m["to_bound"] > 0 for m in methods.values())
+    assert all(0 < m["cpu_seconds"] < 4 * max(m["seconds"]) and 0 < m["busy_share"] < 1.1 for m in methods.values())
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -304,6 +305,7 @@ def test_what_the_probe_has_predicted_is_on_its_page() -> None:
     predicted = json.loads(bench_probe.PREDICTED.read_text())["runs"]
     text = bench_probe.table(measured, predicted)
     assert text in bench_probe.PAGE.read_text()
+    assert bench_probe.table(measured, [*predicted, {**predicted[0], "hosts": 99}]) == text  # not measured
     assert all(f"{bench_probe.place_of(run)} | DDP, AdamW |" in text for run in predicted)
     for guess in predicted:
         (run,) = (run for run in measured if bench_probe.place_of(run) == bench_probe.place_of(guess))

@@ -546,18 +546,25 @@ def test_nobody_waits_for_digests_before_the_next_merge(monkeypatch):
     assert sorted(looked) == [7, 7, 11, 11, 14, 14, 14, 14]
 
 
+def with_a_flipped_bit(backend):
+    """A model and its optimizer after step 10; rank 1's anchor has differed since step 8, and digests that show it were
+    sent with the merge of step 9."""
+    model = Toy()
+    settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
+    optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+    train(model, optimizer, range(8), backend.rank, 2)
+    if backend.rank == 1:
+        optimizer.buckets[0]["anchor"][0] += 1e-6
+    train(model, optimizer, range(8, 10), backend.rank, 2)
+    return model, optimizer
+
+
 @pytest.mark.parametrize("end", ["merge", "synchronize"])
 def test_a_flipped_bit_of_an_anchor_is_noticed(end):
-    """Where the digests that were sent with the merge of step 9 are looked at: in that of step 11, or at the end."""
+    """Where the digests are looked at: in the merge of step 11, or at the end."""
 
     def run(backend):
-        model = Toy()
-        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
-        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
-        train(model, optimizer, range(8), backend.rank, 2)
-        if backend.rank == 1:
-            optimizer.buckets[0]["anchor"][0] += 1e-6
-        train(model, optimizer, range(8, 10), backend.rank, 2)
+        model, optimizer = with_a_flipped_bit(backend)
         before = params_of(model)
         ways = {"merge": partial(train, model, optimizer, range(10, 11), backend.rank, 2)}
         with pytest.raises(ReplicasDiffer, match=r"synchronisation 2, fragment 2 of 2.*anchor of bucket 0"):
@@ -572,13 +579,7 @@ def test_what_differs_is_named_before_a_group_is_added():
     """Digests that are under way are those of the buckets that there were."""
 
     def run(backend):
-        model = Toy()
-        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(2, 1), "guard": Guard(check_every=1)}
-        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
-        train(model, optimizer, range(8), backend.rank, 2)
-        if backend.rank == 1:
-            optimizer.buckets[0]["anchor"][0] += 1e-6
-        train(model, optimizer, range(8, 10), backend.rank, 2)
+        _, optimizer = with_a_flipped_bit(backend)
         with pytest.raises(ReplicasDiffer, match="anchor of bucket 0"):
             optimizer.add_param_group({"params": some_params([(3, 2)])})
         assert len(optimizer.param_groups) == 1
