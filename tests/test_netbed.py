@@ -28,6 +28,7 @@ from forks import python
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import bench_network  # noqa: E402
 import bench_probe  # noqa: E402
 import netbed  # noqa: E402
 import network_report  # noqa: E402
@@ -245,8 +246,17 @@ def test_methods_are_measured_side_by_side(start: Started, tmp_path: Path) -> No
     assert methods["zero_one_adam_4"]["bytes_per_host"] < 0.4 * methods["onebit_adam"]["bytes_per_host"]
     assert run["rounds_used"] in (1, 2)  # a round that others disturb does not count
     assert all(len(m["seconds"]) == run["rounds_used"] and m["to_bound"] > 0 for m in methods.values())
-    assert all(0 < m["cpu_seconds"] < 4 * max(m["seconds"]) and 0 < m["busy_share"] < 1.1 for m in methods.values())
+    assert all(m["cpu_seconds"] > 0 and m["busy_share"] >= 0 for m in methods.values())  # a block is two ticks long
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_processor_time_is_told_per_step_of_a_rank_and_as_a_share_of_all_cores() -> None:
+    cores = os.cpu_count() or 1
+    block = {"seconds": 0.5, "bytes": 1e6, "block": 5.0, "busy": 4.0 * cores, "steps": 10}
+    ranks = [{"none": [block | {"own": own}]} for own in (2.0, 4.0)]
+    method = bench_network.summarise(ranks, netbed.Loopback(1, 2), tokens=64)["none"]
+    assert method["cpu_seconds"] == pytest.approx(0.3)  # 0.2 and 0.4 s a step
+    assert method["busy_share"] == pytest.approx(0.8)
 
 
 def test_the_page_is_made_from_the_figures(tmp_path: Path) -> None:
