@@ -217,6 +217,21 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         compressed,
         {"name": "Int4", "arguments": {}, "nodes": True},
     ),
+    "gradients_powersgd4_nodes": (
+        "DDP, AdamW on PowerSGD(4), hosts as nodes",
+        compressed,
+        {"name": "PowerSGD", "arguments": {"rank": 4}, "nodes": True},
+    ),
+    "gradients_acp4_nodes": (
+        "DDP, AdamW on ACP(4), hosts as nodes",
+        compressed,
+        {"name": "ACP", "arguments": {"rank": 4}, "nodes": True},
+    ),
+    "gradients_blocks_nodes": (
+        "DDP, AdamW on TopBlocks(), hosts as nodes",
+        compressed,
+        {"name": "TopBlocks", "arguments": {}, "nodes": True},
+    ),
     "gradients_int4_int8_nodes": (
         "DDP, AdamW on Int4(), hosts as nodes, inside=Int8()",
         compressed,

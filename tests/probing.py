@@ -17,11 +17,13 @@ from commopt.probe.compressors import COMPRESSORS, compressors
 from commopt.probe.fit import Line
 from commopt.probe.local import Mirrors
 from commopt.probe.measure import Stand
-from commopt.probe.messages import Shapes, shapes_of
+from commopt.probe.messages import FLAT, Shapes, shapes_of
 from commopt.probe.predict import Model
 
 NOTHING = Line(0.0, 0.0)
 VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+AGREED = ("all_reduce", "all_reduce 2")
+"""Stages of low rank, and of blocks."""
 SMALL = shapes_of(110_013, 9_999, 64)
 BUCKET = 50_000
 """Bytes, so that SMALL has many buckets, and some are sent in chunks."""
@@ -36,7 +38,7 @@ def costs(link: Line = NOTHING, world_size: int = 2, per: float = 0.0, copies: f
         adamw=1e-9,
         copies={"all_reduce": copies, "all_reduce_bf16": copies},
         onebit=dict.fromkeys(("agreement", "all_to_all", "all_gather", "end"), 1e-10),
-        means={name: {"presence": 0.0, "out": per, "back": per, "end": per} for name in COMPRESSORS},
+        means={name: {"presence": 0.0, **dict.fromkeys((*FLAT, *AGREED, "end"), per)} for name in COMPRESSORS},
     )
 
 

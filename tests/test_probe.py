@@ -420,7 +420,7 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["steps"].keys() == {*METHODS, *COMPRESSORS} == found["model"]["compressors"].keys() | METHODS.keys()
     assert found["steps"]["gradients_int8"]["nbytes"] > found["steps"]["gradients_int4"]["nbytes"]
     assert found["costs"]["means"].keys() == set(COMPRESSORS)
-    assert found["costs"]["means"]["gradients_acp4"].keys() == {"presence", "out", "end"}
+    assert found["costs"]["means"]["gradients_acp4"].keys() == {"presence", "all_reduce", "end"}
     assert all(seconds > 0 for per in found["costs"]["means"].values() for seconds in per.values())
     compressor, params, *both = found["mean_rehearsal"]
     assert compressor in COMPRESSORS

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from probing import BUCKET, NOTHING, SMALL, VERBS, Alone, Given, costs, model, on_ranks
+from probing import AGREED, BUCKET, NOTHING, SMALL, VERBS, Alone, Given, costs, model, on_ranks
 from worlds import on_threads
 
 import commopt
 from commopt import OneBitAdam
 from commopt.comm import ThreadBackend
-from commopt.compress import Compressor, Int8
+from commopt.compress import Int8
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe import command
 from commopt.probe.advice import over_run, recommend
@@ -27,25 +28,34 @@ from commopt.probe.local import onebit_on_machines
 from commopt.probe.machines import Machines, as_nodes, better
 from commopt.probe.means import Mean
 from commopt.probe.measure import Stand
-from commopt.probe.messages import FLAT, ON_MACHINES, exchanges, rows_sent, shapes_of
+from commopt.probe.messages import FLAT, ON_MACHINES, exchanges, shapes_of, turns
 from commopt.probe.options import ProbeError, parse
-from commopt.probe.predict import FROZEN, RUN, Messages, predict
+from commopt.probe.predict import FROZEN, RUN, Messages, one_mean, predict
 
-ROWS = {name: spec for name, (_, spec) in COMPRESSORS.items() if isinstance(spec, Compressor)}
+MEANS_ON_MACHINES = ("inside_all_to_all", "between_all_reduce", "inside_all_gather")
+STAGES = {
+    "gradients_int8": ON_MACHINES,
+    "gradients_int4_int8": ON_MACHINES,
+    "gradients_acp4": MEANS_ON_MACHINES,
+    "gradients_powersgd4": (*MEANS_ON_MACHINES, *(f"{verb} 2" for verb in MEANS_ON_MACHINES)),
+    "gradients_blocks": (*MEANS_ON_MACHINES[:2], "between_all_reduce 2", *MEANS_ON_MACHINES[2:]),
+}
+"""What follows what is computed for a mean, with machines as nodes."""
 EXAMPLES = [(2, 4), (2, 6), (3, 6)]
 """Ranks of a machine, and all ranks."""
 
 
 def on_machines(link: dict[str, Line], world_size: int, per: float = 0.0) -> Costs:
     """What is not in ``link`` takes no time; computing takes ``per`` seconds a parameter before each message."""
-    stages = dict.fromkeys((*ON_MACHINES, *FLAT, "agreement", "presence", "end"), per)
+    stages = dict.fromkeys((*chain.from_iterable(STAGES.values()), *FLAT, *AGREED, "agreement", "presence", "end"), per)
+    verbs = *VERBS, *ON_MACHINES, *MEANS_ON_MACHINES
     return replace(
         costs(world_size=world_size),
-        link={**dict.fromkeys((*VERBS, *ON_MACHINES), NOTHING), **link},
-        loss=dict.fromkeys((*VERBS, *ON_MACHINES), NOTHING),
+        link={**dict.fromkeys(verbs, NOTHING), **link},
+        loss=dict.fromkeys(verbs, NOTHING),
         adamw=0.0,
         onebit=stages,
-        means=dict.fromkeys((*ROWS, *TWICE), stages),
+        means=dict.fromkeys((*COMPRESSORS, *TWICE), stages),
     )
 
 
@@ -53,22 +63,28 @@ def on_machines(link: dict[str, Line], world_size: int, per: float = 0.0) -> Cos
 def test_bytes_on_both_levels_are_those_that_compressed_gradients_count(machine: int, ranks: int) -> None:
     nodes = as_nodes(model(), machine)
 
-    def sent(backend: ThreadBackend) -> dict[str, tuple[int, int]]:
+    def sent(backend: ThreadBackend) -> dict[str, list[tuple[int, int]]]:
         out = {}
         for name, spec in nodes.compressors.items():
             net = Given(SMALL)
             handle = commopt.compress_gradients(
                 net, spec, backend=backend.nodes(machine), bucket_mb=BUCKET / 2**20, inside=nodes.inside.get(name)
             )
-            net.backward()
-            step = handle.comm_stats()["step"]
-            out[name] = step["bytes"], step["intra_node"]["bytes"]
+            out[name] = []
+            for _ in range(turns(spec)):
+                net.backward()
+                step = handle.comm_stats()["step"]
+                out[name].append((step["bytes"], step["intra_node"]["bytes"]))
             handle.remove()
         return out
 
-    steps = predict(on_machines({}, ranks), nodes)
-    assert set(nodes.compressors) == {*ROWS, *TWICE}
-    expected = {name: (steps[name].nbytes - steps[name].inside, steps[name].inside) for name in nodes.compressors}
+    given = on_machines({}, ranks)
+    steps = {
+        name: [one_mean(given, nodes, name, turn) for turn in range(turns(spec))]
+        for name, spec in nodes.compressors.items()
+    }
+    assert set(nodes.compressors) == {*COMPRESSORS, *TWICE}
+    expected = {name: [(step.nbytes - step.inside, step.inside) for step in several] for name, several in steps.items()}
     assert on_threads(ranks, sent) == [expected] * ranks
     chunked = exchanges(SMALL, Int8(), ranks, BUCKET, 0, machine)
     assert any(len(bucket) > 1 for bucket in chunked), "a bucket goes in chunks"
@@ -98,18 +114,20 @@ def test_bytes_on_both_levels_are_those_of_onebit_adam(machine: int, ranks: int,
     assert len(exchanges(SMALL, nodes.compressor, ranks, BUCKET)) > 3
 
 
-def test_an_exchange_waits_for_each_of_its_collectives() -> None:
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_an_exchange_waits_for_each_of_its_collectives(name: str) -> None:
     """Of one message: the sum of all that it computes and sends."""
-    link = {verb: Line(0.001 * (i + 1), 1e-8 * (i + 1)) for i, verb in enumerate(ON_MACHINES)}
-    at = on_machines(link, 4, per=1e-9)
-    sent = rows_sent(Int8(), 4096, 4, machine=2, brought=4 * 2 * 4096)
-    messages = Messages(Clock(at), [1e-9 * (i + 1) for i in range(5)])
-    ((exchange,),) = exchanges(((4 * 4096,),), Int8(), 4, 10**6, machine=2)
-    assert exchange.sent == sent
+    nodes, stages = as_nodes(model(), 2), STAGES[name]
+    link = {verb: Line(0.001 * (i + 1), 1e-8 * (i + 1)) for i, verb in enumerate(("between_all_reduce", *ON_MACHINES))}
+    per = {stage: 1e-9 * 2**i for i, stage in enumerate((*stages, "end"))}
+    messages = Messages(Clock(on_machines(link, 4)), per)
+    shape = (128, 128)
+    ((exchange,),) = exchanges((shape,), nodes.compressors[name], 4, 10**6, machine=2, inside=nodes.inside.get(name))
+    assert exchange.stages == [*stages]
     messages.launch([exchange])
     messages.arrive()
     messages.end()
-    seconds = sum(link[verb](nbytes) for verb, nbytes in sent) + 1e-9 * 15 * 4 * 4096
+    seconds = sum(link[verb](nbytes) for verb, nbytes in exchange.sent) + sum(per.values()) * 128 * 128
     assert messages.clock.step().seconds == pytest.approx(seconds, rel=1e-12)
 
 
@@ -118,7 +136,7 @@ def test_a_bucket_in_chunks_goes_out_inside_a_machine_as_one_message() -> None:
     at = on_machines({ON_MACHINES[0]: Line(1.0, 0.0)}, 4)
     (several,) = exchanges(((40_000,),), Int8(), 4, BUCKET, machine=2)
     assert len(several) > 2
-    messages = Messages(Clock(at), [0.0] * 5)
+    messages = Messages(Clock(at), dict.fromkeys((*ON_MACHINES, "end"), 0.0))
     messages.launch(several)
     messages.turn(0.5)
     assert [number for _, number, _ in messages.under_way] == [0] * len(several)
@@ -160,8 +178,7 @@ def test_of_each_method_the_faster_way_is_recommended_and_its_mesh_is_named() ->
 
     names = [*COMPRESSORS, "onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam"]
     steps = {**dict.fromkeys(names, step(2.0)), "none": step(0.1), "ddp": step(2.0), "ddp_bf16": step(2.0)}
-    found = {**dict.fromkeys([*ROWS, *names[-4:], *TWICE], step(1.99)), "gradients_int8": step(0.5), "none": step(0.1),
-             "ddp": step(2.0), "ddp_bf16": step(2.0)}  # fmt: skip
+    found = {**steps, **dict.fromkeys([*names, *TWICE], step(1.99)), "gradients_int8": step(0.5)}
     machines = Machines(8, {}, costs(), as_nodes(model(), 8), found, ("gradients_int8", 1, 1.0, 1.0))
     best, nodes = better(steps, machines)
     assert nodes == {"gradients_int8", "onebit_adam_int8", *TWICE}, "of the latter the warm-up is faster"
@@ -252,13 +269,14 @@ def test_mirrored_machines_note_what_each_level_waits_for(machine: int) -> None:
         stand = Stand(backend, backend, torch.device("cpu"))  # type: ignore[arg-type]
         stand.largest = list  # type: ignore[method-assign, assignment]
         mean = Mean(SMALL, stand)
-        found = [mean.costs_on_machines(Int8(), BUCKET, machine, inside) for inside in (None, Int8())]
+        found = [mean.costs(nodes.compressors[name], BUCKET, machine, nodes.inside.get(name)) for name in STAGES]
         found.append(onebit_on_machines(stand, 40_000, BUCKET, commopt.compress.Sign(), machine))
         assert all(seconds >= 0 for each in found for seconds in each.values())
         return [set(each) for each in found]
 
-    (gradients, twice, optimizer), *_ = on_threads(8, measured)
-    assert gradients == twice == {"presence", *ON_MACHINES, "end"}
+    nodes = as_nodes(model(), machine)
+    (*means, optimizer), *_ = on_threads(8, measured)
+    assert means == [{"presence", *stages, "end"} for stages in STAGES.values()]
     assert optimizer == {"agreement", *ON_MACHINES, "end"}
 
 
@@ -307,9 +325,10 @@ def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest
     table = results[0][1].split("machines as nodes")[1].split("means inside")[0]
     rows = {line[:30].strip(): line[30:].split() for line in table.splitlines()}
     assert float(rows["Int4(), inside=Int8()"][3]) < float(rows["Int4()"][3]), "less goes inside a machine"
+    assert float(rows["ACP(4)"][2]) < float(rows["PowerSGD(4)"][2]), "one factor in a step"
     found = json.loads(figures.read_text())["machines"]
     assert found["ranks"] == 2
-    assert set(found["link"]) == set(ON_MACHINES)
+    assert set(found["link"]) == {*ON_MACHINES, *MEANS_ON_MACHINES}
 
 
 def test_one_machine_is_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

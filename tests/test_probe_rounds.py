@@ -46,7 +46,7 @@ def test_bytes_are_those_of_a_round(name: str, ranks: int) -> None:
 def costs(ranks: int, latency: float = 0.1, rate: float = 20e6) -> Costs:
     line, none = Line(latency, 8 / rate), Line(0.0, 0.0)
     link = {"all_reduce": line, "all_to_all": line, "all_gather": line}
-    means = {f"gradients_{name}": {"out": 1e-9, "end": 2e-9} for name in ("int4", "topk")}
+    means = {f"gradients_{name}": {"all_to_all": 1e-9, "end": 2e-9} for name in ("int4", "topk")}
     return Costs(ranks, link, dict.fromkeys(link, none), 0.0, {}, {}, means)
 
 

@@ -21,7 +21,7 @@ class Costs:
         onebit: seconds of a compressed step of OneBitAdam per parameter, by the collective that follows; "end" is the
             rest.
         means: seconds of a compressed mean of gradients per parameter, by compressor, and by what follows: "presence",
-            "out", "back" (:mod:`commopt.probe.messages`), or what is sent on machines; "end" is the rest.
+            or a stage of :class:`commopt.probe.messages.Exchange`; "end" is the rest.
     """
 
     world_size: int

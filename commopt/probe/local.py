@@ -146,7 +146,7 @@ class _Agreeing(_Level):
 
 class MirroredMachines(NodesBackend):
     """``mirrors`` as machines of ``machine`` ranks each; the verbs are those of
-    :data:`commopt.probe.messages.ON_MACHINES`."""
+    :mod:`commopt.probe.messages`."""
 
     def __init__(self, mirrors: Mirrors, machine: int) -> None:
         self.world, self.rank, self.world_size = mirrors, mirrors.rank, mirrors.world_size

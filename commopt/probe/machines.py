@@ -5,6 +5,8 @@
     between_all_gather    the same, back
     inside_all_gather     inside a machine: all parts, as they have come
 
+Low rank and blocks have ``between_all_reduce`` for the two in the middle (:mod:`commopt.probe.messages`).
+
 What is assumed, beside what :mod:`commopt.probe.predict` does: what goes inside a machine and what goes between them
 take turns.
 """
@@ -17,7 +19,6 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from commopt.comm import NodesBackend, TorchBackend
-from commopt.compress import Compressor
 from commopt.probe.advice import WARM, WORTH, over_run
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE
@@ -98,8 +99,7 @@ def measure_machines(
         loss={**costs.loss, **losses_by(lost)},
         onebit=onebit_on_machines(stand, model.params, capacity, model.compressor, ranks),
         means={
-            name: mean.costs_on_machines(spec, capacity, ranks, model.inside.get(name))
-            for name, spec in model.compressors.items()
+            name: mean.costs(spec, capacity, ranks, model.inside.get(name)) for name, spec in model.compressors.items()
         },
     )
     steps = predict(costs, model)
@@ -112,11 +112,10 @@ def measure_machines(
 
 
 def as_nodes(model: Model, ranks: int) -> Model:
-    """``model`` on machines of ``ranks`` ranks: gradients by compressors of rows, and by those of ``TWICE``."""
-    rows = {name: spec for name, spec in model.compressors.items() if isinstance(spec, Compressor)}
+    """``model`` on machines of ``ranks`` ranks: gradients also by those of ``TWICE``."""
     twice = {name: spec for name, (_, spec, _) in TWICE.items()}
     inside = {name: spec for name, (_, _, spec) in TWICE.items()}
-    return replace(model, compressors={**rows, **twice}, machine=ranks, inside=inside)
+    return replace(model, compressors={**model.compressors, **twice}, machine=ranks, inside=inside)
 
 
 def time_levels(
@@ -129,6 +128,7 @@ def time_levels(
         "inside_all_gather": exchanges(inside, "all_gather", small),
         "between_all_to_all": exchanges(between, "all_to_all", small),
         "between_all_gather": exchanges(between, "all_gather", small),
+        "between_all_reduce": exchanges(between, "all_reduce", small),
     }
     lost = {}
     for name, some in samples.items():

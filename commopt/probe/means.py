@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,30 +15,32 @@ from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.gradients.method import OfGradients
 from commopt.probe.local import MirroredMachines, Mirrors
 from commopt.probe.measure import Stand
-from commopt.probe.messages import Shapes, exchanges
+from commopt.probe.messages import Exchange, Shapes, exchanges
 
 
-class Rounds(Mirrors):
-    """Mirrors of a mean: the time is split by what follows: "presence", what goes "out", what comes "back", the "end".
+class Staged(Mirrors):
+    """Mirrors of a mean: the time is split by what follows: "presence", the stages of its exchanges
+    (:attr:`commopt.probe.messages.Exchange.stages`), the "end". Of a verb that exchanges have twice, all of them have
+    the first before one has the second.
 
     Args:
         world_size, synchronize: as for :class:`Mirrors`.
-        first: how many messages go out; all after them are replies.
+        exchanges: of a mean.
     """
 
-    def __init__(self, world_size: int, synchronize: Callable[[], None], first: int) -> None:
-        self.first = first
+    def __init__(self, world_size: int, synchronize: Callable[[], None], exchanges: Iterable[Exchange]) -> None:
+        self.of_each = Counter(stage for exchange in exchanges for stage in exchange.stages)
         super().__init__(world_size, synchronize)
 
     def reset(self) -> None:
         super().reset()
-        self.messages = 0
+        self.stages = [stage for stage, times in sorted(self.of_each.items()) for _ in range(times)]
 
     def note(self, verb: str) -> Work:
-        if verb in ("agreement", "end"):
-            return super().note(verb)
-        self.messages += 1
-        return super().note("out" if self.messages <= self.first else "back")
+        stage = next((stage for stage in self.stages if stage.split()[0] == verb), None)
+        if stage is not None:  # else it is of no exchange
+            self.stages.remove(stage)
+        return super().note(stage or verb)
 
 
 class Mean:
@@ -76,21 +80,22 @@ class Mean:
             handle.mean.arrive(p, g)
         handle.mean.finish()
 
-    def costs(self, spec: OfGradients, bucket_bytes: int) -> dict[str, float]:
-        """Seconds per parameter, by what follows; see :class:`Rounds`."""
-        stand = self.stand
-        sent = exchanges(self.shapes, spec, stand.world_size, bucket_bytes)
-        mirrors = Rounds(stand.world_size, stand.synchronize, sum(len(bucket) for bucket in sent))
-        return self._timed(self.handle(spec, bucket_bytes, mirrors), mirrors)
-
-    def costs_on_machines(
-        self, spec: OfGradients, bucket_bytes: int, machine: int, inside: Compressor | None
+    def costs(
+        self, spec: OfGradients, bucket_bytes: int, machine: int = 1, inside: Compressor | None = None
     ) -> dict[str, float]:
-        """The same where machines of ``machine`` ranks are nodes; see :class:`commopt.probe.local.MirroredMachines`."""
-        mirrors = Mirrors(self.stand.world_size, self.stand.synchronize)
-        return self._timed(self.handle(spec, bucket_bytes, MirroredMachines(mirrors, machine), inside), mirrors)
+        """Seconds per parameter, by what follows; see :class:`Staged`.
 
-    def _timed(self, handle: CompressedGradients, mirrors: Mirrors) -> dict[str, float]:
+        Args:
+            spec, bucket_bytes: as for :meth:`handle`.
+            machine: ranks of a machine, where machines are nodes.
+            inside: as for :meth:`handle`.
+        """
+        world_size = self.stand.world_size
+        sent = exchanges(self.shapes, spec, world_size, bucket_bytes, machine=machine, inside=inside)
+        mirrors = Staged(world_size, self.stand.synchronize, chain.from_iterable(sent))
+        backend = mirrors if machine == 1 else MirroredMachines(mirrors, machine)
+        handle = self.handle(spec, bucket_bytes, backend, inside)
+
         def step() -> None:
             self.bring()
             self.stand.synchronize()
@@ -99,7 +104,7 @@ class Mean:
 
         seconds = mirrors.time(self.stand, step)
         handle.remove()
-        return {{"agreement": "presence"}.get(verb, verb): s / self.params for verb, s in seconds.items()}
+        return {{"agreement": "presence"}.get(stage, stage): s / self.params for stage, s in seconds.items()}
 
     def rehearsal(
         self, spec: OfGradients, bucket_bytes: int, backend: Backend, inside: Compressor | None = None

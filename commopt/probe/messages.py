@@ -1,18 +1,24 @@
 """What :func:`commopt.compress_gradients` sends for a mean, in closed form: a model's tensors, and their messages.
 
-presence    all_gather: which parameters have a gradient, a byte for each
-out, back   of a chunk, by a compressor of rows: all_to_all, all_gather
-            of a bucket, by low rank: all_reduce of one factor, and (PowerSGD) of the other
-            of a bucket, by blocks: all_reduce of their importances, and of those chosen
+presence   all_gather: which parameters have a gradient, a byte for each
+rows       of a chunk: all_to_all, all_gather
+low rank   of a bucket: all_reduce of one factor, and (PowerSGD) of the other
+blocks     of a bucket: all_reduce of their importances, and of those chosen
 
-Where machines are the nodes of a compressor of rows, a chunk goes through ``ON_MACHINES``.
+Where machines are nodes, what is all-reduced goes inside each first, and then a part of it between them:
+
+rows       ``ON_MACHINES``
+low rank   of each factor: inside_all_to_all, between_all_reduce, inside_all_gather
+blocks     of all of the bucket: inside_all_to_all; between_all_reduce of both; of all of it: inside_all_gather
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 
@@ -44,6 +50,19 @@ class Exchange:
 
     params: int
     sent: tuple[tuple[str, int], ...]
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the collectives: their verbs, with a number from the second of a verb on."""
+        return list(numbered(verb for verb, _ in self.sent))
+
+
+def numbered(verbs: Iterable[str]) -> Iterator[str]:
+    """Each verb, and from its second time on its number."""
+    times = Counter[str]()
+    for verb in verbs:
+        times[verb] += 1
+        yield verb if times[verb] == 1 else f"{verb} {times[verb]}"
 
 
 def usual_width(params: int) -> int:
@@ -128,14 +147,14 @@ def exchanges(
         world_size: ranks that average.
         capacity: most bytes of a bucket.
         turn: which mean, of :func:`turns`.
-        machine: of compressors of rows: ranks of a machine, where machines are nodes; 1: all ranks are alike.
-        inside: compressor of what goes out inside a machine; None: in float32.
+        machine: ranks of a machine, where machines are nodes; 1: all ranks are alike.
+        inside: of compressors of rows, the one of what goes out inside a machine; None: in float32.
     """
     buckets = buckets_of(shapes, world_size, capacity)
     if isinstance(spec, LowRank):
-        return [_factors(bucket, spec, turn) for bucket in buckets]
+        return [_factors(bucket, spec, turn, machine) for bucket in buckets]
     if isinstance(spec, TopBlocks):
-        return [_blocks(bucket, spec) for bucket in buckets]
+        return [_blocks(bucket, spec, machine) for bucket in buckets]
     return [_rows(bucket, spec, capacity, machine, inside) for bucket in buckets]
 
 
@@ -171,7 +190,20 @@ def rows_sent(
     )
 
 
-def _factors(bucket: Bucket, spec: LowRank, turn: int) -> list[Exchange]:
+def mean_sent(n: int, world_size: int, machine: int) -> tuple[tuple[str, int], ...]:
+    """The verbs, and the bytes that a rank sends, for the mean of ``n`` elements in full precision
+    (:func:`commopt.comm.mean_over_all`)."""
+    if machine == 1:
+        return (("all_reduce", all_reduce_bytes(4 * n, world_size)),)
+    part = n // machine
+    return (
+        ("inside_all_to_all", part_bytes(part, machine, None)),
+        ("between_all_reduce", all_reduce_bytes(4 * part, world_size // machine)),
+        ("inside_all_gather", part_bytes(part, machine, None)),
+    )
+
+
+def _factors(bucket: Bucket, spec: LowRank, turn: int, machine: int) -> list[Exchange]:
     p = q = whole = 0
     for shape in bucket.shapes:
         thin = spec.factors_of(shape)
@@ -182,15 +214,19 @@ def _factors(bucket: Bucket, spec: LowRank, turn: int) -> list[Exchange]:
             p, q = p + n * r, q + m * r
     numbers = [p + whole, q] if isinstance(spec, PowerSGD) else [(p, q)[turn] + whole]
     multiple = bucket.world_size * ROW_MULTIPLE
-    nbytes = [all_reduce_bytes(4 * -(-n // multiple) * multiple, bucket.world_size) for n in numbers if n]
-    return [Exchange(bucket.numel, tuple(("all_reduce", n) for n in nbytes))]
+    means = [mean_sent(-(-n // multiple) * multiple, bucket.world_size, machine) for n in numbers if n]
+    return [Exchange(bucket.numel, tuple(chain.from_iterable(means)))]
 
 
-def _blocks(bucket: Bucket, spec: TopBlocks) -> list[Exchange]:
-    n, block = bucket.padded, spec.block
+def _blocks(bucket: Bucket, spec: TopBlocks, machine: int) -> list[Exchange]:
+    n, block = bucket.padded // machine, spec.block
     numbers = [n // block, spec.kept(n) * block + n % block]
-    nbytes = [all_reduce_bytes(4 * m, bucket.world_size) for m in numbers if m]
-    return [Exchange(bucket.numel, tuple(("all_reduce", m) for m in nbytes))]
+    verb, machines = "all_reduce" if machine == 1 else "between_all_reduce", bucket.world_size // machine
+    agreed = tuple((verb, all_reduce_bytes(4 * m, machines)) for m in numbers if m)
+    if machine == 1:
+        return [Exchange(bucket.numel, agreed)]
+    part = part_bytes(n, machine, None)
+    return [Exchange(bucket.numel, (("inside_all_to_all", part), *agreed, ("inside_all_gather", part)))]
 
 
 def presence_bytes(shapes: Shapes, ranks: int) -> int:

@@ -14,7 +14,7 @@ last bucket always after backward. What is assumed:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,8 +29,6 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.fit import Line
 from commopt.probe.messages import (
-    FLAT,
-    ON_MACHINES,
     Exchange,
     Shapes,
     buckets_of,
@@ -122,10 +120,10 @@ class Messages:
 
     Args:
         clock: the device and the link.
-        per: seconds per parameter before each of the collectives of an exchange, and at the end.
+        per: seconds per parameter before each of the stages of an exchange, and at the "end".
     """
 
-    def __init__(self, clock: Clock, per: Sequence[float]) -> None:
+    def __init__(self, clock: Clock, per: Mapping[str, float]) -> None:
         self.clock, self.per = clock, per
         self.under_way: deque[tuple[float, int, Exchange]] = deque()  # when it arrives, which of what it is
         self.arrived: list[Exchange] = []
@@ -155,10 +153,11 @@ class Messages:
     def end(self) -> None:
         """Applies what has arrived."""
         for exchange in self.arrived:
-            self.clock.compute(self.per[-1] * exchange.params)
+            self.clock.compute(self.per["end"] * exchange.params)
 
     def _send(self, number: int, exchange: Exchange) -> None:
-        self.clock.compute(self.per[number] * exchange.params)
+        # none of a stage that the part of the model that was timed has not
+        self.clock.compute(self.per.get(exchange.stages[number], 0.0) * exchange.params)
         verb, nbytes = exchange.sent[number]
         if nbytes or not self.under_way:
             arrival = self.clock.send(verb, nbytes)
@@ -169,8 +168,8 @@ class Messages:
 
 def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     """OneBitAdam in its compressed phase."""
-    clock, verbs = Clock(costs), FLAT if model.machine == 1 else ON_MACHINES
-    messages = Messages(clock, [costs.onebit[verb] for verb in (*verbs, "end")])
+    clock = Clock(costs)
+    messages = Messages(clock, costs.onebit)
     backward = begin(clock, model)
     shapes = model.shapes or tuple((n,) for n in reversed(split(model.params, model.last_params, model.bucket_bytes)))
     buckets = buckets_of(shapes, costs.world_size, model.bucket_bytes)
@@ -233,8 +232,7 @@ def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
     """A step of AdamW on the mean number ``turn`` of gradients, which ``model.compressors[name]`` compresses."""
     clock, per = Clock(costs), costs.means[name]
     copy = costs.copies["all_reduce"] / 2
-    verbs = ("out", "back") if model.machine == 1 else ON_MACHINES
-    messages = Messages(clock, [per.get(verb, 0.0) for verb in (*verbs, "end")])
+    messages = Messages(clock, per)
     backward = begin(clock, model)
     sizes = [bucket.numel for bucket in buckets_of(model.shapes, costs.world_size, model.bucket_bytes)]
     waiting = list(

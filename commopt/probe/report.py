@@ -231,7 +231,8 @@ def _machines(result: Result) -> list[str]:
         f"means inside a machine of {found.ranks} ranks in float32, if nothing else is said (all-to-all "
         f"{links['inside_all_to_all']}, then "
         f"all-gather of bytes {links['inside_all_gather']}), compressed between machines, all ranks of each at once "
-        f"(all-to-all {links['between_all_to_all']}, all-gather {links['between_all_gather']})",
+        f"(all-to-all {links['between_all_to_all']}, all-gather {links['between_all_gather']}; of low rank and blocks "
+        f"all-reduce {links['between_all_reduce']})",
         "",
     ]
 
