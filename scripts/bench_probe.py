@@ -3,7 +3,7 @@
 
     scripts/bench_probe.py                     # probes the beds of benchmarks/network_gradients.json and nodes.json
     scripts/bench_probe.py --beds nodes        # those of one of them; what was predicted for the others stays
-    scripts/bench_probe.py --hosts 4           # those of so many hosts
+    scripts/bench_probe.py --hosts 4           # those of so many hosts; --rate 100mbit: at that rate
     scripts/bench_probe.py --update-docs       # the table in docs/probe.md, from all; no run
 
 The probe is told what it asks for: the parameters of that model, how many its tied embedding has, its width, and the
@@ -141,6 +141,7 @@ def main() -> int:
     parser.add_argument("--max-mb", type=float, default=16, help="largest message that is timed (default: 16)")
     parser.add_argument("--beds", choices=BEDS, help="probe those of this file alone (default: all)")
     parser.add_argument("--hosts", type=int, help="probe beds of so many hosts alone (default: all)")
+    parser.add_argument("--rate", help="probe beds of this rate alone, as it is written there (default: all)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a probe is ended")
     parser.add_argument("--update-docs", action="store_true", help="only the table, from what is there")
     args = parser.parse_args()
@@ -148,7 +149,8 @@ def main() -> int:
         exit_on_signals()
         try:
             again = [run for beds in BEDS if args.beds in (None, beds) for run in measured(beds)]
-            runs = [probe(run, args.max_mb, args.timeout) for run in again if args.hosts in (None, run["hosts"])]
+            again = [run for run in again if args.hosts in (None, run["hosts"]) and args.rate in (None, run["rate"])]
+            runs = [probe(run, args.max_mb, args.timeout) for run in again]
         except BedError as error:
             print(f"bench_probe: {error}", file=sys.stderr)
             return 2

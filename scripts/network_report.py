@@ -116,8 +116,8 @@ BY_RATE = (
 
 def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> str:
     """Markdown: the time of a step by hosts and rate, and its ratios to the methods ``rival`` and ``alone``; the bytes
-    that leave a host, by hosts; how many times fewer they are than the rival's (``name``), on the first bed; the
-    commands; how far others disturbed."""
+    that leave a host, by hosts, of the first bed on which a method was measured; how many times fewer they are than
+    the rival's (``name``) there, with as many hosts as in the first bed; the commands; how far others disturbed."""
     several = len({run["hosts"] for run in runs}) > 1
 
     def bed(run: dict[str, Any]) -> str:
@@ -128,15 +128,15 @@ def by_rate(runs: list[dict[str, Any]], rival: str, alone: str, name: str) -> st
 
     columns = {bed(run): {key: times(m) for key, m in run["methods"].items()} for run in runs}
     sizes: dict[str, dict[str, str]] = {}
-    for run in runs:  # of each number of hosts the first
-        mb = {key: f"{m['bytes_per_host'] / 1e6:.3f}" for key, m in run["methods"].items()}
-        sizes.setdefault(f"MB a host of {run['hosts']}" if several else "MB a host", mb)
-    methods = runs[0]["methods"]
-    native = methods[rival]["bytes_per_host"]
-    columns |= sizes
-    columns[f"{name}'s by"] = {
-        key: f"{native / m['bytes_per_host']:.1f}" for key, m in methods.items() if m["bytes_per_host"] > 1e-3 * native
-    }
+    fewer: dict[str, str] = {}
+    for run in runs:
+        mb = sizes.setdefault(f"MB a host of {run['hosts']}" if several else "MB a host", {})
+        native = run["methods"][rival]["bytes_per_host"]
+        for key, m in run["methods"].items():
+            mb.setdefault(key, f"{m['bytes_per_host'] / 1e6:.3f}")
+            if run["hosts"] == runs[0]["hosts"] and m["bytes_per_host"] > 1e-3 * native:
+                fewer.setdefault(key, f"{native / m['bytes_per_host']:.1f}")
+    columns |= sizes | {f"{name}'s by": fewer}
     notes = [f"{bed(run)}: {caveats(run)}" for run in runs]
     commands = "\n".join(dict.fromkeys(run["command"] for run in runs))
     return "\n\n".join([matrix(columns, runs), *notes, f"```bash\n{commands}\n```"])
