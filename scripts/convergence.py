@@ -3,7 +3,7 @@
 against its uncompressed counterpart.
 
     scripts/convergence.py [--tasks gpt,bert,digits] [--methods ...] [--seeds 0,1,2] [--ranks 4] [--json FILE]
-    scripts/convergence.py --update-docs     # the tables of docs/convergence.md, gradients.md and README.md, no run
+    scripts/convergence.py --update-docs     # the tables of docs/convergence.md and gradients.md, no run
 
 The same data, steps, seeds and learning rates for both, on real processes over Gloo (scripts/convergence_tasks.py has
 all settings). Passed is what ends with a mean held-out loss within the spread of its counterpart: no more above the
@@ -138,7 +138,7 @@ def shown_gap(row: Record) -> str:
 
 
 def summary(rows: list[Record]) -> str:
-    """A row for each optimizer as a Markdown table: its gap on every task, and what it sends."""
+    """A row for each method as a Markdown table: its gap on every task, and what it sends."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     head = ["optimizer", "against", *(f"gap, {task}" for task in tasks), "sent"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
@@ -154,19 +154,8 @@ def summary(rows: list[Record]) -> str:
 
 def update_docs(rows: list[Record], root: Path = ROOT) -> None:
     of_gradients = [row for row in rows if "compress" in TASKS[row["task"]].methods[row["method"]].comm]
-    others = [row for row in rows if row not in of_gradients]
     put(table(rows), root / "docs" / "convergence.md", MARKS)
     put(summary(of_gradients), root / "docs" / "gradients.md", MARKS)
-    put(summary(one_each(others)), root / "README.md", MARKS)
-
-
-def one_each(rows: list[Record]) -> list[Record]:
-    """Those of the first method of each optimizer that has a counterpart."""
-    first: dict[str, str] = {}
-    for row in rows:
-        if "gap" in row:
-            first.setdefault(TASKS[row["task"]].methods[row["method"]].optim["name"], row["method"])
-    return [row for row in rows if row["method"] in first.values()]
 
 
 def arguments() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 alike on the tasks of scripts/convergence_tasks.py.
 
     scripts/tuned.py [--task gpt] [--methods ...] [--seeds 0,1,2,3,4] [--steps 600]     # goes on where it was ended
-    scripts/tuned.py --update-docs                                 # the tables of docs/convergence.md, no run
+    scripts/tuned.py --update-docs          # the tables of docs/convergence.md and that of README.md, no run
 
 First a grid of the same size for every method: RATES times the middle of its family, on seeds that are not reported; if
 the least loss is at its end, it moves on by one rate. Then the other seeds at the best of it. Longer runs (--steps)
@@ -38,6 +38,12 @@ FIRST, SIZE = 3, 5
 """The grid: so many of RATES, at first from this one on."""
 TUNING_SEEDS = 100, 101
 """Two: where some seeds fail and others do not, one of them says too little."""
+IN_README = (
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitLion", "LocalSGD(AdamW)", "SignMomentum(AdamW)", "SlowMo(AdamW)",
+    "DiLoCo(AdamW)", "SparseLoCo(AdamW) H=15 k=32 of contributors", "NoLoCo(AdamW) H=15", "CSER(R=4)",
+    "QSparseLocalSGD",
+)  # fmt: skip
+"""A method of each optimizer that communicates."""
 Record = dict[str, Any]
 
 
@@ -182,9 +188,9 @@ def table(found: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def share(sent: float) -> str:
-    """As per cent."""
-    return f"{100 * sent:.1f} %" if sent >= 0.01 else f"{100 * sent:.2f} %"
+def share(sent: float, rounded: bool = False) -> str:
+    """As per cent; with fewer digits if it is to be ``rounded``."""
+    return f"{100 * sent:.{(0 if rounded else 1) if sent >= 0.01 else 2}f} %"
 
 
 def frontier(found: Iterable[Record]) -> list[Record]:
@@ -223,8 +229,31 @@ def tables(records: list[Record]) -> list[str]:
     return [*parts, best_for, table_of_bytes(gpt.rows(records, gpt.steps))]
 
 
+def summary(records: list[Record]) -> str:
+    """As Markdown, a row for each optimizer, of ``IN_README``: its gap on each task, in brackets the larger of the two
+    spreads, marked where the gap is more; and what it sends."""
+    found = {task: {row["method"]: row for row in of.rows(records, of.steps)} for task, of in TUNINGS.items()}
+    head = ["optimizer", "against", *(f"gap, {task}" for task in found), "sent"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for method in IN_README:
+        rows = {task: of_task[method] for task, of_task in found.items() if "gap" in of_task.get(method, {})}
+        if not rows:  # it has not been run yet
+            continue
+        gaps = [_gap(rows[task], found[task]) if task in rows else "" for task in found]
+        sent = [share(of(row["sent"] for row in rows.values()), rounded=True) for of in (min, max)]
+        against = next(iter(rows.values()))["against"]
+        lines.append("| " + " | ".join([method, against, *gaps, " to ".join(dict.fromkeys(sent))]) + " |")
+    return "\n".join(lines)
+
+
+def _gap(row: Record, others: dict[str, Record]) -> str:
+    spread = max(row["spread"], others[row["against"]]["spread"])
+    return f"{row['gap']:+.3f} ({spread:.2f})" + ("" if row["passed"] else " ✗")
+
+
 def update_docs(records: list[Record], root: Path = ROOT) -> None:
     put("\n\n".join(tables(records)), root / "docs" / "convergence.md", MARKS)
+    put(summary(records), root / "README.md", MARKS)
 
 
 def main() -> None:

@@ -133,9 +133,31 @@ def test_other_tasks_do_not_count():
     }  # fmt: skip
 
 
-def test_the_page_has_the_tables_of_the_figures_that_are_kept():
+def test_the_pages_have_the_tables_of_the_figures_that_are_kept():
     page = (tuned.ROOT / "docs" / "convergence.md").read_text()
     assert "\n\n".join(tuned.tables(tuned.read())) in page
+    assert tuned.summary(tuned.read()) in (tuned.ROOT / "README.md").read_text()
+
+
+def test_the_summary_has_a_row_for_each_optimizer_and_says_what_another_seed_makes(monkeypatch):
+    def seeds(method: str, lr: float, *losses: float, **of: Any) -> list[dict[str, Any]]:
+        return [ran(method, lr, seed, loss, **of) for seed, loss in enumerate(losses)]
+
+    monkeypatch.setattr(tuned, "IN_README", ("OneBitAdam", "ZeroOneAdam"))
+    names, digits = ("AdamW", "OneBitAdam", "ZeroOneAdam"), {"steps": 200, "task": "digits"}
+    records = [run for name in names for run in grid_of(name, [5, 4, 3, 4, 5])]
+    lr, of_digits = GPT.rates("AdamW")[5], tuned.TUNINGS["digits"]
+    records += seeds("AdamW", lr, 3.0, 3.25) + seeds("OneBitAdam", lr, 3.5, 3.5) + seeds("ZeroOneAdam", lr, 3.25, 3.0)
+    for name in names[:2]:
+        tried = [of_digits.rates(name)[tuned.FIRST + i] for i in range(tuned.SIZE)]
+        grid = [
+            ran(name, rate, seed, abs(i - 2), **digits) for i, rate in enumerate(tried) for seed in tuned.TUNING_SEEDS
+        ]
+        records += grid + seeds(name, tried[2], 0.5, **digits)
+    head, _, first, second = tuned.summary(records).splitlines()
+    assert head == "| optimizer | against | gap, gpt | gap, bert | gap, digits | sent |"
+    assert first == "| OneBitAdam | AdamW | +0.375 (0.25) ✗ |  | +0.000 (0.00) | 25 % |"
+    assert second == "| ZeroOneAdam | AdamW | +0.000 (0.25) |  |  | 25 % |"
 
 
 def test_the_figures_that_are_kept_are_whole_runs():
