@@ -320,6 +320,31 @@ def test_zero_one_adam_leaves_the_number_of_a_user_and_what_auto_has_stopped_goe
 # all ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lacking", ["three of four", "all"])
+def test_ranks_without_gradients_say_nothing_of_growth(lacking):
+    """Each rank has one element of the gradient: a is log 4. That some ranks have none in the first three looks, and
+    all have later, is no growth."""
+
+    def run(backend):
+        p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = OneBitAdam([p, other], 1e-3, betas=(0.9, 0.9), freeze_step=3, thaw="always", backend=backend)
+        group, levels = optimizer.param_groups[0], []
+        for t in range(1, 12):
+            lacks = 4 <= t < 7 and (backend.rank > 0 or lacking == "all")
+            p.grad = None if lacks else 4 * torch.eye(4, dtype=torch.float64)[backend.rank]
+            optimizer.step()
+            levels.append((group["watch_looks"], group["watch_level"]))
+        assert (group["freeze_step"], group["thawed"]) == (3, 0)
+        return levels
+
+    levels, *others = on_threads(4, run)
+    assert others == [levels] * 3
+    looks = [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8] if lacking != "all" else [0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5]
+    assert [number for number, _ in levels] == looks
+    assert all(level == pytest.approx(math.log(4)) for number, level in levels if number)
+
+
 def test_a_skipped_step_is_no_look():
     """Every look from step 32 on has a NaN on one rank: nothing is heard of the growth before the last of them."""
 

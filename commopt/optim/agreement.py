@@ -60,7 +60,7 @@ class StepReport:
         decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
         gradients: makes a digest of this rank's gradients, if all ranks may find that theirs are equal, and need no
             averaging; None, on all ranks, if that is not asked.
-        growth: a number of which all ranks want the mean; finite.
+        growth: a number of which all ranks want the mean; NaN if this one has none to tell.
     """
 
     square_norm: float
@@ -88,7 +88,7 @@ class StepDecision:
             if they are the same on all ranks, to the bit.
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
         alike: whether it nearly is: somebody may have clipped them.
-        growth: mean over the ranks of what they report as such.
+        growth: mean over the ranks that report one; NaN if none does.
     """
 
     non_finite: Sequence[int]
@@ -281,6 +281,7 @@ class Agreement:
         average = any(row[4] for row in table)
         if average and equal and report.gradients is not None:
             average = not self._same_everywhere(report.gradients())
+        told = [row[1] for row in table if not math.isnan(row[1])]
         return StepDecision(
             non_finite=[rank for rank, square in enumerate(squares) if math.isnan(square)],
             norm=math.sqrt(sum(squares) / len(squares)),
@@ -288,7 +289,7 @@ class Agreement:
             average=average,
             already_equal=equal,
             alike=clipped_alike(same),
-            growth=sum(row[1] for row in table) / len(table),
+            growth=sum(told) / len(told) if told else math.nan,
         )
 
     def _same_everywhere(self, number: int) -> bool:

@@ -196,7 +196,7 @@ class CommOptimizer(PackedOptimizer):
         return False
 
     def growth(self, unscale: float) -> float:
-        """A number of which all ranks are to hear the mean, finite, before their step; ``unscale``: what this rank's
+        """A number of which all ranks are to hear the mean before their step, or NaN; ``unscale``: what this rank's
         gradients are to be multiplied by."""
         return 0.0
 

@@ -28,7 +28,7 @@ heard of it, and the log says so:
 * What has gone back warms up by the same rule as at first, so that it compresses again. Should that be too early as
   well, it goes back once more, and for the rest of the run: a rule that was wrong twice is not asked again. Of the runs
   in benchmarks/freeze.json none has gone back twice.
-* A tensor that a rank lacks a gradient of is left out.
+* A tensor that a rank lacks a gradient of is left out, and a rank that lacks all of them.
 * In 0/1 Adam only rounds can tell: with local steps between them a look is the first round after every 5th step.
 
 The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
@@ -140,14 +140,17 @@ class Watch:
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
         """a of this rank, of the ``frozen`` groups in which ranks communicate in the next step, by gradients times
-        ``unscale``; 0 if that is no look at them."""
+        ``unscale``; NaN if that is no look at them, or if it has no gradient of theirs."""
         watched = [group for group in frozen if is_watched(group)]
         self.looked = watched if any(is_look(group, self.words.key) for group in watched) else []
         return growth(buckets_of(optimizer, self.looked), unscale)
 
     def heard(self, mean: float, clip: float) -> None:
-        """Takes the mean of a over all ranks, whose gradients are then clipped by the factor ``clip``."""
+        """Takes the mean of a over the ranks that have told one, NaN if there are none: then it was no look. Gradients
+        are clipped by the factor ``clip``."""
         self.mean = mean + 2 * math.log(clip)
+        if math.isnan(mean):
+            self.looked = []
 
     def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
         """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it."""
@@ -184,7 +187,7 @@ def buckets_of(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> li
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
-    """a of this rank; 0 if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients."""
+    """a of this rank; NaN if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients."""
     total, count = 0.0, 0
     for bucket, group in watched:
         indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]
@@ -197,7 +200,7 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
             if variances[i] > 0:
                 total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)
                 count += 1
-    return total / count if count else 0.0
+    return total / count if count else math.nan
 
 
 def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:
