@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from netbed_switch import packet_socket
+from netbed_switch import READY, packet_socket
 
 NIC = "net0"
 CLONE_NEWNET = 0x40000000
@@ -271,15 +271,24 @@ class NetBed(Loopback):
                 tool(f"ip link set {NIC} addrgenmode none up")  # no IPv6: nothing on the wire that nobody sent
                 tool(f"ip address add {self.address(h)}/24 dev {NIC}")
                 self._shape(NIC)
+        self._wait_for_switch()
 
     def _delay(self) -> None:
         cables = [packet_socket(f"port{h}") for h in range(self.hosts)]
         passed = [cable.fileno() for cable in cables]
         command = [sys.executable, str(Path(__file__).with_name("netbed_switch.py")), str(self.latency)]
         command += map(str, passed)
-        self.switch = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
+        pipe = subprocess.PIPE
+        self.switch = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=passed, start_new_session=True)
         for cable in cables:
             cable.close()
+
+    def _wait_for_switch(self) -> None:
+        if self.switch is not None:
+            assert self.switch.stdout is not None
+            with self.switch.stdout as said:
+                if said.readline().decode().strip() != READY:
+                    raise BedError(f"scripts/netbed_switch.py ended at once; exit code {self.switch.wait()}")
 
     def cut(self, host: int) -> None:
         """Pulls the cable of ``host``."""
@@ -312,8 +321,9 @@ class NetBed(Loopback):
 
     def close(self) -> None:
         if self.switch is not None:
-            assert self.switch.stdin is not None
-            self.switch.stdin.close()
+            for pipe in (self.switch.stdin, self.switch.stdout):
+                assert pipe is not None
+                pipe.close()
             self.switch.wait()
             self.switch = None
         while self.spaces:

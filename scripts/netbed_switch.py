@@ -6,6 +6,8 @@ but here: what a host sends is kept for the latency, and goes out where its dest
 frame keeps its offloads (checksums, segments), as on the way between two interfaces of the kernel.
 
     netbed_switch.py SECONDS FD ...     packet sockets at this end of each host's cable; ends when stdin does
+
+It prints ``READY`` when it is there: hosts that have asked for each other's addresses for three seconds give up.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ ETH_P_ALL = 3
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 LARGEST = 1 << 17
 """Bytes of a frame that the kernel has not cut into packets yet, and of what it says about it; not more than half."""
+READY = "ready"
+"""What it prints when it is there."""
 AT_ONCE = 64
 """Frames that are read of one interface before others have their turn."""
 HEADER = 10
@@ -93,7 +97,9 @@ def run(switch: Switch) -> None:
 
 def main() -> None:
     delay, *numbers = sys.argv[1:]
-    run(Switch([socket.socket(fileno=int(number)) for number in numbers], float(delay)))
+    switch = Switch([socket.socket(fileno=int(number)) for number in numbers], float(delay))
+    print(READY, flush=True)
+    run(switch)
 
 
 if __name__ == "__main__":

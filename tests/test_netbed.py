@@ -390,6 +390,25 @@ def test_what_is_sent_comes_whole_and_after_the_latency() -> None:
 
 
 @needs_bed
+def test_hosts_are_there_when_the_switch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that nobody answers says that there is no route, after 3 s."""
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 4\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with netbed.NetBed(2, latency=0.01) as bed:
+        for end in connection(bed):
+            end.close()
+
+
+@needs_bed
+def test_a_switch_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(netbed.BedError, match=r"netbed_switch\.py ended at once; exit code 1"):
+        netbed.NetBed(2, latency=0.01)
+
+
+@needs_bed
 @pytest.mark.parametrize("latency", [0.0, 0.01])
 def test_a_host_that_was_cut_off_comes_back_and_what_was_on_its_way_arrives(latency: float) -> None:
     with netbed.NetBed(2, latency=latency) as bed:
