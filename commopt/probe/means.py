@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
@@ -34,13 +34,13 @@ class Staged(Mirrors):
 
     def reset(self) -> None:
         super().reset()
-        self.stages = [stage for stage, times in sorted(self.of_each.items()) for _ in range(times)]
+        self.stages = defaultdict[str, deque[str]](deque)  # those to come, by verb
+        for stage, times in sorted(self.of_each.items()):
+            self.stages[stage.split()[0]].extend([stage] * times)
 
     def note(self, verb: str) -> Work:
-        stage = next((stage for stage in self.stages if stage.split()[0] == verb), None)
-        if stage is not None:  # else it is of no exchange
-            self.stages.remove(stage)
-        return super().note(stage or verb)
+        stages = self.stages[verb]  # none of what is of no exchange
+        return super().note(stages.popleft() if stages else verb)
 
 
 class Mean:

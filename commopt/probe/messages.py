@@ -14,8 +14,7 @@ blocks     of all of the bucket: inside_all_to_all; between_all_reduce of both; 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -54,15 +53,9 @@ class Exchange:
     @property
     def stages(self) -> list[str]:
         """Names of the collectives: their verbs, with a number from the second of a verb on."""
-        return list(numbered(verb for verb, _ in self.sent))
-
-
-def numbered(verbs: Iterable[str]) -> Iterator[str]:
-    """Each verb, and from its second time on its number."""
-    times = Counter[str]()
-    for verb in verbs:
-        times[verb] += 1
-        yield verb if times[verb] == 1 else f"{verb} {times[verb]}"
+        verbs = [verb for verb, _ in self.sent]
+        times = [verbs[: i + 1].count(verb) for i, verb in enumerate(verbs)]
+        return [verb if n == 1 else f"{verb} {n}" for verb, n in zip(verbs, times)]
 
 
 def usual_width(params: int) -> int:
