@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence_tasks import TASKS
+from loss_tables import compare, markdown, summary
 from marked import put
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,50 +113,36 @@ def summarise(records: list[Record]) -> list[Record]:
     for (task, method), row in rows.items():
         other = rows.get((task, TASKS[task].methods[method].counterpart or ""))
         if other is not None:
-            row["counterpart"] = other["method"]
-            row["gap"], allowed = row["loss"] - other["loss"], max(row["spread"], other["spread"])
-            row["passed"] = row["gap"] <= allowed
+            compare(row, other, row["loss"] - other["loss"])
     return list(rows.values())
 
 
 def table(rows: list[Record]) -> str:
     """The rows as a Markdown table."""
     head = ["task", "optimizer", "held-out loss", "spread", "against", "gap", "within the spread", "accuracy", "sent"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in rows:
         against = ["", "", ""]
         if "gap" in row:
-            against = [row["counterpart"], f"{row['gap']:+.4f}", "yes" if row["passed"] else "no"]
+            against = [row["against"], f"{row['gap']:+.4f}", "yes" if row["passed"] else "no"]
         accuracy = f"{100 * row['accuracy']:.1f} %" if "accuracy" in row else ""
         cells = [row["task"], row["method"], f"{row['loss']:.4f}", f"{row['spread']:.4f}", *against, accuracy]
-        lines.append("| " + " | ".join([*cells, f"{100 * row['sent']:.1f} %"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{100 * row['sent']:.1f} %"])
+    return markdown(head, lines)
 
 
-def shown_gap(row: Record) -> str:
-    """The gap of a row, marked where it is more than the spread."""
-    return f"{row['gap']:+.3f}" + ("" if row["passed"] else " ✗")
-
-
-def summary(rows: list[Record]) -> str:
-    """A row for each method as a Markdown table: its gap on every task, and what it sends."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    head = ["optimizer", "against", *(f"gap, {task}" for task in tasks), "sent"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for method in dict.fromkeys(row["method"] for row in rows if "gap" in row):
-        found = {row["task"]: row for row in rows if row["method"] == method}
-        gaps = [shown_gap(found[task]) if task in found else "" for task in tasks]
-        sent = [100 * row["sent"] for row in found.values()]
-        low, high = f"{min(sent):.0f}", f"{max(sent):.0f}"
-        cells = [method, next(iter(found.values()))["counterpart"], *gaps, low if low == high else f"{low} to {high}"]
-        lines.append("| " + " | ".join(cells) + " % |")
-    return "\n".join(lines)
+def on_gradients(rows: list[Record]) -> str:
+    """The summary of those that compress means of gradients."""
+    found: dict[str, dict[str, Record]] = {}
+    for row in rows:
+        if "compress" in TASKS[row["task"]].methods[row["method"]].comm:
+            found.setdefault(row["task"], {})[row["method"]] = row
+    return summary(found, dict.fromkeys(method for of_task in found.values() for method in of_task))
 
 
 def update_docs(rows: list[Record], root: Path = ROOT) -> None:
-    of_gradients = [row for row in rows if "compress" in TASKS[row["task"]].methods[row["method"]].comm]
     put(table(rows), root / "docs" / "convergence.md", MARKS)
-    put(summary(of_gradients), root / "docs" / "gradients.md", MARKS)
+    put(on_gradients(rows), root / "docs" / "gradients.md", MARKS)
 
 
 def arguments() -> argparse.Namespace:

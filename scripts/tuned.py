@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence_tasks import TASKS, Method
+from loss_tables import compare, markdown, share, summary
 from marked import put
 from tuned_methods import METHODS
 
@@ -139,14 +140,12 @@ class Tuning:
                 "loss": statistics.mean(losses),
                 "spread": max(losses) - min(losses),
                 "sent": sum(run["bytes"] for run in runs) / sum(run["fp32_bytes"] for run in runs),
-                "against": of.counterpart if of.counterpart in out else None,
             }
-        for row in out.values():
-            if row["against"] is not None:
-                other = out[row["against"]]
-                both = row["seeds"].keys() & other["seeds"].keys()
-                row["gap"] = statistics.mean(row["seeds"][s] - other["seeds"][s] for s in both) if both else math.nan
-                row["passed"] = row["gap"] <= max(row["spread"], other["spread"])
+            other = out.get(of.counterpart or "")
+            if other is not None:
+                both = out[method]["seeds"].keys() & other["seeds"].keys()
+                gaps = [out[method]["seeds"][seed] - other["seeds"][seed] for seed in both]
+                compare(out[method], other, statistics.mean(gaps) if gaps else math.nan)
         return list(out.values())
 
 
@@ -177,20 +176,15 @@ def launch(runs: list[Record], ranks: int, out: Path) -> None:
 def table(found: list[Record]) -> str:
     """As Markdown."""
     head = ["optimizer", "learning rate", "seeds", "held-out loss", "spread", "against", "gap", "within", "sent"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in found:
         against = ["", "", ""]
-        if row["against"] is not None:
+        if "gap" in row:
             against = [row["against"], f"{row['gap']:+.3f}", "yes" if row["passed"] else "no"]
         rate = f"{row['lr']:.2g}" + (" (edge)" if row["edge"] else "")
         cells = [row["method"], rate, str(len(row["seeds"])), f"{row['loss']:.3f}", f"{row['spread']:.3f}", *against]
-        lines.append("| " + " | ".join([*cells, share(row["sent"])]) + " |")
-    return "\n".join(lines)
-
-
-def share(sent: float, rounded: bool = False) -> str:
-    """As per cent; with fewer digits if it is to be ``rounded``."""
-    return f"{100 * sent:.{(0 if rounded else 1) if sent >= 0.01 else 2}f} %"
+        lines.append([*cells, share(row["sent"])])
+    return markdown(head, lines)
 
 
 def frontier(found: Iterable[Record]) -> list[Record]:
@@ -206,14 +200,14 @@ def table_of_bytes(found: list[Record]) -> str:
     """As Markdown: the frontier of all, and of what has Adam inside."""
     adams = [row for row in found if "Adam" in row["method"]]
     columns = [frontier(rows) for rows in (found, adams)]
-    lines = ["| sent | of all methods | held-out loss | of those with Adam | held-out loss |", "|" + " --- |" * 5]
+    lines = []
     for sent in sorted({row["sent"] for rows in columns for row in rows}):
         cells = [share(sent)]
         for rows in columns:
             here = [row for row in rows if row["sent"] == sent]
             cells += [here[0]["method"], f"{here[0]['loss']:.3f}"] if here else ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(["sent", "of all methods", "held-out loss", "of those with Adam", "held-out loss"], lines)
 
 
 def tables(records: list[Record]) -> list[str]:
@@ -229,31 +223,15 @@ def tables(records: list[Record]) -> list[str]:
     return [*parts, best_for, table_of_bytes(gpt.rows(records, gpt.steps))]
 
 
-def summary(records: list[Record]) -> str:
-    """As Markdown, a row for each optimizer, of ``IN_README``: its gap on each task, in brackets the larger of the two
-    spreads, marked where the gap is more; and what it sends."""
+def overview(records: list[Record]) -> str:
+    """The table of ``IN_README``."""
     found = {task: {row["method"]: row for row in of.rows(records, of.steps)} for task, of in TUNINGS.items()}
-    head = ["optimizer", "against", *(f"gap, {task}" for task in found), "sent"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for method in IN_README:
-        rows = {task: of_task[method] for task, of_task in found.items() if "gap" in of_task.get(method, {})}
-        if not rows:  # it has not been run yet
-            continue
-        gaps = [_gap(rows[task], found[task]) if task in rows else "" for task in found]
-        sent = [share(of(row["sent"] for row in rows.values()), rounded=True) for of in (min, max)]
-        against = next(iter(rows.values()))["against"]
-        lines.append("| " + " | ".join([method, against, *gaps, " to ".join(dict.fromkeys(sent))]) + " |")
-    return "\n".join(lines)
-
-
-def _gap(row: Record, others: dict[str, Record]) -> str:
-    spread = max(row["spread"], others[row["against"]]["spread"])
-    return f"{row['gap']:+.3f} ({spread:.2f})" + ("" if row["passed"] else " ✗")
+    return summary(found, IN_README)
 
 
 def update_docs(records: list[Record], root: Path = ROOT) -> None:
     put("\n\n".join(tables(records)), root / "docs" / "convergence.md", MARKS)
-    put(summary(records), root / "README.md", MARKS)
+    put(overview(records), root / "README.md", MARKS)
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def test_the_comparison_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     runs = [("digits", method, SEED) for method in ("AdamW", "OneBitAdam")]
     program = (str(ROOT / "tests" / "convergence_short.py"),)
     plain, ours = convergence.summarise(convergence.launch(runs, 2, tmp_path, program))
-    assert ours["counterpart"] == "AdamW"
+    assert ours["against"] == "AdamW"
     assert plain["loss"] < 2.3  # 10 digits, alike likely: 2.303
     assert abs(ours["gap"]) < 1e-3  # of what is still its warm-up
     assert plain["sent"] == 1
