@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
 
 from commopt import DiLoCo, LocalSGD, Members
@@ -357,6 +359,47 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
     members.roster.client.delete(["now"])
     with pytest.raises(StoreLost, match="has forgotten them"):
         go(params, optimizer, 0)
+
+
+def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone():
+    """The others' connections wait for it at the store, for as long as a collective may take, and are given up before
+    that: those of the next meeting do not wait behind them."""
+    world, dies = Rendezvous(), threading.Event()
+    world.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    class Slow(Rendezvous):
+        def connect(self, who):
+            inner = world.connect(who)
+
+            def of(store, name, rank, world_size, timeout):
+                if who == 2 and dies.is_set():
+                    raise Died
+                store.set(f"there/{rank}", "")
+                store.wait([f"there/{r}" for r in range(world_size)], timedelta(seconds=timeout))
+                return inner(store, name, rank, world_size, timeout)
+
+            return of
+
+    slow = Slow()
+    slow.store = world.store
+
+    def rank(name):
+        _, params, optimizer = averaging(slow, name, ranks=3, patience=1.5, timeout=60.0, join_timeout=60.0)
+        at = go(params, optimizer, name)
+        assert at == pytest.approx(2.0)
+        dies.set()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 4)
+        go(params, optimizer, name)  # the joiner gets the state, and the next view has other members
+        return go(params, optimizer, name)
+
+    def joiner():
+        dies.wait(30)
+        _, params, optimizer = averaging(slow, 3, patience=1.5, timeout=60.0, join_timeout=60.0)
+        return go(params, optimizer, 3)
+
+    moved = run_ranks([*(lambda n=n: rank(n) for n in range(3)), joiner], 40.0)
+    assert moved[2] is None
+    assert moved[0] == moved[1] == moved[3] == pytest.approx(4.0 + (1 + 2 + 4) / 3)
 
 
 def test_the_member_that_gives_the_state_dies(caplog):

@@ -273,7 +273,6 @@ class Members:
         while left():
             try:
                 self.roster.look()
-                self._store = self._connection()
             except StoreAnother:
                 raise
             except StoreLost:
@@ -338,7 +337,7 @@ class Members:
     def _reach(self, what: str, rank: int, world_size: int) -> Backend:
         epoch, _, lot = self.roster.now.split()
         name = f"{what} {epoch}-{lot}"
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self._connection())
         patience, why = self.patience, self.roster.given_up
         if not self._makes_connections:  # who connects has the one connection to it meanwhile
             patience, why = self.patience + self.timeout, nobody_has
