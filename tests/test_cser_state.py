@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import (
     Toy,
     Used,
+    all_tensors,
     backward,
     on_processes,
     on_threads,
@@ -187,6 +188,31 @@ def test_a_state_without_what_the_models_have_in_common_is_refused_where_that_is
         back = make("blocks", model, backend)
         back.load_state_dict(saved)
         assert same_bits(before, params_of(model))
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_state_of_another_model_is_refused_and_nothing_changes(momentum):
+    """Also where each rank has all of it as its own, and nothing is equal on all ranks."""
+
+    def run(backend):
+        def made(rows: int) -> CSER:
+            params = [nn.Parameter(torch.ones(rows, 3)), nn.Parameter(torch.ones(rows))]
+            optimizer = CSER(params, lr=0.1, momentum=momentum, backend=backend)
+            for _ in range(rows):
+                for p in params:
+                    p.grad = torch.full_like(p, 1.0 + backend.rank)
+                optimizer.step()
+            return optimizer
+
+        other, optimizer = made(4), made(5)
+        before = optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"parameter 0: .*shape \(4, 3\).*\(5, 3\).*another model"):
+            optimizer.load_state_dict(other.state_dict())
+        after = optimizer.state_dict()
+        assert same_bits(all_tensors(before), all_tensors(after))
+        assert after["param_groups"] == before["param_groups"]
 
     on_threads(2, run)
 

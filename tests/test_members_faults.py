@@ -364,7 +364,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
 def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone():
     """The others' connections wait for it at the store, for as long as a collective may take, and are given up before
     that: those of the next meeting do not wait behind them."""
-    world, dies = Rendezvous(), threading.Event()
+    world, dies, held = Rendezvous(), threading.Event(), []
     world.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     class Slow(Rendezvous):
@@ -374,6 +374,7 @@ def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone
             def of(store, name, rank, world_size, timeout):
                 if who == 2 and dies.is_set():
                     raise Died
+                held.append(name)
                 store.set(f"there/{rank}", "")
                 store.wait([f"there/{r}" for r in range(world_size)], timedelta(seconds=timeout))
                 return inner(store, name, rank, world_size, timeout)
@@ -397,7 +398,9 @@ def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone
         _, params, optimizer = averaging(slow, 3, patience=1.5, timeout=60.0, join_timeout=60.0)
         return go(params, optimizer, 3)
 
-    moved = run_ranks([*(lambda n=n: rank(n) for n in range(3)), joiner], 40.0)
+    moved = run_ranks([*((lambda n=n: rank(n)) for n in range(3)), joiner], 40.0)
+    for name in held:  # no thread waits any more
+        dist.PrefixStore(name, dist.PrefixStore("commopt/members", world.store)).set("there/2", "")
     assert moved[2] is None
     assert moved[0] == moved[1] == moved[3] == pytest.approx(4.0 + (1 + 2 + 4) / 3)
 
@@ -518,3 +521,132 @@ def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
         return optimizer.param_groups[0]["rounds"]
 
     assert run_ranks([first, second])[1] == 2
+
+
+def test_what_another_rank_takes_away_meanwhile_is_not_there():
+    """Every answer is a value that was set, or None, and is there at once."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client, other, ends = StoreClient(store, 5.0), store.clone(), threading.Event()
+
+    def set_and_delete():
+        while not ends.is_set():
+            other.set("key", "value")
+            other.delete_key("key")
+
+    thread = threading.Thread(target=set_and_delete, daemon=True)
+    thread.start()
+    found = [*(client.get("key") for _ in range(1000)), *(client.get_all(["key"]).get("key") for _ in range(1000))]
+    ends.set()
+    thread.join(10)
+    assert set(found) == {"value", None}
+    client.set("key", "")
+    assert (client.get("key"), client.get_all(["key", "another"])) == ("", {"key": ""})
+
+
+def test_a_run_that_could_not_begin_is_begun_anew_on_the_same_store():
+    """One of the first three dies as they connect, with the others of its view; who has come too late for that is told,
+    too. Then all are started again."""
+    world, dies, failed = Rendezvous(), [2], []
+    inner, theirs = world.connect, dist.PrefixStore("commopt/members", world.store)
+
+    def connect(who):
+        def of(store, name, rank, world_size, timeout):
+            if who in dies:
+                raise Died
+            if dies:
+                until(lambda: theirs.add("tickets", 0) == 4)
+                raise RuntimeError("not all have come")
+            return inner(who)(store, name, rank, world_size, timeout)
+
+        return of
+
+    world.connect = connect
+
+    def rank(name):
+        with pytest.raises(CollectiveError, match=r"not all have come|could not begin"):
+            averaging(world, name, ranks=3)
+        failed.append(name)
+        until(lambda: len(failed) == 3)
+        dies.clear()
+        _, params, optimizer = averaging(world, name, ranks=3)
+        return go(params, optimizer, name)
+
+    def again():
+        until(lambda: theirs.check(["opened/0"]))
+        with pytest.raises(LeftOut, match="could not: start them and this one again"):
+            averaging(world, 2, ranks=3)
+        failed.append(2)
+        until(lambda: not dies)
+        _, params, optimizer = averaging(world, 2, ranks=3)
+        return go(params, optimizer, 2)
+
+    def first_two():
+        with pytest.raises(Died):
+            averaging(world, 2, ranks=3)
+
+    moved = run_ranks([lambda: rank(0), lambda: rank(1), first_two, again])
+    assert moved == [2.0, 2.0, None, 2.0]
+
+
+def test_who_joins_may_come_before_the_run_has_begun():
+    world, waits = Rendezvous(), threading.Event()
+
+    def rank(name):
+        waits.wait(30)
+        time.sleep(0.2)
+        _, params, optimizer = averaging(world, name, ranks=2)
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 3)
+        return go(params, optimizer, name, 2)
+
+    def joins():
+        waits.set()
+        _, params, optimizer = averaging(world, 2)
+        return go(params, optimizer, 2)
+
+    assert run_ranks([lambda: rank(0), lambda: rank(1), joins]) == [3.5] * 3
+
+
+def test_a_joiner_that_was_given_up_counts_once_whatever_it_says_later():
+    """The others give it up, it leaves: nobody is taken for the last one before all have come."""
+    world = Rendezvous()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=2)
+        roster = members.roster
+        if name == 0:
+            drawn = Roster(StoreClient(members._store, 5.0), 7, members._needed, None)
+            drawn.draw()
+        until(lambda: roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, name)
+        if name == 0:
+            assert roster.view.joiners == [2]
+            assert roster.client.get(f"count/{roster.epoch}") == "1"  # it has not come: rank 0 has said so
+            drawn.enter(roster.view, roster.now)
+            drawn.leave()
+            assert roster.client.get(f"count/{roster.epoch}") == "1"
+        else:
+            until(lambda: roster.client.get(f"count/{roster.epoch}") == "1")
+            time.sleep(0.5)
+        return go(params, optimizer, name), members.names
+
+    assert run_ranks([lambda: rank(0), lambda: rank(1)]) == [(3.0, [0, 1])] * 2
+
+
+def test_an_error_of_on_join_lets_the_others_go_on():
+    world, begin = Rendezvous(), time.monotonic()
+
+    def fails(optimizer):
+        raise KeyError("no such data")
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2)
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 3)
+        return go(params, optimizer, name, 2)
+
+    def joins():
+        until(lambda: dist.PrefixStore("commopt/members", world.store).add("tickets", 0) == 2)
+        with pytest.raises(KeyError, match="no such data"):
+            averaging(world, 2, on_join=fails)
+
+    assert run_ranks([lambda: rank(0), lambda: rank(1), joins]) == [3.0, 3.0, None]
+    assert time.monotonic() < begin + 20  # and not their patience of 30 seconds

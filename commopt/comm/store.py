@@ -24,6 +24,8 @@ from commopt.comm.pipeline import CollectiveError
 T = TypeVar("T")
 
 _SLICE = 1.0
+_ABSENT = "\0"
+"""What nothing is set to. A store returns what was expected of a key that is not there."""
 _Questions = queue.SimpleQueue[Any]
 
 
@@ -77,12 +79,13 @@ class StoreClient:
 
     def get(self, key: str) -> str | None:
         """What is under ``key``; None if nothing is."""
-        return self.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self.ask(lambda store: _read(store, key))
 
     def get_all(self, keys: Iterable[str]) -> dict[str, str]:
         """What is under those of ``keys`` under which something is."""
         wanted = list(keys)
-        return self.ask(lambda store: {key: store.get(key).decode() for key in wanted if store.check([key])})
+        found = self.ask(lambda store: [(key, _read(store, key)) for key in wanted])
+        return {key: value for key, value in found if value is not None}
 
     def set(self, key: str, value: str) -> None:
         self.ask(lambda store: store.set(key, value))
@@ -115,6 +118,13 @@ class StoreClient:
                     store.delete_key(key)
 
         self.ask(take)
+
+
+def _read(store: Any, key: str) -> str | None:
+    """What is under ``key``, in one question: between check() and get() another rank may take it away, and get() then
+    waits for it, or gives nothing as a value."""
+    found = str(store.compare_set(key, _ABSENT, _ABSENT).decode())
+    return None if found == _ABSENT else found
 
 
 def _answer(store: Any, questions: _Questions) -> None:

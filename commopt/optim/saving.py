@@ -19,7 +19,7 @@ from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, 
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
 from commopt.optim.state_bucket import StateBucket
-from commopt.sharding import cut, cut_alike, local
+from commopt.sharding import cut, cut_alike, is_sharded, local
 
 Entries = dict[Any, dict[str, Any]]
 """State by parameter; by other keys what users have put there."""
@@ -77,23 +77,42 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
     if len(ids) != len(params):
         return  # torch raises, and says why
     state = {id(p): entry for bucket in buckets for p, entry in zip(bucket.params, bucket.state())}
+    own = {
+        id(p): _own_shapes(bucket, j) for bucket in buckets for j, p in enumerate(bucket.params) if not is_sharded(p)
+    }
+    part = (given.get("residuals") or {}).get("state", {})
     for i, p in zip(ids, params):
+        for name, shape in own.get(id(p), {}).items():
+            if isinstance(value := part.get(i, {}).get(name), Tensor):
+                _check_shape(i, name, value, shape, p)
         for name, mine in state.get(id(p), {}).items():
             value = given["state"].get(i, {}).get(name)
             if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                 continue
             if isinstance(value, OwnTensor):
                 continue
-            if value.shape != mine.shape:
-                raise ValueError(
-                    f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
-                    f"has shape {tuple(p.shape)}: it is the state of another model"
-                )
+            _check_shape(i, name, value, mine.shape, p)
             if not cut_alike(value, p):
                 raise ValueError(
                     f"parameter {i}: {name} in the loaded state is cut over ranks, and the parameter not like it: "
                     "load it with torch.distributed.checkpoint, or give whole tensors (full_tensor())"
                 )
+
+
+def _own_shapes(bucket: StateBucket, index: int) -> dict[str, torch.Size]:
+    """Shapes of what a rank may have as its own of a parameter that it has all of; residuals go where they can."""
+    return {
+        PARAMETER: bucket.values[index].shape,
+        **{name: bucket.tensors(name)[index].shape for name in bucket.buffers if name not in RANK_LOCAL},
+    }
+
+
+def _check_shape(i: Any, name: str, value: Tensor, shape: torch.Size, p: Tensor) -> None:
+    if value.shape != shape:
+        raise ValueError(
+            f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
+            f"has shape {tuple(p.shape)}: it is the state of another model"
+        )
 
 
 def read(

@@ -95,7 +95,11 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool, again: b
         else:
             members.round_ended()
             if members.on_join is not None:
-                members.on_join(optimizer)
+                try:
+                    members.on_join(optimizer)
+                except Exception:
+                    members.give_up()
+                    raise
             return
     raise LeftOut(f"{ATTEMPTS} times, a member has begun to give this rank the state, and has failed")
 
@@ -109,6 +113,7 @@ def serve(optimizer: OuterOptimizer, members: Members) -> None:
             raise
         except (CollectiveError, ValueError) as error:
             logger.warning("members: a rank that would join has not: %s", error)
+            members.roster.leave_for(ticket)
     members.has_joined()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from commopt.comm.store import until
-from commopt.outer.roster import ENDED, Roster
+from commopt.outer.roster import ENDED, Roster, could_not_begin
 from commopt.outer.view import LeftOut, NotEnoughMembers, Report, Ticket, View, order_of
 
 POLL = 0.05
@@ -20,49 +20,67 @@ def found(roster: Roster, ranks: int, seconds: float) -> bool:
     Raises:
         NotEnoughMembers: there are too few.
     """
-    client = roster.client
-    if roster.look():
+    client, now = roster.client, roster.look()
+    failed = roster.read(now)
+    if now and not could_not_begin(now, failed):
         return False
+    roster.now, since = now, 0 if failed is None else failed.drawn
+    epoch = roster.epoch + 1
     roster.draw()
-    if len(roster.waiting(0, client.add("tickets", 0))) < ranks:
-        client.wait("opened/0", seconds)
-    if not roster.look():
+    if len(roster.waiting(since, client.add("tickets", 0))) < ranks:
+        client.wait(f"opened/{epoch}", seconds)
+    if roster.look() == now:
         drawn = client.add("tickets", 0)
-        names = roster.waiting(0, drawn)
+        names = roster.waiting(since, drawn)
         if len(names) < roster.needed(ranks):
-            client.delete([f"ticket/{roster.ticket}"])
+            withdraw(roster)
             raise NotEnoughMembers(
                 f"{len(names)} of {ranks} ranks have come within {seconds:g} s, and {roster.needed(ranks)} are needed "
                 "to begin: start the others, on the same store"
             )
         members = order_of(names)
-        roster.open(View(0, members, [Report() for _ in members], names, drawn=drawn))
+        roster.open(View(epoch, members, [Report() for _ in members], names, drawn=drawn))
     return roster.take(roster.look())
 
 
-def wait_to_join(roster: Roster, seconds: float, busy: float) -> None:
-    """Waits until a member is ready to give this rank the state: it is a member from then on.
+def withdraw(roster: Roster) -> None:
+    """Takes back this rank's ticket: it waits no more."""
+    roster.client.delete([f"ticket/{roster.ticket}"])
+    roster.ticket = -1
+
+
+def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> None:
+    """Waits until a member is ready to give this rank the state: it is a member from then on. Until the run has begun
+    it draws no ticket, which others would take for that of one that begins it.
 
     Args:
         roster: of this rank.
         seconds: how long.
         busy: seconds that the member may take for each that joins.
+        begins: whether this rank is one of those that begin the run, and has come too late for that.
 
     Raises:
-        LeftOut: none was, or all members have left.
+        LeftOut: none was, all members have left, or those that were to begin the run could not.
     """
-    left, seen = until(seconds), ""
-    if roster.ticket < 0:
-        roster.draw()
+    left, now, view = until(seconds), "", None
     while left():
-        now = roster.look()
-        view = roster.read(now) if now != seen else None
-        seen = now
+        before, now = now, roster.look()
+        view = view if now == before else roster.read(now)
         if now and now.split()[1] == ENDED:
             raise LeftOut(
                 "the run of this store has ended: all its members have left; begin another over another store"
             )
-        if view is not None and roster.ticket in view.joiners and now.split()[1] == "done":
+        if not now or could_not_begin(now, view):
+            if roster.ticket >= 0:
+                withdraw(roster)
+            if now and begins:
+                raise LeftOut(
+                    "those that were to begin the run of this store, while this rank came, could not: start them and "
+                    "this one again, on the same store"
+                )
+        elif roster.ticket < 0:
+            roster.draw()
+        elif view is not None and roster.ticket in view.joiners and now.split()[1] == "done":
             roster.enter(view, now)
             roster.client.set(f"joins/{view.epoch}/{roster.ticket}", "")
             if roster.client.wait(f"called/{view.epoch}/{roster.ticket}", busy * len(view.joiners)):

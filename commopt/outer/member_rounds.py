@@ -22,6 +22,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
+from commopt.optim.agreement import StepRefused
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.outer import ending, joining, rounds
@@ -88,6 +89,11 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
         except LeftOut as left:
             joining.join_anew(optimizer, members, left)
             return
+        except (CollectiveError, StepRefused):
+            raise  # it may come to the next meeting
+        except Exception:
+            members.give_up()
+            raise
         else:
             return
 

@@ -192,7 +192,11 @@ class Members:
             return LocalBackend()
         assert self.roster.view is not None
         self.among = list(self.roster.view.members)
-        return self.backend()
+        try:
+            return self.backend()
+        except Exception:
+            self.give_up()
+            raise
 
     def meet(self, report: Report) -> View:
         """The view of all that come; see :meth:`commopt.outer.roster.Roster.meet`."""
@@ -257,7 +261,7 @@ class Members:
             commopt.comm.CollectiveError: they have not reached each other.
         """
         self._channel = None
-        lobby.wait_to_join(self.roster, self.join_timeout, self.timeout)
+        lobby.wait_to_join(self.roster, self.join_timeout, self.timeout, begins=self.ranks is not None)
         return self._reach(f"state for {self.roster.ticket}", 1, 2)
 
     def find_store(self, lost: StoreLost) -> None:

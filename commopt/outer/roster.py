@@ -10,6 +10,8 @@ several who would change it one does, and whoever is late learns that it has bee
     8 open    those that came to the next meeting in time
     8 ended   all have left
 
+Those that are to begin a run publish a view, too; if that has failed, others that come begin with the next one.
+
 At a meeting each member leaves its report under a key of its own and adds 1 to a count. Who finds that it is the last
 one publishes the view; if some do not come, whoever loses its patience first does. The others wait for one key: a rank
 asks a handful of questions a meeting, none of them twice, and who publishes reads a report of each.
@@ -35,7 +37,6 @@ from commopt.outer.view import REMEDY, CutOff, LeftOut, Name, NotEnoughMembers, 
 logger = logging.getLogger("commopt")
 
 NOW = "now"
-GONE = "gone"
 ENDED = "ended"
 
 
@@ -153,10 +154,7 @@ class Roster:
         view = self.view
         if self.state == "done" and view.joiners:
             self.client.wait(f"joined/{self.epoch}", busy * len(view.joiners))
-        self.client.set(self._here(self.ticket), json.dumps(asdict(report)))
-        last = False
-        if not self._told:
-            last, self._told = self.client.add(f"count/{self.epoch}", 1) >= len(self.expected), True
+        last = self._tell(report)
         if not last and not self._wait(patience):
             logger.warning("members: %s did not come within %g s", view.named(self._missing()), patience)
         if (now := self.look()) == self.now:
@@ -199,7 +197,7 @@ class Roster:
                 if self.state == "open":
                     self.verdict("failed")
             if self.look() == self.now:
-                self.leave_for(self.ticket)
+                self._tell(None)
                 self._told = False  # what it has said stays, whatever comes now
                 if int(self.client.get(f"count/{self.epoch}") or 0) >= len(self.expected):
                     with suppress(NotEnoughMembers):  # the others, who wait, will say so
@@ -235,10 +233,30 @@ class Roster:
         return [ticket for ticket in self.expected if self._here(ticket) not in there]
 
     def leave_for(self, ticket: Ticket) -> None:
-        """Tells the others not to wait for the rank of ``ticket``."""
-        self.client.set(self._here(ticket), GONE)
-        if ticket != self.ticket or not self._told:
-            self.client.add(f"count/{self.epoch}", 1)
+        """Tells the others not to wait for a rank that has not come, unless something has been said of it."""
+        if self._say(ticket, _word(None)) is None:
+            self._count()
+
+    def _tell(self, report: Report | None) -> bool:
+        """Says of this rank that it is there, or that it has gone, in place of what has been said of it. Returns
+        whether nobody else need be waited for: each rank counts once, also one that another has said to have gone."""
+        word = _word(report)
+        before = self._say(self.ticket, word)
+        if before is not None:
+            self.client.set(self._here(self.ticket), word)
+        counted = self._told or (before is not None and _report_of(before) is None)
+        last = not counted and self._count() >= len(self.expected)
+        self._told = True
+        return last
+
+    def _say(self, ticket: Ticket, word: str) -> str | None:
+        """Says ``word`` of a rank, if nothing has been said of it; else returns what has."""
+        said = self.client.compare_set(self._here(ticket), "", word)
+        return None if said == word else said
+
+    def _count(self) -> int:
+        """One more rank need not be waited for; how many these are."""
+        return self.client.add(f"count/{self.epoch}", 1)
 
     def publish(self) -> None:
         """Publishes the next view, of those that are there, unless somebody has.
@@ -249,9 +267,9 @@ class Roster:
         last = self.view
         assert last is not None
         there = self.client.get_all(self._here(ticket) for ticket in self.expected)
-        said = {int(key.split("/")[2]): text for key, text in there.items()}
-        gone = [ticket for ticket, text in said.items() if text == GONE]
-        reports = {ticket: Report(**json.loads(text)) for ticket, text in said.items() if text != GONE}
+        said = {int(key.split("/")[2]): _report_of(word) for key, word in there.items()}
+        gone = [ticket for ticket, report in said.items() if report is None]
+        reports = {ticket: report for ticket, report in said.items() if report is not None}
         drawn = self.client.add("tickets", 0)
         waiting = self.waiting(last.drawn, drawn)
         try:
@@ -260,8 +278,9 @@ class Roster:
             self._withdraw()
             raise
         if not new.members:
-            epoch, _, lot = self.now.split()
-            self.client.compare_set(NOW, self.now, f"{epoch} {ENDED} {lot}")
+            if not could_not_begin(self.now, last):
+                epoch, _, lot = self.now.split()
+                self.client.compare_set(NOW, self.now, f"{epoch} {ENDED} {lot}")
         elif self.open(replace(new, before=_keys(last, _body(self.now)))):
             self._log(last, new, gone)
 
@@ -296,6 +315,21 @@ class Roster:
         for what, found in {"goes on without": without, "does not count": view.excluded}.items():
             for ticket, why in found.items():
                 logger.warning("members, meeting %d: %s %s: %s", view.epoch, what, last.names.get(ticket, "?"), why)
+
+
+def could_not_begin(now: str, view: View | None) -> bool:
+    """Whether ``view``, that of ``now``, is of ranks that were to begin a run and could not: others may."""
+    return view is not None and view.reports[0].kind == "begin" and now.split()[1] == "failed"
+
+
+def _word(report: Report | None) -> str:
+    """What is said of a rank at a meeting: its report, or that it has gone; no two are alike."""
+    return json.dumps([secrets.token_hex(4), None if report is None else asdict(report)])
+
+
+def _report_of(word: str) -> Report | None:
+    report = json.loads(word)[1]
+    return None if report is None else Report(**report)
 
 
 def _body(now: str) -> str:
