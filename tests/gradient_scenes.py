@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from typing import Any
 
 import torch
@@ -296,3 +298,61 @@ def wrapped(rank: int, world_size: int) -> dict[str, Any]:
     except RuntimeError as error:
         said["after"] = str(error)
     return said
+
+
+def frozen_after_ddp(rank: int, world_size: int) -> dict[str, Any]:
+    """Means of what is trained where a layer was frozen after DDP had been made, and before gradients were compressed:
+    exact, by ways of DDP; and what is said once that layer is trained again."""
+    out: dict[str, Any] = {}
+    for name, options in {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}.items():
+        found = []
+        for compresses in (False, True):
+            net = DDP(Deep(), **options)
+            net.module.layers[0].requires_grad_(False)
+            if compresses:
+                commopt.compress_gradients(net, Identity())
+            for step in range(2):
+                net.zero_grad()
+                net(batch(step, rank), False).square().mean().backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        out[name] = found
+    net.module.layers[0].requires_grad_(True)
+    try:
+        net(batch(2, rank), False).square().mean().backward()
+    except RuntimeError as error:
+        out["thawed"] = str(error)
+    return out
+
+
+def sparse_under_ddp(rank: int, world_size: int) -> str:
+    """What is said of sparse gradients."""
+    net = DDP(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
+    commopt.compress_gradients(net, Sign(16))
+    try:
+        net(torch.tensor([rank, 2])).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def copied(rank: int, world_size: int) -> dict[str, Any]:
+    """Gradients of copies of a compressed DDP model: averaged by DDP, exactly, and compressed if asked to."""
+    net = DDP(Deep())
+    handle = commopt.compress_gradients(net, Sign(16))
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    copies = {"deepcopy": copy.deepcopy(net), "file": torch.load(file, weights_only=False)}
+    copies["average"] = torch.optim.swa_utils.AveragedModel(net).module
+    exact = DDP(Deep())
+    exact(batch(0, rank), False).square().mean().backward()
+    out: dict[str, Any] = {"exact": [p.grad for p in exact.parameters()]}
+    for name, one in copies.items():
+        one.requires_grad_(True)
+        one(batch(0, rank), False).square().mean().backward()
+        out[name] = [p.grad.clone() for p in one.parameters()]
+    assert handle.comm_stats()["steps"] == 0
+    again = commopt.compress_gradients(copies["deepcopy"], Sign(16))
+    copies["deepcopy"](batch(0, rank), False).square().mean().backward()
+    out["steps"] = again.comm_stats()["steps"]
+    return out

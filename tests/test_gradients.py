@@ -724,3 +724,20 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
         assert handle.comm_stats()["steps"] == 3
 
     on_threads(2, run)
+
+
+def test_a_parameter_without_elements_arrives_whenever_it_likes():
+    """Nobody waits for it: its bucket may have been sent."""
+
+    def run(backend: ThreadBackend) -> list[Any]:
+        model = Given([(0, 4), (300,), (0,), (200,), (300,)])
+        handle = commopt.compress_gradients(model, Identity(), backend=backend, bucket_mb=1e-3)
+        assert len(handle.mean.buckets) > 2
+        for _ in range(2):
+            model.backward([torch.full(p.shape, 1.0 + backend.rank, dtype=torch.float64) for p in model.params])
+            found = model.take()
+            assert [g.shape for g in found] == [p.shape for p in model.params]
+            assert all(bool((g == 1.5).all()) for g in found)
+        return found
+
+    on_threads(2, run)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import gradient_scenes
 import pytest
+import torch
 from pool import Pool
 from worlds import same_bits
 
@@ -78,3 +79,27 @@ def test_a_model_that_is_compressed_bare_is_not_averaged_by_ddp_too(pool):
         assert "give compress_gradients() that one" in said["before"]
         assert said["steps"] == 1
         assert "the model was compressed first and given to DistributedDataParallel then" in said["after"]
+
+
+def test_a_layer_that_was_frozen_after_ddp_was_made_takes_no_part(pool):
+    for found in pool.over_gloo(2, gradient_scenes.frozen_after_ddp):
+        for way in ("unused", "static"):
+            theirs, ours = found[way]
+            assert [g is None for g in ours] == [g is None for g in theirs]
+            pairs = [(a, b) for a, b in zip(ours, theirs) if b is not None]
+            assert len(pairs) == 8
+            for mine, exact in pairs:
+                torch.testing.assert_close(mine, exact)
+        assert "were frozen when compress_gradients() was called, and are trained now" in found["thawed"]
+
+
+def test_sparse_gradients_under_ddp_are_refused(pool):
+    for said in pool.over_gloo(2, gradient_scenes.sparse_under_ddp):
+        assert "allowed are dense gradients (torch.strided), so create embeddings with sparse=False" in said
+
+
+def test_copies_of_a_compressed_ddp_model_are_averaged_by_ddp(pool):
+    for found in pool.over_gloo(2, gradient_scenes.copied):
+        for way in ("deepcopy", "file", "average"):
+            assert same_bits(found[way], found["exact"])
+        assert found["steps"] == 1

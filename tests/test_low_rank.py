@@ -163,6 +163,51 @@ def test_what_came_out_plus_what_is_owed_is_what_went_in(method):
 
 
 @both
+def test_a_matrix_that_has_gradients_in_every_second_mean_only_has_turns_of_its_own(method):
+    """It is the algorithm on plain lists with those alone; also if the run is resumed in between."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        start = handle.state_dict()["state"]
+        oracles = {i: Oracle(2, start[i]["p"].tolist(), start[i]["q"].tolist()) for i in start}
+        for step in range(10):
+            everyone = [grads(step, rank) for rank in range(2)]
+            here = [i for i in range(len(SIZES)) if i != 2 or step % 2 == 0]
+            model.backward([g if i in here else None for i, g in enumerate(everyone[backend.rank])])
+            found = model.take()
+            for i in oracles.keys() & set(here):
+                expected = oracles[i].mean(method, [g[i].flatten(1).tolist() for g in everyone])
+                wanted = torch.tensor(expected, dtype=torch.float64)
+                torch.testing.assert_close(found[i].flatten(1), wanted, rtol=1e-9, atol=1e-11)
+            assert (found[2] is None) == (step % 2 == 1)
+            if step == 5:
+                saved = handle.state_dict()
+                handle.remove()
+                handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+                handle.load_state_dict(saved)
+
+    on_threads(2, run)
+
+
+@both
+def test_autocast_around_backward_changes_nothing(method):
+    def run(backend: ThreadBackend, dtype: torch.dtype | None) -> list[Tensor]:
+        model, out = Given(SIZES).float(), list[Tensor]()
+        commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        for step in range(3):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                model.backward([g.float() for g in grads(step, backend.rank)])
+            out += model.take()
+        return out
+
+    without = on_threads(2, lambda backend: run(backend, None))
+    within = on_threads(2, lambda backend: run(backend, torch.bfloat16))
+    for mine, theirs in zip(within, without):
+        assert same_bits(mine, theirs)
+
+
+@both
 def test_a_fixed_matrix_of_low_rank_is_exact_from_the_second_step_on(method):
     def run(backend: ThreadBackend) -> None:
         model = Given([(30, 20)])

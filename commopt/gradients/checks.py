@@ -15,7 +15,7 @@ from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
 from commopt.ddp_models import ddp_models_around
 from commopt.gradients.all_gather import Differences
-from commopt.gradients.ddp import DDPHook
+from commopt.gradients.ddp import CopiedHook, DDPHook
 from commopt.gradients.fsdp import Group, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
@@ -139,7 +139,7 @@ class NeverWrapped:
 def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
     if reduction == "sum":
         raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
-    if any(not isinstance(state, DDPHook) for _, state in model._comm_hooks):
+    if any(not isinstance(state, (DDPHook, CopiedHook)) for _, state in model._comm_hooks):
         raise ValueError(
             "this DistributedDataParallel has a communication hook already, which it keeps for good: of an optimizer "
             "of commopt (attach(), or its first step), or by register_comm_hook(). Wrap the module once more"

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from commopt.gradients.mean import GradientMean
+from commopt.gradients.mean import GradientMean, why_unknown
+from commopt.optim.checks import check_gradient
 
 
 def joining(model: DistributedDataParallel | None) -> bool:
@@ -27,6 +28,11 @@ def _laid_out_as(p: Tensor, gradient: Tensor) -> Tensor:
     return gradient.as_strided(p.shape, p.stride()) if dense else gradient
 
 
+class CopiedHook:
+    """What a copy of a DistributedDataParallel model has in place of a :class:`DDPHook`. DDP has no hook there, but
+    averages by itself."""
+
+
 class DDPHook:
     """Takes DDP's buckets apart, for ours are the same in every run, and gives them back when all means have come.
 
@@ -39,6 +45,9 @@ class DDPHook:
         self.mean: GradientMean | None = mean
         mean.zeros_are_absent = model.find_unused_parameters
         model.register_comm_hook(self, DDPHook.hook)
+
+    def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
+        return CopiedHook, ()
 
     def serve(self, mean: GradientMean) -> None:
         """Averages by ``mean`` from now on."""
@@ -59,9 +68,13 @@ class DDPHook:
             self._pending = []
             self.mean.forget()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
+        check_gradient(bucket.buffer())
         self._pending.append((done, bucket.buffer()))
         for p, gradient in zip(bucket.parameters(), bucket.gradients()):
-            self.mean.arrive(p, _laid_out_as(p, gradient))
+            if self.mean.averages(p):
+                self.mean.arrive(p, _laid_out_as(p, gradient))
+            elif p.requires_grad:
+                raise RuntimeError(why_unknown([p]))  # one that was frozen since DDP was made comes as zeros
         if bucket.is_last():
             self.mean.finish()
             for future, buffer in self._pending:

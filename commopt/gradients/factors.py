@@ -21,12 +21,14 @@ class Factors:
         index: of the parameter in the bucket.
         start: of its elements in a flat buffer.
         p, q: (n, r) and (m, r).
+        turn: how many means of it were taken.
     """
 
     index: int
     start: int
     p: Tensor
     q: Tensor
+    turn: int = 0
 
     def matrix(self, flat: Tensor) -> Tensor:
         """Its elements in a flat buffer, (n, m), a view."""
@@ -41,7 +43,7 @@ class Factors:
                 f"the loaded factors are {tuple(p.shape)} and {tuple(q.shape)}, here they are {tuple(self.p.shape)} "
                 f"and {tuple(self.q.shape)}: they are of another model, or of another rank"
             )
-        return replace(self, p=p.clone(), q=q.clone())
+        return replace(self, p=p.clone(), q=q.clone(), turn=int(entry["turn"]))
 
 
 @dataclass
@@ -67,7 +69,6 @@ class Owed:
         exact: all others.
         error: (padded,), what this rank owes; None without feedback.
         spare: (padded,), where the next error is made.
-        turn: how many means were taken.
         loaded: indices of parameters that are sent in full, to which something is owed that was loaded.
     """
 
@@ -75,7 +76,6 @@ class Owed:
     exact: list[Exact]
     error: Tensor | None
     spare: Tensor
-    turn: int = 0
     loaded: set[int] = field(default_factory=set)
 
     def errors(self, bucket: StateBucket) -> Iterator[tuple[int, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commopt.exchanged import refuse_assign
-from commopt.gradients.mean import GradientMean
+from commopt.gradients.mean import GradientMean, why_unknown
 from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.sharding import local, settle
 
@@ -21,8 +21,10 @@ class _End:
     """The end of a backward, as a callback of autograd: takes the mean. Autograd lets go of it uncalled if the backward
     has failed; then what it has brought is forgotten."""
 
+    _mean: GradientMean | None = None  # where a compiled backward has not made one
+
     def __init__(self, mean: GradientMean) -> None:
-        self._mean: GradientMean | None = mean
+        self._mean = mean
 
     def __call__(self) -> None:
         mean, self._mean = self._mean, None
@@ -102,10 +104,6 @@ class ParameterHooks:
     def _check(self) -> None:
         trained = [p for p in self._frozen if p.requires_grad]
         if trained:
-            raise RuntimeError(
-                f"{len(trained)} parameters, such as one of shape {tuple(trained[0].shape)}, were frozen when "
-                "compress_gradients() was called, and are trained now: call remove() on its handle, and "
-                "compress_gradients() once more, so that their gradients are averaged"
-            )
+            raise RuntimeError(why_unknown(trained))
         for check in self._checks:
             check()

@@ -89,8 +89,8 @@ class Thin:
                 torch._foreach_copy_([out for out, _ in pieces], [x.view(out.shape) for out, x in pieces])
 
         def commit() -> None:
-            owed.turn += 1
-            owed.matrices = [old if old.index in absent else kept for old, kept in zip(owed.matrices, later)]
+            both = zip(owed.matrices, later)
+            owed.matrices = [f if f.index in absent else replace(now, turn=f.turn + 1) for f, now in both]
             if owed.error is not None:
                 owed.loaded &= set(absent)
                 for start, stop in runs:
@@ -123,7 +123,7 @@ class Thin:
         for bucket in buckets:
             owed = self._of[id(bucket)]
             for factors in owed.matrices:
-                state: dict[str, Any] = {"p": factors.p.clone(), "q": factors.q.clone(), "turn": owed.turn}
+                state: dict[str, Any] = {"p": factors.p.clone(), "q": factors.q.clone(), "turn": factors.turn}
                 out[number[id(bucket.params[factors.index])]] = state
         return out
 
@@ -142,7 +142,6 @@ class Thin:
                 entry = entries.get(p := bucket.params[factors.index], {})
                 if "p" in entry and (origin == here or not is_sharded(p)):  # of other pieces, these begin anew
                     owed.matrices[k] = factors.loaded(entry)
-                    owed.turn = int(entry["turn"])
             if owed.error is not None:
                 owed.error.zero_()
                 thin = {factors.index for factors in owed.matrices}
@@ -204,23 +203,25 @@ def _power(
         x.addmm_(p, mine[-1].t(), alpha=-1)
     qs, _, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
     new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
-    return new, _learnt(new, owed.matrices, "q"), exact, sound & also
+    return new, [_learnt(f, before, "q") for f, before in zip(new, owed.matrices)], exact, sound & also
 
 
 def _alternating(
     owed: Owed, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
 ) -> Generator[Work, None, Taken]:
-    """ACP: as :func:`_power`, one factor in a turn."""
-    of_a, even = [f.matrix(a) for f in owed.matrices], owed.turn % 2 == 0
-    bases = [_orthonormal(f.q if even else f.p) for f in owed.matrices]
+    """ACP: as :func:`_power`, one factor in a turn. A matrix without gradients does not have its turn: else one that
+    has some in every second step only would never learn its other factor."""
+    of_a, evens = [f.matrix(a) for f in owed.matrices], [f.turn % 2 == 0 for f in owed.matrices]
+    bases = [_orthonormal(f.q if even else f.p) for f, even in zip(owed.matrices, evens)]
     mine = list[Tensor]()
-    for x, basis in zip(of_a, bases):  # a matrix at a time: it stays in the cache
+    for x, basis, even in zip(of_a, bases, evens):  # a matrix at a time: it stays in the cache
         mine.append(x @ basis if even else _transposed_times(x, basis))
         x.addmm_(*((mine[-1], basis.t()) if even else (basis, mine[-1].t())), alpha=-1)
     means, exact, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
-    both = zip(owed.matrices, means, bases)
-    new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis in both]
-    return new, _learnt(new, owed.matrices, "p" if even else "q"), exact, sound
+    each = zip(owed.matrices, means, bases, evens)
+    new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis, even in each]
+    learnt = [_learnt(f, before, "p" if even else "q") for f, before, even in zip(new, owed.matrices, evens)]
+    return new, learnt, exact, sound
 
 
 def _mean_of(
@@ -272,12 +273,8 @@ def _write_product(f: Factors, out: Tensor) -> None:
         out.copy_((f.p @ f.q.t()).view(out.shape))
 
 
-def _learnt(new: Sequence[Factors], old: Sequence[Factors], name: str) -> list[Factors]:
+def _learnt(new: Factors, old: Factors, name: str) -> Factors:
     """``new``, but the factor ``name`` as it was where the new one is 0: there was nothing to learn."""
-
-    def or_else(now: Tensor, then: Tensor) -> Tensor:
-        return torch.where(now.any(), now, then)
-
     if name == "p":
-        return [replace(f, p=or_else(f.p, before.p)) for f, before in zip(new, old)]
-    return [replace(f, q=or_else(f.q, before.q)) for f, before in zip(new, old)]
+        return replace(new, p=torch.where(new.p.any(), new.p, old.p))
+    return replace(new, q=torch.where(new.q.any(), new.q, old.q))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -126,6 +127,8 @@ class GradientMean:
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
         checks.check_gradient(gradient)
         self.begin()
+        if not p.numel():
+            return  # nobody waits for it
         index = self._bucket_of[id(p)]
         if index < self._started:
             raise RuntimeError(
@@ -137,8 +140,9 @@ class GradientMean:
         if self.zeros_are_absent and not gradient.any():
             return  # whether others have one is known at the end
         self._waiting[index].discard(id(p))
-        self._pipeline.progress()
-        self._start_complete(len(self.buckets) - 1)
+        with self._as_written():
+            self._pipeline.progress()
+            self._start_complete(len(self.buckets) - 1)
 
     def _start_complete(self, stop: int) -> None:
         """Starts the buckets before ``stop`` whose turn it is, if all their gradients are there, and if they may be
@@ -158,35 +162,48 @@ class GradientMean:
             commopt.comm.CollectiveError: if a rank is lost.
         """
         try:
-            for i, p in self._kept.items():  # of earlier passes, and not of the last one
-                if i not in self._gradients and p.grad is not None:
-                    settle([p])
-                    self.arrive(p, local(p.grad))
-            self._kept.clear()
-            self._find_absent()
-            while self._started < len(self.buckets):
-                params = self.buckets[self._started].params
-                self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
-            self._pipeline.finish()  # each is written as it comes, while the others are on their way
-            parts = [mine for part in self.parts if (mine := part.sound) is not None]
-            means = (bool(received.sound) and _in_range(outs) for received, outs in self._received)
-            here = sound = all(map(bool, parts)) and all(means)
-            if self.topology.is_sharded:  # those that hold another part have seen other bytes
-                row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
-                sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
-            for received, outs in self._received:
-                if here and not sound:  # no rank takes a step that others do not
-                    torch._foreach_mul_(outs, float("nan"))
-                if sound:
-                    received.commit()
-                received.let_go()
-            for part in self.parts:
-                part.end(sound)
-            self.steps += 1
-            self.not_finite += not sound
-            self.topology.traffic.end_step()
+            with self._as_written():
+                self._finish()
         finally:
             self._begin()
+
+    def _finish(self) -> None:
+        for i, p in self._kept.items():  # of earlier passes, and not of the last one
+            if i not in self._gradients and p.grad is not None:
+                settle([p])
+                self.arrive(p, local(p.grad))
+        self._kept.clear()
+        self._find_absent()
+        while self._started < len(self.buckets):
+            params = self.buckets[self._started].params
+            self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
+        self._pipeline.finish()  # each is written as it comes, while the others are on their way
+        parts = [mine for part in self.parts if (mine := part.sound) is not None]
+        means = (bool(received.sound) and _in_range(outs) for received, outs in self._received)
+        here = sound = all(map(bool, parts)) and all(means)
+        if self.topology.is_sharded:  # those that hold another part have seen other bytes
+            row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
+            sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
+        for received, outs in self._received:
+            if here and not sound:  # no rank takes a step that others do not
+                torch._foreach_mul_(outs, float("nan"))
+            if sound:
+                received.commit()
+            received.let_go()
+        for part in self.parts:
+            part.end(sound)
+        self.steps += 1
+        self.not_finite += not sound
+        self.topology.traffic.end_step()
+
+    def _as_written(self) -> AbstractContextManager[None]:
+        """Context in which products have the dtype of their factors, also if backward() is called within autocast."""
+        device = self.params[0].device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+    def averages(self, p: Tensor) -> bool:
+        """Whether it takes the mean of the gradients of ``p`` here."""
+        return id(p) in self._bucket_of
 
     def forget(self) -> None:
         """Forgets the gradients that have arrived: the backward has failed, on all ranks at the same place. Residuals
@@ -266,6 +283,15 @@ class GradientMean:
             if id(p) not in here and id(p) not in self._nowhere:
                 p.grad = like(out, p)
         return outs
+
+
+def why_unknown(params: Sequence[Tensor]) -> str:
+    """Why gradients of parameters cannot be averaged that were not trained when this was made, and are now."""
+    return (
+        f"{len(params)} parameters, such as one of shape {tuple(params[0].shape)}, were frozen when "
+        "compress_gradients() was called, and are trained now: call remove() on its handle, and "
+        "compress_gradients() once more, so that their gradients are averaged"
+    )
 
 
 def _in_range(outs: Sequence[Tensor]) -> bool:
