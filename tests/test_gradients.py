@@ -741,3 +741,56 @@ def test_a_parameter_without_elements_arrives_whenever_it_likes():
         return found
 
     on_threads(2, run)
+
+
+def test_what_is_trained_later_or_new_is_an_error_before_a_forward():
+    """Also if all that was trained before is frozen by then, so that no gradient arrives that could tell."""
+
+    def thaw(net: nn.Sequential) -> None:
+        net.requires_grad_(False)
+        net[0].requires_grad_(True)
+
+    def adapt(net: nn.Sequential) -> None:
+        net.requires_grad_(False)
+        net.append(nn.Linear(2, 2))
+
+    def exchange(net: nn.Sequential) -> None:
+        net[1] = nn.Linear(4, 2)
+
+    def reparametrize(net: nn.Sequential) -> None:
+        nn.utils.parametrizations.weight_norm(net[1])
+
+    def run(backend: ThreadBackend, change: Any, said: str) -> None:
+        net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.ones(5, 3)
+        net[0].requires_grad_(False)
+        handle = commopt.compress_gradients(net, Sign(16), backend=backend)
+        net(x).sum().backward()
+        before = copy.deepcopy(net)
+        change(net)
+        with torch.no_grad():
+            net(x)
+        with pytest.raises(RuntimeError, match=said):
+            net(x)
+        change(before)
+        before(x).sum().backward()  # nobody compresses the copy
+        handle.remove()
+        net(x).sum().backward()
+        again = commopt.compress_gradients(net, Sign(16), backend=backend)
+        net(x).sum().backward()
+        assert again.comm_stats()["steps"] == 1
+
+    frozen, new = "were frozen when compress_gradients.. was called, and are trained now", "are new since compress"
+    for change, said in ((thaw, frozen), (adapt, new), (exchange, new), (reparametrize, new)):
+        on_threads(2, lambda backend, change=change, said=said: run(backend, change, said))
+
+
+def test_other_parameters_for_one_call_and_a_compiled_graph_are_no_new_ones():
+    def run(backend: ThreadBackend) -> int:
+        net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.ones(5, 3)
+        handle = commopt.compress_gradients(net, Sign(16), backend=backend)
+        twice = {name: 2 * p for name, p in net.named_parameters()}
+        torch.func.functional_call(net, twice, (x,)).sum().backward()
+        torch.compile(net, fullgraph=True, backend="eager")(x).sum().backward()
+        return int(handle.comm_stats()["steps"])
+
+    assert on_threads(1, run) == [2]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from commopt.exchanged import refuse_assign
 from commopt.gradients.mean import GradientMean, why_unknown
 from commopt.optim.overlap import arrival_hook, remove_all
-from commopt.sharding import local, settle
+from commopt.sharding import is_sharded, local, settle
 
 
 class _End:
@@ -34,6 +34,23 @@ class _End:
     def __del__(self) -> None:
         if self._mean is not None:
             self._mean.forget()
+
+
+class _Look:
+    """A hook before a model's forward: whether something is trained that nobody averages. Where all that was trained
+    is frozen now, no gradient arrives that could tell. Empty in a copy of the model."""
+
+    def __init__(self, look: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
+        self.look = look
+
+    def __reduce__(self) -> tuple[type[_Look], tuple[()]]:
+        return type(self), ()
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.look is None:
+            return
+        if (look := self.look()) is not None:
+            look()
 
 
 class ParameterHooks:
@@ -57,6 +74,9 @@ class ParameterHooks:
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._mean, self._held, self._frozen, self._checks = mean, 0, frozen, checks
+        self._model = weakref.ref(model)
+        every = list(model.parameters())
+        self._known = None if any(map(is_sharded, every)) else {id(p) for p in every}  # FSDP2 exchanges its own
         hook = arrival_hook(weakref.ref(self))
         self._handles: dict[int, RemovableHandle] = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
         why = (
@@ -64,6 +84,8 @@ class ParameterHooks:
             "before, and compress_gradients() after it, or load without assign=True"
         )
         self._handles |= refuse_assign(model, self._handles, why)
+        look = _Look(weakref.WeakMethod(self._look))
+        self._handles[id(look)] = model.register_forward_pre_hook(look, prepend=True)
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def remove(self) -> None:
@@ -101,9 +123,26 @@ class ParameterHooks:
             engine.queue_callback(_End(self._mean))
             self._check()  # by now its error is that of a backward that fails
 
+    def _look(self) -> None:
+        """Raises RuntimeError for parameters that are trained, and were not, or were not there, before."""
+        self._refuse_trained()
+        model = self._model()
+        if model is None or self._known is None:
+            return
+        new = [p for p in model.parameters() if id(p) not in self._known and p.requires_grad]
+        if any(isinstance(p, nn.Parameter) for p in new):  # else of a functional_call()
+            raise RuntimeError(
+                f"{len(new)} parameters, such as one of shape {tuple(new[0].shape)}, are new since "
+                "compress_gradients() was called: call remove() on its handle, and compress_gradients() once more, so "
+                "that their gradients are averaged"
+            )
+
     def _check(self) -> None:
+        self._refuse_trained()
+        for check in self._checks:
+            check()
+
+    def _refuse_trained(self) -> None:
         trained = [p for p in self._frozen if p.requires_grad]
         if trained:
             raise RuntimeError(why_unknown(trained))
-        for check in self._checks:
-            check()
