@@ -3,6 +3,7 @@ spread, gap to the counterpart and whether that is within the spreads."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +12,9 @@ Row = dict[str, Any]
 
 def compare(row: Row, other: Row, gap: float) -> None:
     """Adds to a row what it is ``against``, its ``gap``, the larger of both spreads, and whether it ``passed``: whether
-    the gap is no more than that."""
+    the gap is no more than that. A loss that is not finite, of a run that has diverged, has not."""
     allowed = max(row["spread"], other["spread"])
-    row |= {"against": other["method"], "gap": gap, "allowed": allowed, "passed": gap <= allowed}
+    row |= {"against": other["method"], "gap": gap, "allowed": allowed, "passed": gap <= allowed and gap < math.inf}
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -47,4 +48,6 @@ def summary(found: Mapping[str, Mapping[str, Row]], methods: Iterable[str]) -> s
 
 
 def _gap(row: Row) -> str:
+    if row["gap"] == math.inf:
+        return "diverged ✗"
     return f"{row['gap']:+.3f} ({row['allowed']:.2f})" + ("" if row["passed"] else " ✗")

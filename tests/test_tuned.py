@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,18 @@ def test_sign_momentum_has_the_same_outer_step_at_every_rate():
         assert optim["lr"] == lr
         assert optim["lr"] * optim["args"]["outer_lr"] == pytest.approx(2e-3)
     assert GPT.optim_of("AdamW", 0.1) == {**GPT.methods["AdamW"].optim, "lr": 0.1}
+
+
+def test_a_method_of_which_a_run_has_diverged_is_not_within_the_spread():
+    """Which is infinite, as its gap is."""
+    records = [*grid_of("AdamW", [5, 4, 3, 4, 5]), *grid_of("OneBitAdam", [5, 4, 3, 4, 5])]
+    records += [ran("AdamW", GPT.best(records, "AdamW"), seed, 3.0) for seed in (0, 1)]
+    records += [
+        ran("OneBitAdam", GPT.best(records, "OneBitAdam"), seed, loss) for seed, loss in ((0, 3.0), (1, math.inf))
+    ]
+    _, row = GPT.rows(records, GPT.steps)
+    assert (row["gap"], row["passed"]) == (math.inf, False)
+    assert "| OneBitAdam | AdamW | diverged ✗ |" in tuned.overview(records)
 
 
 def test_other_tasks_do_not_count():
