@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from convergence_tasks import TASKS
-from loss_tables import compare, markdown, summary
-from marked import put
+from loss_tables import compare, summary
+from marked import markdown, put
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = ROOT / "scripts" / "convergence_rank.py"

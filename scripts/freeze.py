@@ -24,7 +24,7 @@ from typing import Any
 import digits
 import torch
 from convergence_tasks import TASKS
-from marked import put
+from marked import markdown, put
 from torch.nn import functional as F
 
 import commopt
@@ -171,8 +171,7 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
 def table(records: list[Record]) -> str:
     """The figures as a Markdown table."""
     head = ["task", "optimizer", "seeds", "never frozen", "frozen at", '"auto"', "its warm-ups ended at"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows(records))])
+    return markdown(head, rows(records))
 
 
 def update_docs(records: list[Record], root: Path = ROOT) -> None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from marked import markdown
+
 Row = dict[str, Any]
 
 
@@ -15,12 +17,6 @@ def compare(row: Row, other: Row, gap: float) -> None:
     the gap is no more than that. A loss that is not finite, of a run that has diverged, has not."""
     allowed = max(row["spread"], other["spread"])
     row |= {"against": other["method"], "gap": gap, "allowed": allowed, "passed": gap <= allowed and gap < math.inf}
-
-
-def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)])
 
 
 def share(sent: float, rounded: bool = False) -> str:

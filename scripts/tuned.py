@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from convergence_tasks import TASKS, Method
-from loss_tables import compare, markdown, share, summary
-from marked import put
+from loss_tables import compare, share, summary
+from marked import markdown, put
 from tuned_methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent

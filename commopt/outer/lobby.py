@@ -33,7 +33,7 @@ def found(roster: Roster, ranks: int, seconds: float) -> bool:
         drawn = client.add("tickets", 0)
         names = roster.waiting(since, drawn)
         if len(names) < roster.needed(ranks):
-            withdraw(roster)
+            roster.withdraw()
             raise NotEnoughMembers(
                 f"{len(names)} of {ranks} ranks have come within {seconds:g} s, and {roster.needed(ranks)} are needed "
                 "to begin: start the others, on the same store"
@@ -41,12 +41,6 @@ def found(roster: Roster, ranks: int, seconds: float) -> bool:
         members = order_of(names)
         roster.open(View(epoch, members, [Report() for _ in members], names, drawn=drawn))
     return roster.take(roster.look())
-
-
-def withdraw(roster: Roster) -> None:
-    """Takes back this rank's ticket: it waits no more."""
-    roster.client.delete([f"ticket/{roster.ticket}"])
-    roster.ticket = -1
 
 
 def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> None:
@@ -72,7 +66,7 @@ def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> N
             )
         if not now or could_not_begin(now, view):
             if roster.ticket >= 0:
-                withdraw(roster)
+                roster.withdraw()
             if now and begins:
                 raise LeftOut(
                     "those that were to begin the run of this store, while this rank came, could not: start them and "

@@ -114,6 +114,11 @@ class Roster:
         self.ticket = self.client.add("tickets", 1) - 1
         self.client.set(f"ticket/{self.ticket}", json.dumps(self.name))
 
+    def withdraw(self) -> None:
+        """Takes the ticket back: this rank waits no more."""
+        self.client.delete([f"ticket/{self.ticket}"])
+        self.ticket = -1
+
     def waiting(self, since: int, drawn: int) -> dict[Ticket, Name]:
         """The names of those with tickets from ``since`` on, below ``drawn``."""
         found = self.client.get_all(f"ticket/{t}" for t in range(since, drawn))
@@ -275,7 +280,7 @@ class Roster:
         try:
             new = next_view(last, self.state, reports, gone, waiting, drawn, self.needed, self.max_z)
         except NotEnoughMembers:
-            self._withdraw()
+            self._take_back()
             raise
         if not new.members:
             if not could_not_begin(self.now, last):
@@ -284,7 +289,7 @@ class Roster:
         elif self.open(replace(new, before=_keys(last, _body(self.now)))):
             self._log(last, new, gone)
 
-    def _withdraw(self) -> None:
+    def _take_back(self) -> None:
         if self._told and self.ticket >= 0:
             self.client.delete([self._here(self.ticket)])
             self.client.add(f"count/{self.epoch}", -1)
