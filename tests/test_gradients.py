@@ -456,6 +456,22 @@ def test_gradients_add_up_in_no_sync():
     on_threads(2, run)
 
 
+def test_a_second_backward_may_reach_a_parameter_on_some_ranks_only():
+    """Both passes take a mean. What the first one left counts in the second as much where that reaches a parameter as
+    where it does not: else it would be the mean of one rank's gradient with nothing."""
+
+    def run(backend: ThreadBackend) -> None:
+        left, right = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(2))
+        model = nn.ModuleList([left, right])
+        commopt.compress_gradients(model, Identity(), backend=backend, bucket_mb=5e-4)  # a bucket each
+        (left.weight.sum() + 2 * right.weight.sum()).backward()
+        (left.weight.sum() + (3 * right.weight.sum() if backend.rank == 1 else 0)).backward()
+        assert torch.equal(left.weight.grad, torch.full((8, 8), 2.0, dtype=torch.float64))
+        assert torch.equal(right.weight.grad, torch.full((8, 8), 2 + 3 / 2, dtype=torch.float64))
+
+    on_threads(2, run)
+
+
 def test_buckets_are_sent_while_backward_runs():
     """All but the last, if all its gradients are there."""
 

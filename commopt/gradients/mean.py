@@ -227,8 +227,12 @@ class GradientMean:
         self._start_complete(len(self.buckets))
         self._pipeline.reach(asked, asked, where)
         wait(asked, where)
-        here = table.any(0).tolist()
-        self._nowhere = {id(p) for p, present in zip(self._here, here) if not present}
+        for p, present in zip(self._here, table.any(0).tolist()):
+            if not present:
+                self._nowhere.add(id(p))
+            elif id(p) not in self._gradients and p.grad is not None:  # that of earlier passes
+                settle([p])
+                self._gradients[id(p)] = local(p.grad)
 
     def _start_next(self, absent: Sequence[int]) -> None:
         index = self._started
