@@ -40,9 +40,9 @@ FIRST, SIZE = 3, 5
 TUNING_SEEDS = 100, 101
 """Two: where some seeds fail and others do not, one of them says too little."""
 IN_README = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitLion", "LocalSGD(AdamW)", "SignMomentum(AdamW)", "SlowMo(AdamW)",
-    "DiLoCo(AdamW)", "SparseLoCo(AdamW) H=15 k=32 of contributors", "NoLoCo(AdamW) H=15", "CSER(R=4)",
-    "QSparseLocalSGD",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitLamb(element)", "OneBitLion", "LocalSGD(AdamW)",
+    "SignMomentum(AdamW)", "SlowMo(AdamW)", "DiLoCo(AdamW)", "SparseLoCo(AdamW) H=15 k=32 of contributors",
+    "NoLoCo(AdamW) H=15", "CSER(R=4)", "QSparseLocalSGD",
 )  # fmt: skip
 """A method of each optimizer that communicates."""
 Record = dict[str, Any]

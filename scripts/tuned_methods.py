@@ -57,7 +57,7 @@ OF_GPT: dict[str, Method] = {
     name: GPT[name]
     for name in (
         "AdamW", "AdamW + Int4", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
-        "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb",
+        "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb", "OneBitLamb(element)",
     )
 }  # fmt: skip
 OF_GPT |= {
@@ -90,7 +90,10 @@ OF_GPT |= {
 }
 
 
-ADAMS = "AdamW", "AdamW + Int4", "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb", "LocalSGD(AdamW)", "DiLoCo(AdamW)"
+ADAMS = (
+    "AdamW", "AdamW + Int4", "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb", "OneBitLamb(element)",
+    "LocalSGD(AdamW)", "DiLoCo(AdamW)",
+)  # fmt: skip
 SGDS = "SGD", "CSER(R=4)", "CSER(R=8)", "QSparseLocalSGD", "LocalSGD(SGD)"
 OF_DIGITS = (
     *ADAMS, *SGDS, "SignMomentum(AdamW)", "SlowMo(AdamW)", "Lans", "CLAN", "AdamW + PowerSGD(4)", "AdamW + ACP(4)",

@@ -27,6 +27,7 @@ class OneBitLambOracle:
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         common: the magnitude that all momenta are brought to is "one", or, as in the paper, the "mean" over tensors.
+        scaling: k is one of a "tensor", or each "element" has its own, that the signs are those of the update.
         debias: whether the averaged ratio is divided by 1 - b3^n; the paper does not.
         lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
 
@@ -39,6 +40,7 @@ class OneBitLambOracle:
         wd: float, b3: float = 0.9, low: float = 0.01, high: float = 10.0, r_min: float = 0.5, r_max: float = 4.0,
         r_thr: float = 0.1, row_multiple: int = 1, block: int | None = None, norm: str | None = None,
         rows: int | None = None, common: str = "one", debias: bool = True, lossy_warmup: bool = False,
+        scaling: str = "tensor",
     ) -> None:  # fmt: skip
         self.x = [list(t) for t in x]
         self.world, self.freeze, self.rows = world, freeze, rows or world
@@ -49,7 +51,8 @@ class OneBitLambOracle:
         self.worker = [[0.0] * (self.row * self.rows) for _ in range(world)]
         self.server = [0.0] * (self.row * self.rows)
         self.c, self.n, self.r = [0.0] * len(x), [0] * len(x), [1.0] * len(x)
-        self.k: list[float] = []
+        self.k: list[list[float]] = []
+        self.scaling = scaling
         self.t = 0
         self.lr, self.b1, self.b2, self.b3, self.eps, self.wd = lr, b1, b2, b3, eps, wd
         self.low, self.high, self.r_min, self.r_max, self.r_thr = low, high, r_min, r_max, r_thr
@@ -106,10 +109,12 @@ class OneBitLambOracle:
             sizes.append(max(rms, usual / 10))
         there = [s for s in sizes if s > 0]
         target = 1.0 if self.common == "one" else math.fsum(there) / len(there)
-        self.k = [target / s if s > 0 else 1.0 for s in sizes]
+        self.k = [[target / s if s > 0 else 1.0] * len(t) for s, t in zip(sizes, self.x)]
+        if self.scaling == "element":
+            self.k = [[1 / (math.sqrt(b) + self.eps) for b in v] for v in self.v]
         self.f = [list(v) for v in self.v]
         if self.lossy_warmup:  # what is owed is of the momentum, which is scaled from now on
-            factors = self._flat([[k] * len(t) for k, t in zip(self.k, self.x)])
+            factors = self._flat(self.k)
             self.worker = [[f * e for f, e in zip(factors, owed)] for owed in self.worker]
             self.server = [f * e for f, e in zip(factors, self.server)]
 
@@ -137,12 +142,13 @@ class OneBitLambOracle:
         values = []
         for rank in grads:
             scaled = [
-                [k * (self.b1 * a + (1 - self.b1) * b) for a, b in zip(m, g)] for k, m, g in zip(self.k, self.m, rank)
+                [c * (self.b1 * a + (1 - self.b1) * b) for c, a, b in zip(k, m, g)]
+                for k, m, g in zip(self.k, self.m, rank)
             ]
             values.append(self._flat(scaled))
         means = self._cut(self._mean(values, live, here))
         for i in here:
-            self.m[i] = [value / self.k[i] for value in means[i]]
+            self.m[i] = [value / c for value, c in zip(means[i], self.k[i])]
 
     def _mean(self, values: list[list[float]], live: list[bool], here: list[int]) -> list[float]:
         """The mean of what the workers have, compressed both ways with the residuals."""

@@ -139,7 +139,7 @@ def against_the_oracle(
         r_min=options.get("factor_min", 0.5), r_max=options.get("factor_max", 4.0),
         r_thr=options.get("factor_threshold", 0.1), row_multiple=ROW_MULTIPLE,
         block=getattr(compressor, "block", None), norm=getattr(compressor, "norm", None), rows=nodes * places,
-        common=common, debias=debias, lossy_warmup=lossy_warmup,
+        common=common, debias=debias, lossy_warmup=lossy_warmup, scaling=options.get("scaling", "tensor"),
     )  # fmt: skip
     expected = []
     for step in range(steps):
@@ -189,6 +189,13 @@ def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overla
     # 3 ranks: a mean of float32 scales can lie exactly between two float32 (see test_onebit_adam.py)
     atol = 1e-5 if world_size == 3 and compressor != Identity() else 1e-11
     against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap, absent=absent)
+
+
+@pytest.mark.parametrize(("nodes", "places"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("compressor", [Sign(block=16), Sign(None)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_signs_of_the_update_are_those_on_lists(nodes, places, compressor, overlap):
+    against_the_oracle(nodes, places, compressor, 6, 1e-11, overlap=overlap, absent=places == 1, scaling="element")
 
 
 @pytest.mark.parametrize(("nodes", "places"), [(2, 1), (4, 1), (2, 2)])
@@ -915,6 +922,7 @@ def test_state_is_complete_at_construction():
         ({"factor_min": 0}, r"factor_min must be a number in \(0, 1\], got 0"),
         ({"factor_min": 1.5}, r"factor_min must be a number in \(0, 1\], got 1.5"),
         ({"factor_max": 0.9}, r"factor_max must be a number >= 1, got 0.9"),
+        ({"scaling": "row"}, r"scaling must be 'tensor' or 'element', got 'row'"),
         ({"freeze_step": 0}, r"freeze_step must be 'auto' or an int >= 1, got 0"),
         ({"bucket_mb": -1}, r"bucket_mb must be a number > 0, got -1"),
     ],

@@ -88,6 +88,51 @@ def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr(
     assert ranks[0][1].param_groups[0]["watch_base"] == pytest.approx(base, rel=1e-9)
 
 
+def test_b_is_the_mean_log_of_the_mean_square_of_updates():
+    def run(backend):
+        params, optimizer = make(backend, OneBitLamb, eps=1e-3, thaw="never")
+        found = {}
+
+        def after(t):
+            states = [optimizer.state[p] for p in params]
+            b = [(s["exp_avg"] / (s["exp_avg_sq"].sqrt() + 1e-3)).square().mean() for s in states]
+            group = optimizer.param_groups[1]
+            found[t] = float(torch.stack(b).log().mean()), group["watch_length"], group["watch_length_base"]
+
+        steps(params, optimizer, backend, range(1, 51), lambda t: 1.4 if t > 28 else 1.0, after=after)
+        return found
+
+    found, others = on_threads(2, run)
+    assert found == others
+    assert found[FROZEN][1:] == (0, 0)
+    level = base = None
+    for t in [*range(FROZEN + 1, FROZEN + 11), 25, 30, 35, 40, 45, 50]:
+        b = found[t][0]
+        level = b if level is None else (level + min(b, level + 1)) / 2
+        base = level if t <= FROZEN + 20 else base
+        assert found[t][1:] == pytest.approx((level, base), rel=1e-9), t
+    assert found[50][1] > base + 0.2
+
+
+def test_one_bit_lamb_goes_back_when_updates_become_too_long_though_lr_falls_as_gradients_grow(caplog):
+    def run(backend):
+        out = []
+        for cls in (OneBitLamb, OneBitAdam):
+            params, optimizer = make(backend, cls)
+            later = [1.1 ** max(0, t - 30) for t in range(61)]
+            steps(params, optimizer, backend, range(1, 61), later.__getitem__, lambda t, by=later: 1e-3 / by[t])
+            out.append(what(optimizer))
+        return out
+
+    (of_lamb, of_adam), others = on_threads(2, run)
+    assert others == [of_lamb, of_adam]
+    at = of_lamb[0][1]
+    assert 45 < at <= 60
+    assert of_lamb == [("auto", at)] * 2
+    assert of_adam == [(FROZEN, 0)] * 2
+    assert caplog.text.count("updates have become 2.7 times as long as they were when the variance was frozen") == 1
+
+
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
 def test_all_ranks_go_back_together_and_the_second_time_for_good(cls, caplog):
     def run(backend):

@@ -86,6 +86,7 @@ def check_onebit_lamb(group: dict[str, Any]) -> None:
     if not is_number(low) or not 0 < low <= 1:
         raise ValueError(f"factor_min must be a number in (0, 1], got {low!r}")
     check_at_least("factor_max", high, 1)
+    check_scaling(group["scaling"])
     check_freeze_step(group["freeze_step"])
     check_thaw(group["thaw"])
 
@@ -93,6 +94,11 @@ def check_onebit_lamb(group: dict[str, Any]) -> None:
 def check_thaw(value: Any) -> None:
     if value not in ("auto", "always", "never"):
         raise ValueError(f"thaw must be 'auto', 'always' or 'never', got {value!r}")
+
+
+def check_scaling(value: Any) -> None:
+    if value not in ("tensor", "element"):
+        raise ValueError(f"scaling must be 'tensor' or 'element', got {value!r}")
 
 
 def check_freeze_step(value: Any) -> None:

@@ -103,7 +103,7 @@ def compressed_mean_of(
     compressor: Compressor,
     ctx: StepContext,
     *,
-    scaling: Sequence[float] | None = None,
+    scaling: Tensor | None = None,
     absent: Sequence[int] | None = None,
     variance_moves: bool = False,
 ) -> Generator[Work, None, Received]:
@@ -117,8 +117,8 @@ def compressed_mean_of(
         bucket: has the residuals; elements whose variance is 0, if it has one, take no part.
         compressor: the same on every rank.
         ctx: the step.
-        scaling: one factor k of each parameter: k (``local`` + residual) is compressed, what comes back is divided by
-            k, and so are the residuals.
+        scaling: a factor k > 0 of each element, (padded,): k (``local`` + residual) is compressed, what comes back is
+            divided by k, and so are the residuals.
         absent: indices of the parameters that take no part, ascending; None: those without a gradient on any rank.
         variance_moves: elements take part whose variance is 0, too.
     """
@@ -146,8 +146,8 @@ def compressed_mean_of(
         ctx.confirmed.note(compressor.is_sound(chunk.payload, stop - start, bucket.dtype))
     yield ctx.confirmed
     if scaling is not None:
-        torch._foreach_div_(bucket.part_views(sending.worker), scaling)
-        torch._foreach_div_(bucket.shares(sending.server, bucket.shard_index), scaling)
+        sending.worker.div_(bucket.part(scaling))
+        sending.server.div_(scaling.view(-1, server)[bucket.shard_index])
     feedback.commit(kept)
     return Received(in_flight, bucket, compressor, active, runs, scaling)
 
@@ -162,7 +162,7 @@ class Received:
         compressor: Compressor,
         active: Tensor,
         absent: Sequence[Run],
-        scaling: Sequence[float] | None,
+        scaling: Tensor | None,
     ) -> None:
         self._in_flight, self._bucket, self._compressor = in_flight, bucket, compressor
         self._active, self._absent, self._scaling = active.view(bucket.world_size, -1), absent, scaling
@@ -182,7 +182,7 @@ class Received:
             rows = mean.view(chunk.payload.shape[0], -1)
             self._compressor.decompress_active(chunk.payload, rows, self._active, chunk.chunk)
         if self._scaling is not None:
-            torch._foreach_div_(self._bucket.views(mean), self._scaling)
+            mean.div_(self._scaling)
         return mean
 
 
@@ -226,16 +226,16 @@ def _shared_in_node(
     return (yield from to_node(in_flight, intra_node))
 
 
-def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Sequence[float]) -> Feedback:
+def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Tensor) -> Feedback:
     """Residuals such that compressing them, and nothing else, is compressing k (``local`` + residual). They are formed
     where the next ones will be."""
     worker, server = feedback.next_worker, feedback.next_server
     torch.add(feedback.worker, local.m, alpha=local.beta, out=worker)
     ops.momentum(worker, local.grads, local.offsets, 1.0, local.alpha, worker)
-    torch._foreach_mul_(bucket.part_views(worker), scaling)
+    worker.mul_(bucket.part(scaling))
     if feedback.double_buffered:
         server.copy_(feedback.server)
-    torch._foreach_mul_(bucket.shares(server, bucket.shard_index), scaling)
+    server.mul_(scaling.view(-1, server.numel())[bucket.shard_index])
     return Feedback(worker, server)
 
 

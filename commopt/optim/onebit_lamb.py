@@ -17,12 +17,18 @@ is rebuilt from what the momentum has done.
                            last r (1 at first)
                            x = x - lr c_avg r u
 
-k makes tensors that share a scale in the compression equally large.
+k makes tensors that share a scale in the compression equally large; elements of one tensor that differ in v stay as
+they are, and a momentum of signs moves those with a small v by many times what LAMB does. With ``scaling="element"``,
+
+                           k = 1 / (sqrt(v) + eps) of each element
+
+the signs are those of u0, all equally large: it takes LAMB's learning rates, where the paper's k needs lower ones.
 
 Where this differs from the paper and its usual implementation:
 
 * The common magnitude is 1, where the paper takes the mean over all tensors: compressing a multiple gives the multiple,
   so only the ratios between tensors count. So k depends on nothing but its tensor.
+* ``scaling="element"`` is ours.
 * A momentum that has vanished, to less than a tenth of the root mean square of sqrt(v), counts with that tenth: there
   is no division by 0, and no k that makes a tensor with a vanishing momentum drown its neighbours.
 * c_avg is divided by 1 - b3^n, n being how often a ratio was averaged: it starts at 0 and would be too small after a
@@ -40,9 +46,10 @@ Where this differs from the paper and its usual implementation:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from commopt.comm import Backend, Work
@@ -83,6 +90,8 @@ class OneBitLamb(WarmupOptimizer):
         coeff_beta: decay b3 of the averaged trust ratio, in [0, 1).
         factor_min, factor_max: bounds of r, 0 < factor_min <= 1 <= factor_max.
         factor_threshold: by how much of itself r may change in a step, in [0, 1).
+        scaling: what compression sees as equally large: "tensor" for the momenta of all tensors, as in the paper;
+            "element" for all elements over what they are divided by, sqrt(v) + eps.
         maximize: go up instead of down.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
@@ -114,7 +123,7 @@ class OneBitLamb(WarmupOptimizer):
     scalars = {  # noqa: RUF012
         "scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0, **WarmupOptimizer.scalars
     }  # fmt: skip
-    corrects_bias = False
+    corrects_bias, measures_updates = False, True
 
     def __init__(
         self,
@@ -130,6 +139,7 @@ class OneBitLamb(WarmupOptimizer):
         factor_min: float = 0.5,
         factor_max: float = 4.0,
         factor_threshold: float = 0.1,
+        scaling: Literal["tensor", "element"] = "tensor",
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
         thaw: Literal["auto", "always", "never"] = "auto",
@@ -155,6 +165,7 @@ class OneBitLamb(WarmupOptimizer):
             "factor_min": factor_min,
             "factor_max": factor_max,
             "factor_threshold": factor_threshold,
+            "scaling": scaling,
             "maximize": maximize,
             **warmup_defaults(freeze_step, thaw),
         }
@@ -193,13 +204,14 @@ class OneBitLamb(WarmupOptimizer):
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
-        m, k = bucket["exp_avg"], self._scaling(bucket)
+        m, k = bucket["exp_avg"], self._scaling(bucket, group)
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
-        mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=k)  # compress k m_i
+        scaled = compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=_of_elements(bucket, k, group))
+        means = bucket.views((yield from scaled).values())  # compress k m_i;  m = what comes back / k
         self._switch(bucket, k)
         moving = self.increment(bucket, ctx, variance_moves=False)
         x, before, v, _ = bucket.operands(moving)
-        f, means = bucket.tensors("fresh_exp_avg_sq", moving), bucket.views(mean.values())
+        f = bucket.tensors("fresh_exp_avg_sq", moving)
         states = [self.state[bucket.params[i]] for i in moving]
         c, r = [_averaged(state) for state in states], [state["factor"].item() for state in states]
         used, factors = frozen_lamb_(  # x = x - lr c_avg r u
@@ -210,12 +222,15 @@ class OneBitLamb(WarmupOptimizer):
             if average is None:
                 _average(state, ratio, group["coeff_beta"])
 
-    def _scaling(self, bucket: StateBucket) -> list[float]:
-        """k of each parameter; not stored yet where it is new."""
+    def _scaling(self, bucket: StateBucket, group: dict[str, Any]) -> list[float]:
+        """k of each parameter, 1 where each element has its own; not stored yet where it is new."""
         known: list[float] = bucket.numbers["scaling_coeff"].tolist()
         if all(known):
             return known
-        fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"), bucket.total)
+        if group["scaling"] == "element":
+            fresh = [1.0] * len(known)
+        else:
+            fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"), bucket.total)
         return [old or new for old, new in zip(known, fresh)]
 
     def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
@@ -227,6 +242,16 @@ class OneBitLamb(WarmupOptimizer):
                 state["scaling_coeff"].fill_(k)
                 f.copy_(v)
                 state["factor"].fill_(1.0)
+
+
+def _of_elements(bucket: StateBucket, ks: Sequence[float], group: dict[str, Any]) -> Tensor:
+    """k of each element, (padded,)."""
+    if group["scaling"] == "element":
+        return bucket["exp_avg_sq"].sqrt().add_(group["eps"]).reciprocal_()
+    out = torch.ones_like(bucket["exp_avg_sq"])
+    for x, k in zip(bucket.views(out), ks):
+        x.fill_(k)
+    return out
 
 
 def _average(state: dict[str, Tensor], ratio: float | None, beta: float) -> None:

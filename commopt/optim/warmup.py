@@ -56,6 +56,9 @@ class WarmupOptimizer(CommOptimizer):
     corrects_bias = True
     """Whether v is used over 1 - b2^t."""
 
+    measures_updates = False
+    """Whether updates that have become too long say, too, that v was frozen too early."""
+
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, warmup_compressor: Compressor | None = None, **common: Any
     ) -> None:
@@ -79,7 +82,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._frozen = thaw.Watch(WORDS, self.corrects_bias)
+        self._frozen = thaw.Watch(WORDS, self.corrects_bias, self.measures_updates)
         self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
