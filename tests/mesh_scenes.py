@@ -380,6 +380,15 @@ def doors(rank: int, world_size: int) -> dict[str, tuple[float, bool]]:
     beside.optimizer = _Scaled(optimizer, scaler)
     out["scaled"] = beside.after(4, scaled)
 
+    net = fsdp()
+    kind = {"freeze_step": 2, "scaling": "element", "compressor": Identity()}
+    two = [2 * replica, 2 * replica + 1]  # gradients of a replica, as compression takes them
+    optimizer = lamb(net.parameters(), process_group=mesh, **kind)
+    beside = Beside(net, optimizer, two, mesh, backend=TorchBackend(mesh.get_group("replicate")), **kind)
+    out["compressed"] = beside.after(14, backward(net))
+    lengths = [of.param_groups[0]["watch_length"] for of in (optimizer, beside.reference)]
+    out["lengths of updates"] = abs(lengths[0] - lengths[1]), lengths[0] != 0
+
     net = fully_shard(Plain(), mesh=mesh)  # FSDP averages over both dimensions itself
     out["native"] = Beside(net, lamb(net.parameters(), process_group=mesh), everyone, mesh).after(4, backward(net))
     return out
