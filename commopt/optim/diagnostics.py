@@ -203,31 +203,28 @@ class Diagnostics:
                 self.optimizer, step, why, until,
             )  # fmt: skip
 
-    def frozen_too_early(self, steps: Sequence[Any], longer: str, back: str, goes_back: bool, for_good: bool) -> None:
-        """Gradients have outgrown a variance that stands since ``steps``; ``goes_back``: to one that moves, and maybe
-        ``for_good``. ``longer``: how to set a later step; ``back``: what all ranks do."""
-        what = "gradients have grown so much since the variance was frozen (step {}) that steps are 1.6 times as long "
-        what += "as they should be, for learning began later"
-        self._frozen_too_early(what, steps, longer, back, goes_back, for_good)
-
-    def too_long(self, steps: Sequence[Any], longer: str, back: str, goes_back: bool, for_good: bool) -> None:
-        """As :meth:`frozen_too_early`: the updates have become too long."""
-        what = "updates have become 2.7 times as long as they were when the variance was frozen (step {}), by the "
-        what += "noise of compression at this lr, of which scaling='element' makes less"
-        self._frozen_too_early(what, steps, longer, back, goes_back, for_good)
-
-    def _frozen_too_early(
-        self, what: str, steps: Sequence[Any], longer: str, back: str, goes_back: bool, for_good: bool
+    def frozen_too_early(
+        self, steps: Sequence[Any], too_long: bool, longer: str, back: str, goes_back: bool, for_good: bool
     ) -> None:
+        """Gradients have outgrown a variance that stands since ``steps``, or updates have become ``too_long`` by it;
+        ``goes_back``: to one that moves, and maybe ``for_good``. ``longer``: how to set a later step; ``back``: what
+        all ranks do."""
         if self.rank or not (goes_back or self._once("frozen too early")):
             return
+        which = ", ".join(map(str, dict.fromkeys(steps)))
+        what = (
+            f"updates have become 2.7 times as long as they were when the variance was frozen (step {which}), by the "
+            "noise of compression at this lr, of which scaling='element' makes less"
+            if too_long
+            else f"gradients have grown so much since the variance was frozen (step {which}) that steps are 1.6 times "
+            "as long as they should be, for learning began later"
+        )
         follows = (
             back + (", for the rest of the run" if for_good else "")
             if goes_back
             else f'the run may fall back to where it was. Take {longer}, or thaw="always": then {back}'
         )
-        which = ", ".join(map(str, dict.fromkeys(steps)))
-        logger.warning("%s: %s: %s", self.optimizer, what.format(which), follows)
+        logger.warning("%s: %s: %s", self.optimizer, what, follows)
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
         """A phase has ended after ``step``, for the parameter groups given, or for all."""

@@ -187,8 +187,8 @@ class Watch:
             begin(group, group["chosen"])
         for_good = any(group["thaws"] + 1 == TIMES for group in back)
         stood = [group[self.words.key] for group in watched]
-        tell = optimizer._diagnostics.too_long if too_long else optimizer._diagnostics.frozen_too_early
-        tell(stood, self.words.longer, self.words.back, bool(back), for_good)
+        words, tell = self.words, optimizer._diagnostics.frozen_too_early
+        tell(stood, too_long, words.longer, words.back, bool(back), for_good)
         for bucket, group in buckets_of(optimizer, back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
