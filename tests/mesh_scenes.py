@@ -386,8 +386,6 @@ def doors(rank: int, world_size: int) -> dict[str, tuple[float, bool]]:
     optimizer = lamb(net.parameters(), process_group=mesh, **kind)
     beside = Beside(net, optimizer, two, mesh, backend=TorchBackend(mesh.get_group("replicate")), **kind)
     out["compressed"] = beside.after(14, backward(net))
-    lengths = [of.param_groups[0]["watch_length"] for of in (optimizer, beside.reference)]
-    out["lengths of updates"] = abs(lengths[0] - lengths[1]), lengths[0] != 0
 
     net = fully_shard(Plain(), mesh=mesh)  # FSDP averages over both dimensions itself
     out["native"] = Beside(net, lamb(net.parameters(), process_group=mesh), everyone, mesh).after(4, backward(net))

@@ -32,14 +32,15 @@ heard of it, and the log says so:
 * In 0/1 Adam only rounds can tell: with local steps between them a look is the first round after every 5th step.
 
 1-bit LAMB has a second way to lose a run: signs make noise, noisy steps make larger gradients, and with a trust ratio
-that stands nothing holds the steps. Gradients alone tell too late, as lr falls meanwhile. So there the length of u is
-looked at, too, which all ranks know:
+that stands nothing holds the steps. Gradients alone tell too late, as lr falls meanwhile. So there, between the looks,
+in every 5th step from the 11th after the switch on, each rank tells how long updates have become instead,
 
     b = mean over the tensors of log(mean over the elements of (m / (sqrt(v) + eps))^2)
 
-smoothed like a. B0 is what it has come to after 20 steps, by when the noise is what it will be, and B - B0 > 2 is too
-much: updates are 2.7 times as long. Of six runs on a BERT the four good ones stay below 1; one of the others passes 2
-some 40 steps before it is lost, and one just as it is.
+of what it has of m and v. It is the same on all ranks, unless a replica has gone wrong or tensors are cut; the mean
+over the ranks is in any case. Smoothed like a it is B; B0 is what B has come to after 20 steps, by when the noise is
+what it will be, and B - B0 > 2 is too much: updates are 2.7 times as long. Of six runs on a BERT the four good ones
+stay below 1; the others pass 2 before they are lost.
 
 The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
 the step. Whether it goes back is ``thaw`` of the group:
@@ -58,9 +59,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from commopt.comm import wait
 from commopt.optim import settling
-from commopt.optim.rules import halves, square_sums
+from commopt.optim.rules import square_sums
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ TOO_MUCH = 1.0
 """The most that A - A0 may be."""
 JUMP = 1.0
 """The most by which a counts as larger than A."""
+BETWEEN = 2
+"""Steps from a look to that at the length of updates."""
 LONG = 20
 """Steps after the switch by which updates are as long as they will be."""
 TOO_LONG = 2.0
@@ -88,14 +90,15 @@ DEFAULTS = {
     "watch_base": 0.0,
     "watch_level": 0.0,
     "watch_lr": 0.0,
+    "watch_lengths": 0,
     "watch_length_base": 0.0,
     "watch_length": 0.0,
     "chosen": False,
     "thawed": 0,
     "thaws": 0,
 }
-"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), B0, B, whether "auto" has chosen
-the step, the step after which it has last gone back (0: it has not), and how often it has."""
+"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), looks at b, B0, B, whether
+"auto" has chosen the step, the step after which it has last gone back (0: it has not), and how often it has."""
 
 
 def defaults(when: Any) -> dict[str, Any]:
@@ -111,10 +114,16 @@ def is_look(group: dict[str, Any], key: str) -> bool:
     return step // EVERY > last // EVERY or bool(step <= group[key] + EARLY)
 
 
+def is_look_at_length(group: dict[str, Any], key: str) -> bool:
+    """True if in the next step of ``group`` the ranks tell how long its updates have become."""
+    step = group["step"] + 1
+    return bool(step > group[key] + EARLY and step % EVERY == BETWEEN)
+
+
 def begin(group: dict[str, Any], chosen: bool) -> None:
     """Begins to watch ``group``, whose variance stands from now on; ``chosen``: because "auto" has it so."""
     group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), chosen=chosen)
-    group.update(watch_length_base=0.0, watch_length=0.0)
+    group.update(watch_lengths=0, watch_length_base=0.0, watch_length=0.0)
 
 
 def goes_back(group: dict[str, Any]) -> bool:
@@ -155,44 +164,50 @@ class Watch:
         self.words = words
         self.corrects_bias, self.measures_updates = corrects_bias, measures_updates
         self.looked: list[dict[str, Any]] = []  # groups, in this step
+        self.at_length = False
         self.mean = 0.0
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
         """a of this rank, of the ``frozen`` groups in which ranks communicate in the next step, by gradients times
-        ``unscale``; NaN if that is no look at them, or if it has no gradient of theirs."""
-        watched = [group for group in frozen if is_watched(group)]
-        self.looked = watched if any(is_look(group, self.words.key) for group in watched) else []
-        return growth(buckets_of(optimizer, self.looked), unscale)
+        ``unscale``; or b, where they are looked at in turn. NaN if that is no look at them, or if it has nothing of
+        theirs."""
+        watched, key = [group for group in frozen if is_watched(group)], self.words.key
+        self.at_length = self.measures_updates and any(is_look_at_length(group, key) for group in watched)
+        self.looked = watched if self.at_length or any(is_look(group, key) for group in watched) else []
+        buckets = buckets_of(optimizer, self.looked)
+        return length(buckets) if self.at_length else growth(buckets, unscale)
 
     def heard(self, mean: float, clip: float) -> None:
-        """Takes the mean of a over the ranks that have told one, NaN if there are none: then it was no look. Gradients
-        are clipped by the factor ``clip``."""
-        self.mean = mean + 2 * math.log(clip)
+        """Takes the mean of a, or b, over the ranks that have told one, NaN if there are none: then it was no look.
+        Gradients are clipped by the factor ``clip``."""
+        self.mean = mean if self.at_length else mean + 2 * math.log(clip)
         if math.isnan(mean):
             self.looked = []
 
     def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
-        """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it."""
+        """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it, or whose
+        updates have become too long by it."""
         for group in frozen:
             if not is_watched(group):
                 begin(group, chosen=False)
         watched, self.looked = self.looked, []
         if not watched:
             return
-        too_long = self.measures_updates and are_too_long(watched, self.words.key, length(optimizer, watched))
-        if not has_outgrown(watched, self.mean) and not too_long:
+        key = self.words.key
+        too_long = self.at_length and are_too_long(watched, key, self.mean)
+        if not too_long and (self.at_length or not has_outgrown(watched, self.mean)):
             return
         back = [group for group in watched if goes_back(group)]
         for group in watched:
             begin(group, group["chosen"])
         for_good = any(group["thaws"] + 1 == TIMES for group in back)
-        stood = [group[self.words.key] for group in watched]
+        stood = [group[key] for group in watched]
         words, tell = self.words, optimizer._diagnostics.frozen_too_early
         tell(stood, too_long, words.longer, words.back, bool(back), for_good)
         for bucket, group in buckets_of(optimizer, back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
-            group.update({self.words.key: "auto", "thawed": group["step"], "thaws": group["thaws"] + 1})
+            group.update({key: "auto", "thawed": group["step"], "thaws": group["thaws"] + 1})
             group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
 
     def stop_where_settled(self, optimizer: CommOptimizer, moving: Sequence[dict[str, Any]]) -> None:
@@ -244,33 +259,32 @@ def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:
     return level - base > TOO_MUCH
 
 
-def length(optimizer: CommOptimizer, watched: Sequence[dict[str, Any]]) -> float:
-    """b of the groups that are ``watched``; the same on all ranks. Communicates if they are sharded."""
-    total = count = 0.0
-    for bucket, group in buckets_of(optimizer, watched):
+def length(watched: Sequence[tuple[StateBucket, dict[str, Any]]]) -> float:
+    """b of what this rank has of the tensors that are ``watched``; NaN if that is nothing."""
+    total, count = 0.0, 0
+    for bucket, group in watched:
         pairs = zip(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"))
         squares = square_sums([m / (v.sqrt() + group["eps"]) for m, v in pairs])
-        for square, n in halves(bucket.total([*squares, *(float(x.numel()) for x in bucket.values)])):
+        for square, x in zip(squares, bucket.values):
             if square > 0:
-                total += _log(square / n)
+                total += _log(square / x.numel())
                 count += 1
-    if optimizer.topology.is_sharded:  # ranks may hold other tensors
-        device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
-        sums = torch.tensor([total, count], dtype=torch.float64, device=device)
-        wait(optimizer.topology.world.all_reduce(sums), "how long updates are")
-        total, count = sums.tolist()
     return total / count if count else math.nan
 
 
-def are_too_long(groups: Sequence[dict[str, Any]], key: str, now: float) -> bool:
-    """Takes b, as it is ``now``, into what ``groups`` remember; before :func:`has_outgrown` counts the look. Returns
-    whether it has become too much."""
+def are_too_long(groups: Sequence[dict[str, Any]], key: str, mean: float) -> bool:
+    """Takes the ``mean`` of b over the ranks into what ``groups`` remember, which are watched together. Returns whether
+    it has become too much."""
+    if len({group["watch_lengths"] for group in groups}) > 1:  # one has come to them
+        for group in groups:
+            group["watch_lengths"] = 0
     first = groups[0]
-    last = first["watch_length"]
-    level = now if first["watch_looks"] == 0 else (last + min(now, last + JUMP)) / 2
-    base = level if first["step"] <= first[key] + LONG else first["watch_length_base"]
+    n, last = first["watch_lengths"] + 1, first["watch_length"]
+    level = mean if n == 1 else (last + min(mean, last + JUMP)) / 2
+    settled = n > 1 and first["step"] > max(group[key] for group in groups) + LONG
+    base = first["watch_length_base"] if settled else level
     for group in groups:
-        group.update(watch_length_base=base, watch_length=level)
+        group.update(watch_lengths=n, watch_length_base=base, watch_length=level)
     return level - base > TOO_LONG
 
 
