@@ -75,7 +75,7 @@ FIRST = 3
 TOO_MUCH = 1.0
 """The most that A - A0 may be."""
 JUMP = 1.0
-"""The most by which a counts as larger than A."""
+"""The most by which a counts as larger than A, and b as larger than B."""
 BETWEEN = 2
 """Steps from a look to that at the length of updates."""
 LONG = 20
@@ -250,8 +250,7 @@ def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:
             group["watch_looks"] = 0
     first = groups[0]
     n = first["watch_looks"] + 1
-    last = first["watch_level"]
-    level = mean if n == 1 else (last + min(mean, last + JUMP)) / 2
+    level = _smoothed(n, first["watch_level"], mean)
     base = level if n == 1 else first["watch_base"]
     base = min(base, level) if n <= FIRST else base
     for group in groups:
@@ -272,6 +271,11 @@ def length(watched: Sequence[tuple[StateBucket, dict[str, Any]]]) -> float:
     return total / count if count else math.nan
 
 
+def _smoothed(n: int, last: float, now: float) -> float:
+    """A, or B, after the ``n``-th look, which has found a, or b, to be ``now``."""
+    return now if n == 1 else (last + min(now, last + JUMP)) / 2
+
+
 def are_too_long(groups: Sequence[dict[str, Any]], key: str, mean: float) -> bool:
     """Takes the ``mean`` of b over the ranks into what ``groups`` remember, which are watched together. Returns whether
     it has become too much."""
@@ -279,8 +283,8 @@ def are_too_long(groups: Sequence[dict[str, Any]], key: str, mean: float) -> boo
         for group in groups:
             group["watch_lengths"] = 0
     first = groups[0]
-    n, last = first["watch_lengths"] + 1, first["watch_length"]
-    level = mean if n == 1 else (last + min(mean, last + JUMP)) / 2
+    n = first["watch_lengths"] + 1
+    level = _smoothed(n, first["watch_length"], mean)
     settled = n > 1 and first["step"] > max(group[key] for group in groups) + LONG
     base = first["watch_length_base"] if settled else level
     for group in groups:
