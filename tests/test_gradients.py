@@ -7,8 +7,10 @@ import gc
 import io
 import math
 import pickle
+import sys
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import oracle
@@ -531,6 +533,25 @@ def test_what_is_compressed_already_is_refused_whatever_is_around_it():
     commopt.compress_gradients(model[1], Sign(16), backend=LocalBackend())
     handle.remove()
     commopt.compress_gradients(model[0], Sign(16), backend=LocalBackend())
+
+
+def test_threads_connect_models_of_their_own_at_any_time():
+    interval = sys.getswitchinterval()
+    models = [nn.Linear(1, 1) for _ in range(200)]
+
+    def connect(number: int) -> None:
+        for model in models[number::4]:
+            commopt.compress_gradients(model, Sign(), backend=LocalBackend())
+
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(connect, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    for model in models:
+        with pytest.raises(ValueError, match="compressed already"):
+            commopt.compress_gradients(model, Sign(), backend=LocalBackend())
 
 
 def test_one_rank_that_is_wrong_is_an_error_on_all():

@@ -262,7 +262,7 @@ def _connected(
             raise error
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         mine = {id(p) for p in params}
-        handles = [handle for known in _HANDLES.values() if (handle := known()) is not None]
+        handles = [handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None]
         if any(not mine.isdisjoint(map(id, handle.mean.params)) for handle in handles):
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)
@@ -300,6 +300,12 @@ def _connected(
     else:
         sharded.handle, _HANDLES[model] = handle, weakref.ref(handle)
     return handle
+
+
+def _models() -> list[nn.Module]:
+    """Those whose gradients are compressed. Ranks may be threads, which connect models of their own meanwhile: values()
+    would raise then, keyrefs() copies."""
+    return [model for ref in _HANDLES.keyrefs() if (model := ref()) is not None]
 
 
 def _method(compressor: OfGradients, feedback: bool | LoCo, inside: Compressor | None) -> Method:
