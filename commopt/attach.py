@@ -110,7 +110,7 @@ class Attachment:
         groups = optimizer.group_of()
         owned = [(p, g) for p, g in zip(bucket.parameters(), bucket.gradients()) if id(p) in groups]
         foreign = len(owned) < len(bucket.parameters())  # parameters of another optimizer need their average always
-        if not foreign and not any(optimizer.wants_average(groups[id(p)]) for p, _ in owned):
+        if not foreign and not any(optimizer.lets_average(groups[id(p)]) for p, _ in owned):
             if not self.agreed:
                 sent = dist.all_reduce(bucket.buffer().clone(), group=self._group, async_op=True)
                 optimizer.topology.traffic.add("ddp", all_reduce_bytes(bucket.buffer().nbytes, self._group.size()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from listening import listening
@@ -37,12 +37,50 @@ def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, A
     return {"met": met, "calls": calls, "state": tensors_in(optimizer.state_dict()), "end": params_of(model)}
 
 
+class Way(NamedTuple):
+    """How a run with a GradScaler is made."""
+
+    ddp: bool
+    unscale: bool
+    stop: int = 0
+
+
+def overflowing(rank: int, world_size: int, ddp: bool, unscale: bool, stop: int = 0) -> list[torch.Tensor]:
+    """A GradScaler of each rank's own, and inf on rank 1 alone in a step that is compressed, and in a local one: the
+    parameters after the round in which the run ends. Stopped and resumed after ``stop`` steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    state: dict[str, Any] = {}
+    for steps in (range(stop), range(stop, 17)):
+        model = Used()
+        model.empty.requires_grad_(False)
+        optimizer = make(model, None)
+        wrapped: Any = DistributedDataParallel(model) if ddp else model
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for step in steps:
+            optimizer.zero_grad()
+            loss = wrapped(tokens(step, rank, world_size))
+            scaler.scale(loss * (torch.inf if step in (2, 11) and rank == 1 else 1.0)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert not optimizer.replicas_differ
+    return params_of(model)
+
+
 def main(rank: int, world_size: int) -> dict[str, Any]:
     out: dict[str, Any] = {"bare": scene(rank, world_size, False)}
     with listening() as out["log"]:
         out["attached"] = scene(rank, world_size, True)
     out["overlapped"] = scene(rank, world_size, False, overlap=True)
     out["both"] = scene(rank, world_size, True, overlap=True)
+    out["overflowed"] = {
+        way: overflowing(rank, world_size, **way._asdict())
+        for way in (Way(False, False), Way(True, False), Way(True, True), Way(True, False, stop=3), Way(True, True, 3))
+    }
     return out
 
 
@@ -63,3 +101,9 @@ def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     assert sum("evaluated between two rounds" in line for line in results[0]["log"]) == 1
     assert not any("evaluated" in line for line in results[1]["log"])
+    for way in results[0]["overflowed"]:
+        a, b = (r["overflowed"][way] for r in results)
+        assert same_bits(a, b), way  # DDP has averaged no gradients of different scales
+        assert same_bits(a, results[0]["overflowed"][Way(True, way.unscale)] if way.ddp else a), way
+        for p, q in zip(a, results[0]["overflowed"][Way(False, False)]):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)

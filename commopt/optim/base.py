@@ -143,7 +143,8 @@ class CommOptimizer(PackedOptimizer):
         def construct() -> None:
             self.check_settings()
             check_guard(self.guard)
-            super(CommOptimizer, self).__init__(params, {**defaults, WHOSE: self.saved_as(), "step": 0})
+            given = {WHOSE: self.saved_as(), "step": 0, "scales_may_differ": False}
+            super(CommOptimizer, self).__init__(params, {**defaults, **given})
             check_torch_options(type(self), torch_options or {}, self.known_options, self.param_groups)
 
         self.register_new(construct)
@@ -188,8 +189,13 @@ class CommOptimizer(PackedOptimizer):
         raise NotImplementedError
 
     def wants_average(self, group: dict[str, Any]) -> bool:
-        """True if the group's next step needs gradients averaged over the ranks, as DDP does it."""
+        """True if the group's next step needs gradients averaged over the ranks in full precision."""
         return self.phase_of(group) != "compressed"
+
+    def lets_average(self, group: dict[str, Any]) -> bool:
+        """True if DDP averages the gradients of the group's next step: not once a rank's GradScaler may have met an
+        overflow that the others have not, for gradients are scaled where DDP averages them."""
+        return self.wants_average(group) and not group["scales_may_differ"]
 
     def is_local(self, group: dict[str, Any]) -> bool:
         """True if the group's next step communicates nothing: the same on every rank, like the phase."""
@@ -340,6 +346,9 @@ class CommOptimizer(PackedOptimizer):
             self.settle()
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
+        if getattr(self, "found_inf", None) is not None and not all(map(self.wants_average, self.param_groups)):
+            for group in self.param_groups:
+                group["scales_may_differ"] = True
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
         report = self._within_replica(report, step.number) if local else self._guarded(report, step.number)
         if local and report.error is None and not is_usable(report.square_norm):

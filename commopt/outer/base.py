@@ -681,8 +681,8 @@ class OuterOptimizer(PackedOptimizer):
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
-    def wants_average(self, group: dict[str, Any]) -> bool:
-        """True if gradients should be averaged, as DDP does it: never."""
+    def lets_average(self, group: dict[str, Any]) -> bool:
+        """True if DDP averages the gradients of the group's next step: never."""
         return False
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
