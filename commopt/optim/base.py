@@ -346,9 +346,7 @@ class CommOptimizer(PackedOptimizer):
             self.settle()
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         phases = [self.phase_of(group) for group in self.param_groups]
-        if getattr(self, "found_inf", None) is not None and not all(map(self.wants_average, self.param_groups)):
-            for group in self.param_groups:
-                group["scales_may_differ"] = True
+        self._notice_scaler()
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
         report = self._within_replica(report, step.number) if local else self._guarded(report, step.number)
         if local and report.error is None and not is_usable(report.square_norm):
@@ -368,6 +366,12 @@ class CommOptimizer(PackedOptimizer):
         if not local:
             self._end_agreed(step)
         self._report_new_phases(phases)
+
+    def _notice_scaler(self) -> None:
+        """Notes that scales may differ after this step: only where DDP averages do all ranks overflow together."""
+        if getattr(self, "found_inf", None) is not None and not all(map(self.wants_average, self.param_groups)):
+            for group in self.param_groups:
+                group["scales_may_differ"] = True
 
     def _look_at_norms(self, decision: StepDecision) -> None:
         """Says what the norms of all ranks' gradients show."""
