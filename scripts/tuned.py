@@ -132,14 +132,15 @@ class Tuning:
             if not runs:
                 continue
             losses, lr = [run["heldout_loss"] for run in runs], runs[0]["lr"]
+            whole = [r for r in runs if r["bytes"]] or [r for r in same if r["bytes"]]  # of none that diverged
             out[method] = {
                 "method": method,
                 "lr": lr,
                 "edge": lr in (min(tried := self.grid(method, records)), max(tried)),
                 "seeds": {run["seed"]: run["heldout_loss"] for run in runs},
                 "loss": statistics.mean(losses),
-                "spread": max(losses) - min(losses),
-                "sent": sum(run["bytes"] for run in runs) / sum(run["fp32_bytes"] for run in runs),
+                "spread": max(losses) - min(losses) if min(losses) < math.inf else math.inf,
+                "sent": sum(run["bytes"] for run in whole) / sum(run["fp32_bytes"] for run in whole),
             }
             other = out.get(of.counterpart or "")
             if other is not None:

@@ -134,6 +134,15 @@ def test_a_method_of_which_a_run_has_diverged_is_not_within_the_spread():
     assert "| OneBitAdam | AdamW | diverged ✗ |" in tuned.overview(records)
 
 
+def test_where_all_runs_have_diverged_what_is_sent_is_that_of_the_tuning_seeds():
+    records = [*grid_of("AdamW", [5, 4, 3, 4, 5]), *grid_of("OneBitAdam", [5, 4, 3, 4, 5])]
+    records += [ran("AdamW", GPT.best(records, "AdamW"), 0, 3.0)]
+    records += [{**ran("OneBitAdam", GPT.best(records, "OneBitAdam"), 0, math.inf), "bytes": 0, "fp32_bytes": 0}]
+    _, row = GPT.rows(records, GPT.steps)
+    assert (row["loss"], row["gap"], row["spread"], row["passed"]) == (math.inf, math.inf, math.inf, False)
+    assert row["sent"] == 0.25
+
+
 def test_other_tasks_do_not_count():
     others = [ran("AdamW", lr, seed, 1.0, 600, "bert") for lr in GPT.grid("AdamW") for seed in tuned.TUNING_SEEDS]
     assert GPT.grid("AdamW", others) == {lr: [] for lr in GPT.grid("AdamW")}
