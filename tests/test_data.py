@@ -292,6 +292,12 @@ def test_corpus_errors_are_the_same_on_every_rank(pair: Pair, tmp_path: Path) ->
         assert path in errors[0][1]
 
 
+def test_a_cache_that_cannot_be_made_ends_the_run(corpus: Path) -> None:
+    """Here the system says that there is no such folder, as it does where another run has removed one."""
+    with pytest.raises(DataError, match=r"into /proc/nowhere.*No such file.*give another --data.cache_dir=FOLDER"):
+        load_corpus(small(corpus, Path("/proc/nowhere")), ALONE)
+
+
 def test_an_unreadable_corpus(corpus: Path, tmp_path: Path) -> None:
     denied = PermissionError(13, "Permission denied")
     with mock.patch.object(Path, "read_text", side_effect=denied), pytest.raises(DataError, match="Permission denied"):

@@ -354,6 +354,10 @@ def test_a_group_added_between_synchronisations_joins_the_round():
         with pytest.raises(ValueError, match="lr must be a number >= 0, got -1"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": lr})
         assert len(optimizer.param_groups) == 2
+        for group in optimizer.param_groups:
+            group["period"] = 6
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert optimizer.param_groups[2]["period"] == 6  # that of the others now
         return params_of(model)
 
     a, b = on_threads(2, run)

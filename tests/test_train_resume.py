@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_the_run_passes_through_both_phases_and_steps_appear_once(unstopped: Pat
     assert lines[-1]["compressed_steps"] == 7
     assert lines[-1]["bytes"] < lines[-1]["fp32_bytes"] / 4 < lines[0]["bytes"]
     assert lines[0]["fp32_bytes"] <= lines[0]["bytes"]
+
+
+def test_a_run_of_fewer_steps_than_the_checkpoint_has_is_refused_and_leaves_all_as_it_is(
+    pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(unstopped, tmp_path, dirs_exist_ok=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    errors = pair.errors(run, tiny(tmp_path, resume="auto", train={"steps": 8}))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointError"
+    assert "is past the end of the run, train.steps=8: give at least 12 steps" in errors[0][1]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_lines_after_the_checkpoint_are_dropped(pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path) -> None:

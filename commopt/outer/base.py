@@ -268,7 +268,7 @@ class OuterOptimizer(PackedOptimizer):
             new = self.param_groups[-1]
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
-                new.setdefault(key, default)
+                new.setdefault(key, first["period"] if key == "period" else default)
             counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", WHOSE)
             new.update({key: first[key] for key in counted if key in first})
             self._check_new(new)

@@ -28,7 +28,7 @@ import torch
 from commopt.train import prepared
 from commopt.train.config import DataConfig
 from commopt.train.corpus import Document, documents
-from commopt.train.errors import BusyError, DataError
+from commopt.train.errors import BusyError, DataError, explain
 from commopt.train.lock import Lock
 from commopt.train.prepared import DamagedCorpusError
 from commopt.train.world import World
@@ -159,6 +159,11 @@ def _wait_for_lock(folder: Path, heed: Heed) -> Lock:
     while True:
         try:
             return Lock(folder.parent, f".lock-{folder.name}")
+        except OSError as error:
+            raise DataError(
+                f"no prepared corpus can be written into {folder.parent}: {explain(error)}; "
+                "give another --data.cache_dir=FOLDER"
+            ) from error
         except BusyError:
             if not said:
                 log.info("another run prepares this corpus: waiting for it")

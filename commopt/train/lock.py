@@ -53,8 +53,8 @@ class Lock:
         self.folder, self.path = folder, folder / name
         self.made = not folder.exists()
         for _ in range(ATTEMPTS):
+            folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # a run that ended has removed the folder under us
-                folder.mkdir(parents=True, exist_ok=True)
                 self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
                 if self._lock():
                     return

@@ -169,6 +169,7 @@ def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
     try:
         checkpoint.check_fits(shared, _identity(trainer), path)
         _check_settings(shared["config"], asdict(trainer.config), path)
+        _check_steps(shared["step"], trainer.config.train.steps, path)
     except CheckpointError:
         raise
     except WRONG_CONTENT as error:
@@ -182,6 +183,14 @@ def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"checkpoint {path} is of a run without parallel.*: take it up without; or start a new run from its "
             "weights, with --init"
+        )
+
+
+def _check_steps(step: int, steps: int, path: Path) -> None:
+    if step > steps:
+        raise CheckpointError(
+            f"checkpoint {path} is past the end of the run, train.steps={steps}: give at least {step} steps, or take "
+            "up an earlier checkpoint, by its path: --resume=FOLDER"
         )
 
 
