@@ -244,6 +244,50 @@ def mixed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return out
 
 
+class Looks(torch.optim.Optimizer):
+    """Momentum whose step looks at values, and whose state has a number in it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(count=0, momentum=torch.zeros_like(p))
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(p.grad)
+                norm = piece(p.grad).square().sum().item()
+                p.add_(state["momentum"], alpha=-group["lr"] / (1 + norm) / state["count"])
+
+
+def bases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Bases whose first step cannot be taken without values, resumed on (2, 2) between two rounds: whether the run is
+    the one that was never stopped, and what was said."""
+    mesh, out = grid(2, 2), {}
+    for name, base, more in (("looks", Looks, {}), ("asgd", torch.optim.ASGD, {"t0": 1.0})):
+        nets = [sharded(mesh["shard"], seed) for seed in (0, 1)]
+        with listening() as said:
+            first, resumed = (
+                commopt.DiLoCo(base(net.parameters(), lr=1e-2, **more), period=3, process_group=mesh) for net in nets
+            )
+            learn(nets[0], first, range(4), rank)
+            dcp.save(states(nets[0], first, False), checkpoint_id=f"{folder}/{name}")
+            learn(nets[0], first, range(4, 8), rank)
+            state = states(nets[1], resumed, False)
+            dcp.load(state, checkpoint_id=f"{folder}/{name}")
+            set_model_state_dict(nets[1], state["model"])
+            set_optimizer_state_dict(nets[1], resumed, state["optim"])
+            learn(nets[1], resumed, range(4, 8), rank)
+        same = all(torch.equal(local(p), local(q)) for p, q in zip(*(net.parameters() for net in nets)))
+        out[name] = same, said
+    return out
+
+
 # doors ----------------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -219,13 +218,18 @@ def test_ranks_that_want_other_states_are_told():
 
 
 class Secret(torch.optim.SGD):
-    """A base that cannot step without values, so that its state is known when it has one."""
+    """A base that steps on its own parameters only, so that its state is known when it has one."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.ages = {id(p): 1.0 for group in self.param_groups for p in group["params"]}
 
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and math.isfinite(float(p.grad.sum())):
-                    self.state[p].setdefault("age", torch.zeros_like(p)).add_(1 + abs(float(p.grad.flatten()[0])))
+                if p.grad is not None:
+                    age = self.ages[id(p)] + abs(float(p.grad.flatten()[0]))
+                    self.state[p].setdefault("age", torch.zeros_like(p)).add_(age)
 
 
 def test_a_state_that_is_not_known_before_is_looked_for_in_its_first_round(caplog):

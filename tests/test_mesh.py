@@ -57,6 +57,13 @@ def test_muon_in_a_mixture_on_a_mesh(pool, folder):
         assert found["resumed"]
 
 
+def test_a_base_whose_step_needs_values_keeps_its_state_in_a_distributed_checkpoint(pool, tmp_path):
+    for found in pool.over_gloo(4, mesh_scenes.bases, str(tmp_path)):
+        for name, (resumed, said) in found.items():
+            assert resumed, name
+            assert not any("not known" in line or "no state" in line for line in said), said
+
+
 def test_muon_makes_of_pieces_what_it_makes_of_the_whole(pool):
     """Rows and columns, uneven and empty pieces, replicas, pieces along two dimensions, and all of these at once; each
     matrix is worked on once, by the rank that both exchanges of a step go to and come from."""

@@ -6,7 +6,9 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -74,28 +76,48 @@ def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str
     if not state and p.requires_grad:
         known = state_known_of(base, p, x) or {}
         return {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in known.items()}
-    numbers = (bool, int, float)
-    tensors = {name: torch.tensor(float(v)) if isinstance(v, numbers) else v for name, v in (state or {}).items()}
-    return {name: local(v) for name, v in tensors.items() if isinstance(v, Tensor)}
+    return {name: local(t) for name, t in _tensors(state or {}).items()}
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a base keeps of a parameter, but for what is neither a tensor nor a number."""
+    numbers = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in state.items() if isinstance(v, Real)}
+    return {k: v for k, v in {**state, **numbers}.items() if isinstance(v, Tensor)}
 
 
 def state_known_of(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor] | None:
-    """What a first step of ``base`` would make as the state of ``p``, of which this rank has ``x``: tensors without
-    memory, as a step on such finds. None if that is not known."""
-    twin = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"))
-    twin.grad = torch.empty_like(twin)
+    """What a first step of ``base`` would make as the state of ``p``, of which this rank has ``x``, as such a step
+    finds: on tensors without memory, or on zeros where it looks at values. None if that is not known."""
     group = next(group for group in base.param_groups if any(q is p for q in group["params"]))
     try:
-        other = copy.copy(base)
-        other.state = type(base.state)(dict)  # type: ignore[call-arg]
-        other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        fused = {"fused": False} if group.get("fused") else {}  # there is no such kernel without memory
-        other.param_groups = [{**group, "params": [twin], **fused}]
+        return _after_a_step(base, {**group, **({"fused": False} if group.get("fused") else {})}, x.to("meta"))
+    except Exception:  # whatever somebody's optimizer cannot do without values
+        try:
+            return _after_a_step(base, group, torch.zeros_like(x))
+        except Exception as error:
+            if base not in _unknown:
+                _unknown.add(base)
+                logger.warning("%s: its state before the first step is not known (%s)", type(base).__name__, error)
+            return None
+
+
+_unknown: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def _after_a_step(base: torch.optim.Optimizer, group: Mapping[str, Any], x: Tensor) -> dict[str, Tensor]:
+    """The state that ``base`` makes of a parameter like ``x`` in ``group``, whose gradient is zeros."""
+    twin = nn.Parameter(x)
+    twin.grad = torch.zeros_like(x)
+    other = copy.copy(base)
+    changed = {k: copy.copy(v) for k, v in vars(base).items() if isinstance(v, (list, dict, set))}  # maybe, in place
+    clones = {k: v.clone() for k, v in vars(base).items() if isinstance(v, Tensor)}
+    other.__dict__.update(changed | clones)
+    other.state = type(base.state)(dict)  # type: ignore[call-arg]
+    other._optimizer_step_pre_hooks, other._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    other.param_groups = [{**group, "params": [twin]}]
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
         type(base).step(other)
-    except Exception as error:  # whatever somebody's optimizer cannot do without values
-        logger.warning("%s: its state before the first step is not known (%s)", type(base).__name__, error)
-        return None
-    return {name: t for name, t in other.state[twin].items() if isinstance(t, Tensor)}
+    return _tensors(other.state[twin])
 
 
 def base_of_entries(given: dict[str, Any], entries: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[str, Any]:
