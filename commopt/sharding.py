@@ -49,6 +49,14 @@ def covers(p: Tensor, mesh: Any) -> bool:
     return mesh is not None and is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
 
 
+def is_cut(p: Tensor) -> bool:
+    """Whether several ranks hold pieces of ``p``: the same on all of them, also on one that has all of it."""
+    return is_sharded(p) and any(
+        ranks > 1 and getattr(placement, "dim", None) is not None
+        for ranks, placement in zip(p.device_mesh.shape, p.placements)  # type: ignore[attr-defined]
+    )
+
+
 def largest_piece(p: Tensor) -> int:
     """Number of elements of the largest piece of ``p`` on any rank: the same on all of them, however it is cut."""
     if not is_sharded(p):

@@ -288,6 +288,32 @@ def bases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return out
 
 
+class Rows(torch.optim.SGD):
+    """Keeps a number for each row, and what it has seen last."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            kept = {"rows": piece(p).sum(-1, keepdim=True), "seen": [p.grad.clone()]} if p.dim() > 1 else {}
+            self.state[p].update({name: kept[name] for name in kept if name in self.defaults["keeps"]})
+
+
+def uncuttable(rank: int, world_size: int) -> dict[str, str]:
+    """What state_dict() says of a base whose state is not cut as its parameters."""
+    mesh, out = grid(1, 2), {}
+    for name in ("rows", "seen"):
+        net = sharded(mesh["shard"])
+        base = Rows(net.parameters(), lr=1e-2)
+        base.defaults["keeps"] = name
+        optimizer = commopt.LocalSGD(base, period=3, process_group=mesh)
+        learn(net, optimizer, range(2), rank)
+        try:
+            optimizer.state_dict()
+        except ValueError as error:
+            out[name] = str(error)
+    return out
+
+
 # doors ----------------------------------------------------------------------------------------------------------------
 
 

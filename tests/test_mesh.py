@@ -64,6 +64,12 @@ def test_a_base_whose_step_needs_values_keeps_its_state_in_a_distributed_checkpo
             assert not any("not known" in line or "no state" in line for line in said), said
 
 
+def test_a_base_whose_state_is_not_cut_as_its_parameters_is_not_saved(pool):
+    for found in pool.over_gloo(2, mesh_scenes.uncuttable):
+        assert "state 'rows' of Rows is of shape " in found["rows"]
+        assert "state 'seen' of Rows is several tensors, of a sharded parameter of shape" in found["seen"]
+
+
 def test_muon_makes_of_pieces_what_it_makes_of_the_whole(pool):
     """Rows and columns, uneven and empty pieces, replicas, pieces along two dimensions, and all of these at once; each
     matrix is worked on once, by the rank that both exchanges of a step go to and come from."""

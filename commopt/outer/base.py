@@ -43,7 +43,7 @@ from commopt.optim.state_bucket import StateBucket
 from commopt.optim.torch_options import check_group_keys
 from commopt.outer import base_state, ending, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
-from commopt.outer.loading import BASE, load, state_of_base
+from commopt.outer.loading import BASE, load, refuse_uncuttable, state_of_base
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of
@@ -595,7 +595,12 @@ class OuterOptimizer(PackedOptimizer):
         rank's own: the state of its base, between two synchronisations its parameters, and its residuals, with
         its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.optim.state` has how to save
         that of all ranks, and the rest once.
+
+        Raises:
+            ValueError: where parameters are sharded, and the base has state that is not cut as they are.
         """
+        if self.own_in_state:
+            refuse_uncuttable(self.base)
         return super().state_dict()
 
     def saved_as(self) -> str:

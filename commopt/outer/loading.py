@@ -17,7 +17,7 @@ from commopt.optim.loading import read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
 from commopt.optim.packed import WHOSE
 from commopt.outer.mixed import Mixed, name_of
-from commopt.sharding import like, local
+from commopt.sharding import is_cut, like, local
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
@@ -83,6 +83,27 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a base keeps of a parameter, but for what is neither a tensor nor a number."""
     numbers = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in state.items() if isinstance(v, Real)}
     return {k: v for k, v in {**state, **numbers}.items() if isinstance(v, Tensor)}
+
+
+def refuse_uncuttable(base: torch.optim.Optimizer) -> None:
+    """Raises ValueError, on every rank, if the state of ``base`` has something of a sharded parameter that is not cut
+    as that is: a checkpoint that all ranks write together would not know where it lies."""
+    whole = base
+    for p in (p for group in whole.param_groups for p in group["params"] if is_cut(p)):
+        base = whole.part_of(p) if isinstance(whole, Mixed) else whole
+        for name, value in base.state.get(p, {}).items():
+            several = isinstance(value, (list, tuple, dict)) and _has_tensors(value)
+            if several or (isinstance(value, Tensor) and value.dim() and local(value).shape != local(p).shape):
+                what = "several tensors" if several else f"of shape {tuple(value.shape)}"
+                raise ValueError(
+                    f"state {name!r} of {name_of(base)} is {what}, of a sharded parameter of shape {tuple(p.shape)}: "
+                    "it cannot be in a checkpoint, nor go to other ranks. Allowed are bases whose state is numbers and "
+                    "tensors of the shape of their parameters, as AdamW's; or train unsharded replicas"
+                )
+
+
+def _has_tensors(values: Any) -> bool:
+    return any(isinstance(v, Tensor) for v in (values.values() if isinstance(values, dict) else values))
 
 
 def state_known_of(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor] | None:
