@@ -548,6 +548,10 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     group = {"params": Plain().parameters(), "mesh": mesh["shard"]}
     refused("a group's mesh of other ranks", lambda: lamb([group], process_group=mesh))
     refused("a group's mesh and none given", lambda: lamb([{**group, "params": [nn.Parameter(torch.ones(2))]}]))
+    localsgd = functools.partial(commopt.LocalSGD, process_group=mesh)
+    refused("a base of ours", lambda: localsgd(net.named_parameters(), commopt.OneBitAdam))
+    refused("a base of ours, in groups", lambda: localsgd([{"params": net.parameters()}], commopt.OneBitAdam))
+    refused("a base of ours, made", lambda: localsgd(commopt.OneBitAdam(net.parameters(), process_group=mesh)))
     optimizer = lamb(net.parameters(), process_group=mesh)
     net(images(0, rank)).sum().backward()
     optimizer.step()

@@ -151,6 +151,9 @@ def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
         "no pipeline": "pipeline must be one of the dimensions ('replicate', 'shard') of the mesh, or None; got 'pp'",
         "a group's mesh of other ranks": "must have the ranks of the optimizer's, [0, 1, 2, 3], got",
         "a group's mesh and none given": "but the optimizer was given none",
+        "a base of ours": "OneBitAdam communicates by itself where parameters are sharded",
+        "a base of ours, in groups": "so that it cannot be the base of an outer step there",
+        "a base of ours, made": "allowed are optimizers that take local steps, such as torch.optim.AdamW",
         "exchanged": "call optimizer.rebind() after that, on all ranks",
         "another model": "Missing key in checkpoint state_dict: model.weight",
         "another optimizer": "Missing key in checkpoint state_dict: optim.",
@@ -164,6 +167,7 @@ def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
         assert found.keys() == expected.keys()
         for what, text in expected.items():
             assert text in found[what], what
+        assert "LocalBackend" not in found["a base of ours, made"]  # no rank is alone there
 
 
 # saving ---------------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_all_ranks_go_back_together_and_the_second_time_for_good(cls, caplog):
     assert caplog.text.count(f"since the variance was frozen (step {FROZEN})") == 1
     assert caplog.text.count("all ranks go back to the warm-up\n") == 1
     assert caplog.text.count("all ranks go back to the warm-up, for the rest of the run") == 1
-    assert caplog.text.count(f"compressed ended after step {at}, warmup from now on") == 1
+    assert caplog.text.count(f"compressed ended after step {at}, warmup from now on with exact averages") == 1
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,10 @@ class CommOptimizer(PackedOptimizer):
         """True if the group's next step needs gradients averaged over the ranks in full precision."""
         return self.phase_of(group) != "compressed"
 
+    def sends_in(self, phase: str) -> str:
+        """How gradients or momenta are sent in ``phase``, as it is said to a user."""
+        return str(self.compressor)
+
     def lets_average(self, group: dict[str, Any]) -> bool:
         """True if DDP averages the gradients of the group's next step: not once a rank's GradScaler may have met an
         overflow that the others have not, for gradients are scaled where DDP averages them."""
@@ -641,4 +645,4 @@ class CommOptimizer(PackedOptimizer):
             which = indices if len(groups) < len(self.param_groups) else None
             if self.topology.rank == 0 or self.topology.is_sharded:
                 self.report_phase(new, groups)
-            self._diagnostics.new_phase(old, new, groups[0]["step"], which, self.compressor)
+            self._diagnostics.new_phase(old, new, groups[0]["step"], which, self.sends_in(new))

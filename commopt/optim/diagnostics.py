@@ -226,14 +226,14 @@ class Diagnostics:
         )
         logger.warning("%s: %s: %s", self.optimizer, what, follows)
 
-    def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, compressor: Any) -> None:
-        """A phase has ended after ``step``, for the parameter groups given, or for all."""
+    def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, sends: str) -> None:
+        """A phase has ended after ``step``, for the parameter groups given, or for all; the new one ``sends`` so."""
         if self.rank == 0:
             which = "" if groups is None else f" for parameter groups {list(groups)}"
             # WARNING, because that is what a user sees who has set up no logging
             logger.warning(
                 "%s: %s ended after step %d%s, %s from now on with %s",
-                self.optimizer, old, step, which, new, compressor,
+                self.optimizer, old, step, which, new, sends,
             )  # fmt: skip
 
     def _tell_of_equal(self, why: str | None, guess: str) -> None:

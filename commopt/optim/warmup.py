@@ -80,6 +80,11 @@ class WarmupOptimizer(CommOptimizer):
     def wants_average(self, group: dict[str, Any]) -> bool:
         return super().wants_average(group) and (self.warmup_compressor is None or self.topology.nodes == 1)
 
+    def sends_in(self, phase: str) -> str:
+        if phase == "compressed":
+            return super().sends_in(phase)
+        return "exact averages" if self.warmup_compressor is None else str(self.warmup_compressor)
+
     def _restart(self) -> None:
         super()._restart()
         self._frozen = thaw.Watch(WORDS, self.corrects_bias, self.measures_updates)

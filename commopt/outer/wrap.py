@@ -11,8 +11,10 @@ from torch import Tensor
 
 from commopt.comm import LocalBackend, Topology
 from commopt.optim.base import CommOptimizer
+from commopt.optim.binding import in_a_list
 from commopt.optim.checks import arguments_of, nearest
 from commopt.optim.packed import PackedOptimizer
+from commopt.sharding import is_sharded
 
 Where = tuple[torch.dtype, torch.device]
 
@@ -46,12 +48,25 @@ def make_base(
     if not callable(base):
         raise ValueError(f"base must be an optimizer class such as torch.optim.AdamW, got {base!r}")
     if isinstance(base, type) and issubclass(base, PackedOptimizer):
+        params = in_a_list(params)
+        _refuse_sharded(params, base)
         arguments = {"backend": LocalBackend(), **arguments}
     _check_arguments(base, arguments, outer)
     made = base(params, **arguments)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"base must make a torch.optim.Optimizer, but {base!r} made a {type(made).__name__}")
     return made
+
+
+def _refuse_sharded(params: Any, base: type) -> None:
+    """Raises ValueError if some of ``params``, or of what is in groups of them, is sharded."""
+    for entry in params if isinstance(params, list) else ():
+        for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
+            if is_sharded(p[1] if isinstance(p, tuple) else p):
+                raise ValueError(
+                    f"{base.__name__} communicates by itself where parameters are sharded, so that it cannot be the "
+                    "base of an outer step there; allowed are optimizers of torch, such as torch.optim.AdamW"
+                )
 
 
 def _check_arguments(base: Callable[..., Any], arguments: dict[str, Any], outer: type) -> None:
@@ -76,7 +91,9 @@ def check_base(base: torch.optim.Optimizer) -> None:
     kinds = {cls.__name__ for cls in type(base).__mro__}
     ranks = base.topology.world_size if isinstance(base, PackedOptimizer) else 1
     if kinds & {"OuterOptimizer", *_SYNCHRONIZING} or ranks > 1:
-        also = " (or give it backend=commopt.comm.LocalBackend())" if isinstance(base, CommOptimizer) else ""
+        sharded = any(is_sharded(p) for group in base.param_groups for p in group["params"])  # no rank is alone there
+        alone = isinstance(base, CommOptimizer) and not sharded
+        also = " (or give it backend=commopt.comm.LocalBackend())" if alone else ""
         raise ValueError(
             f"the base optimizer {name} already synchronises the ranks; allowed are optimizers that take local steps, "
             f"such as torch.optim.AdamW{also}"
