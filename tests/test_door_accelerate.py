@@ -397,6 +397,22 @@ def test_parts_of_another_save_are_left_alone_and_missing_ones_refused(tmp_path)
     assert on_threads(2, rank) == [True, True]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_part_that_was_written_in_part_is_named(tmp_path, share):
+    make = OPTIMIZERS["OneBitAdam"]
+    state, _ = saved_by(2, make, tmp_path)
+    file = tmp_path / "commopt-0-rank-00001.pt"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+
+    def rank(backend):
+        optimizer = make(Toy().parameters(), backend)
+        with pytest.raises(ValueError, match=f"{re.escape(str(file))} cannot be read: the save was interrupted"):
+            parts.join(optimizer, state, tmp_path)
+
+    on_threads(2, rank)
+
+
 def test_the_example_learns():
     accuracy, rounds, steps = re.fullmatch(
         r"accuracy ([\d.]+), (\d+) rounds, (\d+) steps into the next", on_two_ranks("accelerate_loop.py").strip()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,12 +39,12 @@ def join(
     size what :func:`commopt.optim.join_state_dict` makes of all parts. As it is if there are none of that save.
 
     Raises:
-        ValueError: if some ranks' parts are there, but not those that this rank needs.
+        ValueError: if some ranks' parts are there, but not those that this rank needs, or if one cannot be read.
     """
     replicated, _ = split_state_dict(state_dict)
     topology, moment = optimizer.topology, _moment(state_dict)
     files = sorted(Path(folder).glob(f"commopt-{index}-rank-*.pt"))
-    saved = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    saved = [_read(file) for file in files]
     saved = [one for one in saved if one["moment"] == moment]
     if not saved:
         return state_dict
@@ -59,6 +61,17 @@ def join(
     return join_state_dict(
         replicated, [one["part"] for one in saved], topology.rank, topology.world_size, topology.nodes
     )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{file} cannot be read: the save was interrupted, or the file is damaged. Resume from an earlier "
+            "checkpoint, or delete the files commopt-*.pt to go on without them"
+        ) from error
+    return content
 
 
 def load(optimizer: PackedOptimizer, file: Path) -> None:
