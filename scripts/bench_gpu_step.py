@@ -6,6 +6,7 @@ One process. The other ranks are copies of this one: a collective copies on the 
 every kernel and every line of Python of a step of ``--ranks`` ranks runs. Models: GPT-2 (124 M parameters in 148
 tensors), and 2,000 tensors of 256 elements. "host" is the time until step() returns, "step" that until the GPU has done
 it; of compressed gradients it is backward() (of a sum, so nearly nothing else) and AdamW(fused=True) together.
+Then GPT-2 as it trains: forward, backward and step together, in bfloat16 by autocast.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def believe() -> None:
     Receipt.balance = nothing  # type: ignore[method-assign]
 
 
+SAMPLES = 8
+TRAINED = f"GPT-2, {SAMPLES} samples of 1024 tokens"
 MODELS = {"GPT-2": gpt_shapes(768, 12, 50257, 1024), "2,000 tensors of 256": [(256,)] * 2000}
 
 
@@ -130,6 +133,48 @@ def steps(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Callable[[], S
     }
 
 
+def trainings(ranks: int) -> dict[str, Callable[[], Step]]:
+    """Whole steps of GPT-2, by name."""
+    from commopt.train.config import ModelConfig
+    from commopt.train.models import GPT
+
+    length, vocabulary = 1024, 50304
+
+    def trained(make: Callable[..., Any], compressor: Any = None, **more: Any) -> Callable[[], Step]:
+        def made() -> Step:
+            model = GPT(ModelConfig(layers=12, heads=12, width=768), vocabulary, length).cuda()
+            if compressor is not None:
+                commopt.compress_gradients(model, compressor, backend=Echo(ranks))
+            optimizer = make(model.parameters(), lr=1e-5, **more)
+            inputs, labels = torch.randint(0, vocabulary, (2, SAMPLES, length), device="cuda")
+
+            def step() -> None:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(inputs, labels)
+                loss.backward()
+                optimizer.step()
+
+            return step
+
+        return made
+
+    def ours(make: Callable[..., Any], **more: Any) -> Callable[[], Step]:
+        return trained(make, backend=Echo(ranks), **more)
+
+    quick = {"freeze_step": 2, "betas": (0.9, 0.5)}
+    return {
+        "AdamW(fused=True)": trained(torch.optim.AdamW, fused=True),
+        "OneBitAdam, warm-up": ours(commopt.OneBitAdam, freeze_step=10**6),
+        "OneBitAdam": ours(commopt.OneBitAdam, **quick),
+        "OneBitAdam(overlap=True)": ours(commopt.OneBitAdam, overlap=True, **quick),
+        "OneBitLamb": ours(commopt.OneBitLamb, **quick),
+        "ZeroOneAdam": ours(commopt.ZeroOneAdam),
+        "DiLoCo, local steps": ours(commopt.DiLoCo, fused=True),
+        **{f"  means by {c!r}": trained(torch.optim.AdamW, c, fused=True) for c in (Sign(), Int4(), PowerSGD(4))},
+    }
+
+
 def measured(step: Step, repeats: int) -> tuple[float, float]:
     """Milliseconds of the host, and until the GPU has done it: medians."""
     for _ in range(6):
@@ -157,10 +202,11 @@ def main() -> None:
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": arguments.ranks}
     print(facts)
     tables: dict[str, Any] = {}
-    for model, shapes in MODELS.items():
+    all_steps = {model: steps(shapes, arguments.ranks) for model, shapes in MODELS.items()}
+    for model, of_model in {**all_steps, TRAINED: trainings(arguments.ranks)}.items():
         print(f"\n{model}\n{'':<34}{'host ms':>9}{'step ms':>9}")
         rows = tables[model] = {}
-        for name, make in steps(shapes, arguments.ranks).items():
+        for name, make in of_model.items():
             host, whole = measured(make(), arguments.repeats)
             rows[name] = {"host_ms": host, "step_ms": whole}
             print(f"{name:<34}{host:>9.2f}{whole:>9.2f}", flush=True)

@@ -32,15 +32,30 @@ def kernels(facts: dict[str, Any]) -> str:
 
 
 def steps(facts: dict[str, Any]) -> str:
-    """The table of whole steps."""
+    """The tables of whole steps: of those that are steps alone, side by side, and of each model that is trained."""
     models = facts["models"]
-    names = list(next(iter(models.values())))
-    lines = ["| | " + " | ".join(f"{model}: host ms | step ms" for model in models) + " |"]
-    lines.append("| --- | " + " | ".join(["---:"] * (2 * len(models))) + " |")
-    for name in names:
-        cells = [f"{models[model][name][key]:.1f}" for model in models for key in ("host_ms", "step_ms")]
+    alone, tables = [model for model in models if TRAINED not in models[model]], []
+    lines = ["| | " + " | ".join(f"{model}: host ms | step ms" for model in alone) + " |"]
+    lines.append("| --- | " + " | ".join(["---:"] * (2 * len(alone))) + " |")
+    for name in models[alone[0]]:
+        cells = [f"{models[model][name][key]:.1f}" for model in alone for key in ("host_ms", "step_ms")]
         lines.append(f"| {name.strip()} | " + " | ".join(cells) + " |")
-    lines.append(f"\n{facts['device']}, torch {facts['torch']}; one of {facts['ranks']} ranks.")
+    for model in models:
+        if model not in alone:
+            tables.append(training(model, models[model]))
+    last = f"{facts['device']}, torch {facts['torch']}; one of {facts['ranks']} ranks."
+    return "\n\n".join(["\n".join(lines), *tables, last])
+
+
+TRAINED = "DiLoCo, local steps"
+"""A row of the models whose forward and backward are in what is measured."""
+
+
+def training(model: str, rows: dict[str, Any]) -> str:
+    """The table of one model that is trained, in units of the first row, too."""
+    least = next(iter(rows.values()))["step_ms"]
+    lines = [f"| {model} | ms | × |", "| --- | ---: | ---: |"]
+    lines += [f"| {name.strip()} | {row['step_ms']:.1f} | {row['step_ms'] / least:.2f} |" for name, row in rows.items()]
     return "\n".join(lines)
 
 

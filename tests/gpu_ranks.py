@@ -10,8 +10,10 @@ connects them by the loopback interface. With ``--device cpu`` the scenes run ov
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,7 +52,8 @@ from commopt.compress import (
 from commopt.gradients import Differences, LoCo
 from commopt.sharding import local
 
-WORDS, LIMIT, AT_ONCE = 64, 100.0, 3
+WORDS, LIMIT = 64, 150.0
+AT_ONCE = max(3, (os.cpu_count() or 1) // 3)
 COMPRESSORS = [
     Sign(), Int8(), Int8(rounding="stochastic"), Int4(), Int4(rotate=True), Int2(), Float8(), BFloat16(), TopK(4, 256),
     ThresholdTopK(0.05), TopBlocks(), PowerSGD(4), ACP(4),
@@ -89,7 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, net: nn.Module, **more: Any) -> Any:
-    return make(name, net.parameters(), **SETTINGS.get(name, {}), **more)
+    return make(name, net.parameters(), **{**SETTINGS.get(name, {}), **more})
 
 
 def in_ddp(net: nn.Module, device: torch.device) -> DDP:
@@ -156,20 +159,135 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 def optimizers(rank: int, device: torch.device) -> None:
     """Each of them on a bare model: replicas, a resume in the middle, and the loss."""
     for name, overlap in [(name, False) for name in COMMUNICATING] + [(name, True) for name in OVERLAPPING]:
-        what, more = f"{name}, {overlap=}", {"overlap": True} if overlap else {}
-        nets = [Net().to(device) for _ in range(2)]
-        first = made(name, nets[0], **more)
-        losses = trained(nets[0], first, range(17), rank, device)
-        second = made(name, nets[1], **more)
-        nets[1].load_state_dict(through_a_file(nets[0].state_dict()))
-        second.load_state_dict(through_a_file(first.state_dict()))
-        for net, optimizer in zip(nets, (first, second)):
-            losses += trained(net, optimizer, range(17, 24), rank, device)
-        equal(nets[0].parameters(), nets[1].parameters(), f"{what}: resumed otherwise")
-        with first.averaged():
-            equal_everywhere(nets[0].parameters(), what)
-        if not name.startswith(("CSER", "QSparse")):  # with the compressors of small tests they are slow
-            falls(losses, what)
+        more = {"overlap": True} if overlap else {}
+        slow = name.startswith(("CSER", "QSparse"))  # with the compressors of small tests
+        goes_on(f"{name}, {overlap=}", lambda net, name=name, more=more: made(name, net, **more), rank, device, slow)
+
+
+def goes_on(what: str, make: Callable[[nn.Module], Any], rank: int, device: torch.device, slow: bool = False) -> None:
+    """Replicas, a resume in the middle, and the loss."""
+    nets = [Net().to(device) for _ in range(2)]
+    first = make(nets[0])
+    losses = trained(nets[0], first, range(17), rank, device)
+    second = make(nets[1])
+    nets[1].load_state_dict(through_a_file(nets[0].state_dict()))
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for net, optimizer in zip(nets, (first, second)):
+        losses += trained(net, optimizer, range(17, 24), rank, device)
+    equal(nets[0].parameters(), nets[1].parameters(), f"{what}: resumed otherwise")
+    with first.averaged():
+        equal_everywhere(nets[0].parameters(), what)
+    if not slow:
+        falls(losses, what)
+
+
+def options(rank: int, device: torch.device) -> None:
+    """What changes what is sent: a compressed warm-up, a variance that moves again, states that are averaged, sums,
+    parameters of 16 bits with a master copy, a base with a fused step."""
+    for name in ("OneBitAdam", "OneBitLamb"):
+        ways = [{"warmup_compressor": Int4(), "freeze_step": 12}, {"reduction": "sum", "lr": 1e-3}]
+        ways += [{"thaw": "always", "freeze_step": 3}]
+        for way in ways:
+            goes_on(f"{name}, {way}", lambda net, name=name, way=way: made(name, net, **way), rank, device)
+    for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLion", "DiLoCo"):
+        goes_on(f"{name}, bfloat16", lambda net, name=name: made(name, net.bfloat16()), rank, device)
+    for cls in (commopt.LocalSGD, commopt.DiLoCo):
+
+        def outer(net: nn.Module, cls: Any = cls) -> Any:
+            base = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+            return cls(base, period=2, state_period={"exp_avg": 2, "exp_avg_sq": 4})
+
+        goes_on(f"{cls.__name__}, states", outer, rank, device)
+
+
+def streams(rank: int, device: torch.device) -> None:
+    """Fragments that are sent while training goes on, merged in each way; the GPU late, too."""
+    ways = [commopt.Streaming(3, delay, merge) for merge in ("corrected", "mix") for delay in (0, 2)]
+    ways += [commopt.Streaming(3, merge="eager")]
+    for streaming in ways:
+        for cls, more in ((commopt.DiLoCo, {}), (commopt.DiLoCo, {"compressor": Int4()}), (commopt.LocalSGD, {})):
+            if streaming.is_eager and cls is commopt.LocalSGD:
+                continue
+            what, ends = f"{cls.__name__}, {streaming}, {more}", []
+
+            def make(net: nn.Module, cls: Any = cls, streaming: Any = streaming, more: Any = more) -> Any:
+                return cls(net.parameters(), lr=1e-2, period=4, streaming=streaming, **more)
+
+            goes_on(what, make, rank, device)
+            for late in (False, True):
+                net = Net().to(device)
+                with sleeping(net, device, late):
+                    trained(net, make(net), range(11), rank, device)
+                ends.append(net)
+            equal(ends[0].parameters(), ends[1].parameters(), f"{what}: with delays")
+
+
+def members(rank: int, device: torch.device) -> None:
+    """Ranks that may leave: the last one does, and the others go on."""
+    last = dist.get_world_size() - 1
+    for fused in (False, True):
+        store = dist.PrefixStore(f"members {fused}", dist.distributed_c10d._get_default_store())
+        there = commopt.Members(store, rank, ranks=last + 1, patience=20.0, quorum=1)
+        net = Net().to(device)
+        base = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
+        optimizer = commopt.DiLoCo(base, period=2, members=there)
+        losses = trained(net, optimizer, range(12), rank, device)
+        equal_everywhere(net.parameters(), "members")
+        if rank != last:
+            losses += trained(net, optimizer, range(12, 24), rank, device)
+            assert len(there.names) == last, there.names
+        there.leave()
+        falls(losses, "members")
+
+
+def muon(rank: int, device: torch.device) -> None:
+    """Muon for the matrices, AdamW for the rest: on compressed gradients, and as the base of rounds."""
+
+    def both(net: nn.Module) -> Any:
+        hidden, rest = commopt.sort_parameters(net, head=(), rest=["table"])
+        return commopt.Mixed(commopt.Muon(hidden, lr=0.01), torch.optim.AdamW(rest, lr=1e-2, fused=True))
+
+    goes_on("DiLoCo of Muon", lambda net: commopt.DiLoCo(both(net), period=2), rank, device)
+    net = Net().to(device)
+    commopt.compress_gradients(net, Int4())
+    falls(trained(net, both(net), range(20), rank, device), "Muon on Int4")
+    equal_everywhere(net.parameters(), "Muon on Int4")
+
+
+def overflows(rank: int, device: torch.device) -> None:
+    """A GradScaler of each rank's own, and inf on one rank alone in a compressed and in a local step."""
+    for name in ("OneBitAdam", "ZeroOneAdam", "DiLoCo"):
+        for wrapped in (False, True):
+            inner: Any = Net().to(device)
+            net = in_ddp(inner, device) if wrapped and name != "DiLoCo" else inner
+            optimizer, scaler = made(name, inner), torch.amp.GradScaler(device.type, init_scale=256.0)
+            for step in range(16):
+                optimizer.zero_grad()
+                loss = net(words(step, rank, device)) * (torch.inf if step in (6, 9) and rank == 1 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            with optimizer.averaged():
+                equal_everywhere(inner.parameters(), f"{name}, {wrapped=}: overflowed")
+            assert all(p.isfinite().all() for p in inner.parameters())
+
+
+def compiled(rank: int, device: torch.device) -> None:
+    """torch.compile, with CUDA graphs, too; and activations that are computed again."""
+    for name, more in (("OneBitAdam", {}), ("OneBitAdam", {"overlap": True}), ("ZeroOneAdam", {}), ("DiLoCo", {})):
+        for mode in ("default", "reduce-overhead") if device.type == "cuda" else ("default",):
+            inner = Net().to(device)
+            optimizer, net = made(name, inner, **more), torch.compile(inner, mode=mode)
+            falls(trained(net, optimizer, range(20), rank, device), f"{name}, {more}, compiled, {mode}")
+            with optimizer.averaged():
+                equal_everywhere(inner.parameters(), f"{name}, {more}, compiled, {mode}")
+    for wrapped in (False, True):
+        inner = Net().to(device)
+        net = in_ddp(inner, device) if wrapped else inner
+        commopt.compress_gradients(net, Int4())
+        end = torch.optim.AdamW(inner.parameters(), lr=1e-2, fused=True)
+        falls(trained(torch.compile(net), end, range(16), rank, device), f"Int4, compiled, {wrapped=}")
+        equal_everywhere(inner.parameters(), f"Int4, compiled, {wrapped=}")
 
 
 def delays(rank: int, device: torch.device) -> None:
@@ -340,14 +458,34 @@ def by_gloo(rank: int, device: torch.device) -> None:
     equal_everywhere(net.parameters(), "Int4 by Gloo")
 
 
-SCENES: dict[str, Callable[[int, torch.device], None]] = {
-    scene.__name__: scene for scene in (optimizers, delays, as_on_the_cpu, ddp, gradients, fsdp, hsdp, nodes, by_gloo)
-}
+def by_mpi(rank: int, device: torch.device) -> None:
+    """Tensors on a GPU, sent by MPI; started by mpiexec, where there is one."""
+    backend = commopt.comm.MPIBackend(timeout=40.0)
+    for name, more in (("OneBitAdam", {}), ("OneBitAdam", {"overlap": True}), ("ZeroOneAdam", {}), ("DiLoCo", {})):
+        net = Net().to(device)
+        optimizer = made(name, net, backend=backend, **more)
+        falls(trained(net, optimizer, range(20), rank, device), f"{name} by MPI")
+        with optimizer.averaged():
+            equal_everywhere(net.parameters(), f"{name} by MPI")
+    net = Net().to(device)
+    commopt.compress_gradients(net, Int4(), backend=backend)
+    falls(trained(net, torch.optim.AdamW(net.parameters(), lr=1e-2), range(16), rank, device), "Int4 by MPI")
+    equal_everywhere(net.parameters(), "Int4 by MPI")
+    print(f"MPI reads the memory of GPUs: {backend.cuda_aware}", flush=True)
+
+
+ALL = (
+    optimizers, options, streams, members, muon, overflows, compiled, delays, as_on_the_cpu, ddp, gradients, fsdp, hsdp,
+    nodes, by_gloo, by_mpi,
+)  # fmt: skip
+SCENES: dict[str, Callable[[int, torch.device], None]] = {scene.__name__: scene for scene in ALL}
 FOUR = ("hsdp", "nodes")
 """Those for four ranks, if two are asked for."""
 
 
 def be_a_rank(name: str, kind: str) -> None:
+    if name == "by_mpi":
+        os.environ |= own_environment(int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["WORLD_SIZE"]), kind)
     rank, device = int(os.environ["RANK"]), torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -362,24 +500,44 @@ def be_a_rank(name: str, kind: str) -> None:
         sys.stderr.flush()
         os._exit(1)  # ends the others, too, who may wait for this one
     dist.barrier()
+    if name == "by_mpi":
+        from mpi4py import MPI
+
+        MPI.Finalize()
     sys.stderr.flush()
     os._exit(0)
 
 
-def start(name: str, ranks: int, kind: str, log: Any) -> list[subprocess.Popen[bytes]]:
-    gpus = torch.cuda.device_count() if kind == "cuda" else 0
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+def gpus_for(kind: str) -> int:
+    return torch.cuda.device_count() if kind == "cuda" else 0
+
+
+def own_environment(rank: int, ranks: int, kind: str) -> dict[str, str]:
+    """What a rank needs to know, but for where the ranks meet."""
+    gpus = gpus_for(kind)
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus if gpus else rank), "WORLD_SIZE": str(ranks)}
+    own |= {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
     if 0 < gpus < ranks:
-        place |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-    ours = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus if gpus else rank), "OMP_NUM_THREADS": "1"}
-        own |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
-        if 0 < gpus < ranks:
-            own["NCCL_HOSTID"] = f"host{rank}"
-        command = [sys.executable, __file__, "--rank-of", name, "--device", kind]
-        ours.append(subprocess.Popen(command, env=os.environ | place | own, stdout=log, stderr=log))
-    return ours
+        own |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_HOSTID": f"host{rank}"}
+    return own
+
+
+def start(name: str, ranks: int, kind: str, log: Any) -> list[subprocess.Popen[bytes]]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, __file__, "--rank-of", name, "--device", kind]
+    if name == "by_mpi":
+        command = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), *command]
+        return [subprocess.Popen(command, env=os.environ | place, stdout=log, stderr=log)]
+    environments = [os.environ | place | own_environment(rank, ranks, kind) for rank in range(ranks)]
+    return [subprocess.Popen(command, env=env, stdout=log, stderr=log) for env in environments]
+
+
+def there(name: str) -> bool:
+    """Whether a scene can run here; says so if not."""
+    if name != "by_mpi" or (shutil.which("mpiexec") and importlib.util.find_spec("mpi4py")):
+        return True
+    print("left out: by_mpi, for want of mpiexec or mpi4py", flush=True)
+    return False
 
 
 def ended(ours: list[subprocess.Popen[bytes]], since: float) -> int | None:
@@ -388,8 +546,13 @@ def ended(ours: list[subprocess.Popen[bytes]], since: float) -> int | None:
     if time.monotonic() - since < LIMIT and not any(codes) and None in codes:
         return None
     for process in ours:
-        process.kill()
-        process.wait()
+        process.terminate()
+    for process in ours:
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     return 0 if codes == [0] * len(ours) else next((code for code in codes if code), 124)
 
 
@@ -402,7 +565,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank_of:
         return be_a_rank(given.rank_of, given.device)
-    waiting, running, failed = list(given.scenes or SCENES), {}, 0
+    waiting, running, failed = [name for name in given.scenes or SCENES if there(name)], {}, 0
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
