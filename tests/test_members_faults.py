@@ -535,10 +535,14 @@ def test_what_another_rank_takes_away_meanwhile_is_not_there():
 
     thread = threading.Thread(target=set_and_delete, daemon=True)
     thread.start()
-    found = [*(client.get("key") for _ in range(1000)), *(client.get_all(["key"]).get("key") for _ in range(1000))]
+    ways, until = (lambda: client.get("key"), lambda: client.get_all(["key"]).get("key")), time.monotonic() + 30
+    for ask in ways:
+        found = {ask() for _ in range(300)}
+        while len(found) < 2 and time.monotonic() < until:  # on a busy machine the threads may run in turns
+            found.add(ask())
+        assert found == {"value", None}
     ends.set()
     thread.join(10)
-    assert set(found) == {"value", None}
     client.set("key", "")
     assert (client.get("key"), client.get_all(["key", "another"])) == ("", {"key": ""})
 
