@@ -43,6 +43,13 @@ def set_up_logging() -> None:
         logging.getLogger("commopt").setLevel(logging.INFO)
 
 
+def check_optimizer(name: str, key: str) -> None:
+    """Raise UserError for the name of no optimizer."""
+    from commopt.train.optimizer import check_name
+
+    check_name(name, key)
+
+
 def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
     """``commopt train``. From here on a signal is a wish: a rank that just went would leave the others waiting. It
     stays one until the last line is said: a launcher ends all ranks when one has ended, and another may know why."""
@@ -54,12 +61,12 @@ def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None
     if "--print_config" in argv:
         from commopt.train.optimizer import check_without_importing
 
-        config = parse([word for word in argv if word != "--print_config"])
+        config = parse([word for word in argv if word != "--print_config"], check_optimizer)
         check_without_importing(config)
         sys.stdout.write(to_yaml(config))
         return
     stop = until_said.enter_context(StopSignal())
-    config = parse(argv)
+    config = parse(argv, check_optimizer)
     set_up_logging()
     from commopt.train.loop import train
 

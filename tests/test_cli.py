@@ -39,6 +39,28 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ),
         (["train", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"], "corpus /nowhere: no such file or folder"),
         (["train", "--resume=/nowhere"], "checkpoint /nowhere: no such folder"),
+        (["train", "--resume=Auto"], "resume='Auto' is not allowed: it must be none, auto or the folder of a "),
+        (
+            ["train", "--optim.settings.OneBitAdm.lr=1"],
+            "optim.settings='OneBitAdm' is no Optimizer of commopt.optim or commopt.outer or torch.optim; ",
+        ),
+        (["train", "--optim.name=Optimizer"], "optim.name='Optimizer' is no Optimizer of commopt.optim or "),
+        (["train", "--optim.name=CommOptimizer"], "optim.name='CommOptimizer' is no Optimizer of commopt.optim or "),
+        (["train", "--optim.args.params=3"], "optim.args.params is not allowed: they are the model's"),
+        (["train", "--optim.args.betas=[0.9,1.2]"], "optim: OneBitAdam: betas must be two numbers in [0, 1), got "),
+        (["train", "--optim.name=DiLoCo", "--optim.args.period=0"], "optim: DiLoCo: period must be an int >= 1, got 0"),
+        (
+            ["train", "--optim.name=DiLoCo", "--optim.args={base: SGD, base_args: {momentum: -1}}"],
+            "optim: DiLoCo: Invalid momentum value: -1",
+        ),
+        (
+            ["train", "--optim.name=SparseAdam", "--optim.weight_decay=0"],
+            "optim.name=SparseAdam does not step as it must here: SparseAdam",
+        ),
+        (
+            ["train", "--optim.name=AdamW", "--optim.args={fused: true, foreach: true}"],
+            "optim: AdamW: `fused` and `foreach` cannot be `True` together",
+        ),
     ],
     ids=lambda value: " ".join(value)[:30],
 )

@@ -331,7 +331,8 @@ class Config:
 
     def __post_init__(self) -> None:
         _check("init", self.init, self.init is None or bool(self.init), "null or the folder of a checkpoint")
-        _check("resume", self.resume, bool(self.resume), "none, auto or the folder of a checkpoint")
+        chosen = self.resume in ("none", "auto") or self.resume.lower() not in ("", "none", "auto")
+        _check("resume", self.resume, chosen, "none, auto or the folder of a checkpoint")
         self.resume = os.path.expanduser(self.resume)
         self.init = None if self.init is None else os.path.expanduser(self.init)
         positions, length = self.model.positions, self.data.seq_len

@@ -8,15 +8,21 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from inspect import isabstract
 from types import ModuleType, UnionType
 from typing import Any, get_args
 
-from commopt.optim import checks
+from torch.optim import Optimizer
+
+from commopt.optim import CommOptimizer, checks
+from commopt.outer import OuterOptimizer
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
 
 HARMLESS = ("commopt", "torch")
 """Packages that are imported already."""
+_BASES = (Optimizer, CommOptimizer, OuterOptimizer)
+"""What optimizers are made of, and are none themselves."""
 _importing: ContextVar[bool] = ContextVar("_importing", default=True)
 
 
@@ -56,22 +62,29 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
         found = import_dotted(name, key)
     else:
         found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        public = [n for m in modules for n, v in vars(m).items() if isinstance(v, type) and issubclass(v, base)]
+    if not _is_a(found, base):
+        public = [name for module in modules for name, one in vars(module).items() if _is_a(one, base)]
         places = " or ".join(module.__name__ for module in modules)
         kinds = " or ".join(kind.__name__ for kind in get_args(base) or (base,))
         raise ConfigError(f"{key}={name!r} is no {kinds} of {places}{nearest(name, public)}")
     return found
 
 
+def _is_a(found: Any, base: type | UnionType) -> bool:
+    """Whether it is a class that can be made, a subclass of ``base``."""
+    return isinstance(found, type) and issubclass(found, base) and found not in _BASES and not isabstract(found)
+
+
 def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for an argument that ``cls`` has not, naming the nearest that it has, or that is ``taken``: set
-    by another key of the config."""
+    by another key of the config, or the model's parameters."""
     taken = taken or {}
     parameters, any_other = arguments_of(cls)
     for name in args:
         if name in taken:
             raise ConfigError(f"{key}.{name}: set {taken[name]} instead")
+        if name == "params":
+            raise ConfigError(f"{key}.params is not allowed: they are the model's")
         if name not in parameters and not any_other:
             valid = [n for n in parameters if n not in (*taken, "params")]
             close = difflib.get_close_matches(name, [*valid, *taken], n=1)
@@ -92,5 +105,5 @@ def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
     try:
         return cls(*args, **kwargs)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"{key}: {cls.__name__}: {' '.join(str(error).split())}") from error

@@ -17,7 +17,7 @@ import commopt.compress
 import commopt.gradients
 import commopt.optim
 import commopt.outer
-from commopt.comm import Backend
+from commopt.comm import Backend, LocalBackend
 from commopt.compress import Compressor, RandomBlocks
 from commopt.gradients import Differences, LoCo
 from commopt.gradients.method import OfGradients
@@ -27,7 +27,7 @@ from commopt.train.config import Config, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import parameter_groups
 from commopt.train.muon import check_muon, is_muon, make_muon
-from commopt.train.named import NotImported, build, check_arguments, find_class, without_importing
+from commopt.train.named import HARMLESS, NotImported, build, check_arguments, find_class, without_importing
 from commopt.train.parse import nearest
 
 AnyCompressor = Compressor | RandomBlocks
@@ -38,6 +38,9 @@ OWN_KEYS = {
     "process_group": "comm.backend or parallel",
 }
 """Arguments that have their own key in the config and so may not be in ``optim.args``."""
+
+PLACES = (commopt.optim, commopt.outer, torch.optim)
+"""Where optimizers are that a config may name without a path."""
 
 OURS = (commopt.optim.CommOptimizer, commopt.outer.OuterOptimizer)
 """Optimizers that communicate themselves."""
@@ -61,7 +64,7 @@ def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType)
 def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     """The class that a config names and its arguments, those of Muon apart ("of_muon"). Raises ConfigError for what
     does not fit; needs no model."""
-    cls = find_class(config.name, "optim.name", (commopt.optim, commopt.outer, torch.optim), torch.optim.Optimizer)
+    cls = find_class(config.name, "optim.name", PLACES, torch.optim.Optimizer)
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
         extra["max_grad_norm"] = config.max_grad_norm
@@ -155,9 +158,17 @@ def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type
     return {**({"of_muon": dict(of_base)} if is_muon(base) else {"base": base, **of_base}), **args}, base
 
 
+def check_name(name: str, key: str) -> None:
+    """Raise ConfigError for the name of no optimizer, as far as that can be known without importing."""
+    with contextlib.suppress(NotImported), without_importing():
+        find_class(name, key, PLACES, torch.optim.Optimizer)
+
+
 def check_plan(config: Config) -> None:
     """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
-    cls, _ = plan_optimizer(config.optim)
+    cls, args = plan_optimizer(config.optim)
+    if all(known.__module__.split(".")[0] in HARMLESS for known in (cls, args.get("base", cls))):
+        try_out(config.optim)
     own = backend_class(config.comm)
     if config.parallel.on_mesh and issubclass(cls, PlainOptimizer):
         raise ConfigError(
@@ -192,6 +203,23 @@ def check_without_importing(config: Config) -> None:
     for check in (lambda: check_plan(config), lambda: backend_class(config.comm)):
         with contextlib.suppress(NotImported), without_importing():
             check()
+
+
+def try_out(config: OptimConfig) -> None:
+    """Make the optimizer for a small model, alone, and let one of torch's step: what it says of its arguments is said
+    before a corpus is read. Raises ConfigError."""
+    layers = {"embed": nn.Embedding(8, 4), "hidden": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 8)}
+    model = nn.ModuleDict(layers)
+    optimizer = make_optimizer(config, model, LocalBackend())
+    if isinstance(optimizer, OURS) or (config.args.get("capturable") and torch.cuda.is_available()):
+        return
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"optim.name={config.name} does not step as it must here: {said}") from error
 
 
 def make_optimizer(

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,11 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
-def parse(argv: Sequence[str]) -> Config:
-    """Config from ``[CONFIG.yaml] [--section.key=value ...]``; raises ConfigError for whatever is wrong with it."""
+def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = None) -> Config:
+    """Config from ``[CONFIG.yaml] [--section.key=value ...]``; raises ConfigError for whatever is wrong with it.
+
+    ``check_name`` is called with every name in optim.settings, and that key.
+    """
     from argparse import ArgumentError
 
     files, overrides = _split(argv)
@@ -189,6 +192,9 @@ def parse(argv: Sequence[str]) -> Config:
 
     values = read()
     chosen, settings = values["optim"]["name"], values["optim"]["settings"]
+    if check_name is not None:
+        for name in settings:
+            check_name(name, "optim.settings")
     if words := _settings_of(chosen, settings):
         values = read(*words)
     if values["optim"]["name"] != chosen:
