@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -388,11 +389,39 @@ def test_parts_of_another_save_are_left_alone_and_missing_ones_refused(tmp_path)
         backend.all_reduce(torch.zeros(1)).wait()
         (tmp_path / "commopt-0-rank-00001.pt").unlink(missing_ok=True)
         backend.all_reduce(torch.zeros(1)).wait()
-        if backend.rank == 0:
-            return parts.join(optimizer, state, tmp_path)["residuals"]["rank"] == 0
-        with pytest.raises(ValueError, match=r"own parts of ranks \[0\] of 2: the save was interrupted"):
+        said = (
+            r"ranks \[1\] cannot have theirs; their own errors say why",
+            r"own parts of ranks \[0\] of 2: the save was interrupted",
+        )
+        with pytest.raises(ValueError, match=said[backend.rank]):
             parts.join(optimizer, state, tmp_path)
-        return True
+
+    on_threads(2, rank)
+
+
+def test_every_rank_hears_of_one_that_finds_nothing(tmp_path):
+    """As where each machine has a folder of its own, and one of them is a new one."""
+    make = OPTIMIZERS["OneBitAdam"]
+    state, own = saved_by(2, make, tmp_path)
+    torch.save(state, tmp_path / "optimizer.pt")
+    for place in ("0", "1", "new"):
+        (tmp_path / place).mkdir()
+    for r in range(2):
+        shutil.copy(tmp_path / f"commopt-0-rank-0000{r}.pt", tmp_path / str(r))
+    torch.save(state, tmp_path / "0" / "optimizer.pt")
+
+    def rank(backend):
+        optimizer, rank = make(Toy().parameters(), backend), backend.rank
+        joined = parts.join(optimizer, state, tmp_path / str(rank))
+        same = same_bits(tensors_in(joined["residuals"]), tensors_in(own[rank]))
+        with pytest.raises(ValueError, match=r"ranks \[1\] of 2 find none there, the others do. Bring the files "):
+            parts.join(optimizer, state, tmp_path / ("0" if rank == 0 else "new"))
+        with pytest.raises(ValueError, match=r"ranks \[1\] of 2 find none there, the others do. Bring the files "):
+            parts.load(optimizer, tmp_path / str(rank) / "optimizer.pt")
+        parts.load(optimizer, tmp_path / "new" / "optimizer.pt")
+        assert optimizer.param_groups[0]["step"] == 0
+        parts.load(optimizer, tmp_path / "optimizer.pt")
+        return same and optimizer.param_groups[0]["step"] == 5
 
     assert on_threads(2, rank) == [True, True]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from commopt.comm import Topology, gather_rows, message_device
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.state import StateDict, join_state_dict, split_state_dict
 
@@ -36,14 +37,45 @@ def join(
     optimizer: PackedOptimizer, state_dict: StateDict, folder: str | os.PathLike[str], index: int = 0
 ) -> StateDict:
     """``state_dict``, which was saved on one rank, with this rank's own part from ``folder``; in a world of another
-    size what :func:`commopt.optim.join_state_dict` makes of all parts. As it is if there are none of that save.
+    size what :func:`commopt.optim.join_state_dict` makes of all parts. As it is if no rank finds any of that save. All
+    ranks call it.
 
     Raises:
-        ValueError: if some ranks' parts are there, but not those that this rank needs, or if one cannot be read.
+        ValueError: on all ranks, if some ranks' parts are there, but not those that each needs, or if one cannot be
+            read.
     """
+    joined: StateDict = state_dict
+    error: ValueError | None = None
+    try:
+        joined = _found(optimizer.topology, state_dict, Path(folder), index)
+    except ValueError as raised:
+        error = raised
+    _agree(optimizer.topology, joined is not state_dict, error, folder)
+    return joined
+
+
+def _agree(topology: Topology, found: bool, error: ValueError | None, folder: str | os.PathLike[str]) -> None:
+    """Makes sure that all ranks have ``found`` their parts, or none."""
+    where = f"own parts of an optimizer's state from {folder}"
+    mine = torch.tensor([float(found), float(error is not None)], device=message_device(topology.backend))
+    rows: list[list[float]] = gather_rows(topology.backend, mine, f"{where}, whether all ranks have theirs").tolist()
+    if error is not None:
+        raise error
+    if failed := [rank for rank, row in enumerate(rows) if row[1]]:
+        raise ValueError(f"{where}: ranks {failed} cannot have theirs; their own errors say why")
+    without = [rank for rank, row in enumerate(rows) if not row[0]]
+    if 0 < len(without) < topology.world_size:
+        raise ValueError(
+            f"{where}: ranks {without} of {topology.world_size} find none there, the others do. Bring the files "
+            "commopt-*.pt there, or resume from an earlier checkpoint, or delete them everywhere to go on without them"
+        )
+
+
+def _found(topology: Topology, state_dict: StateDict, folder: Path, index: int) -> StateDict:
+    """What :func:`join` gives, as far as this rank knows."""
     replicated, _ = split_state_dict(state_dict)
-    topology, moment = optimizer.topology, _moment(state_dict)
-    files = sorted(Path(folder).glob(f"commopt-{index}-rank-*.pt"))
+    moment = _moment(state_dict)
+    files = sorted(folder.glob(f"commopt-{index}-rank-*.pt"))
     saved = [_read(file) for file in files]
     saved = [one for one in saved if one["moment"] == moment]
     if not saved:
@@ -75,7 +107,15 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def load(optimizer: PackedOptimizer, file: Path) -> None:
-    """Loads what was saved on one rank in ``file``, once more, with this rank's own part from the folder of it."""
+    """Loads what was saved on one rank in ``file``, once more, with this rank's own part from the folder of it. To be
+    called on all ranks.
+
+    Raises:
+        ValueError: on all ranks, as :func:`join`.
+    """
+    if not file.exists():  # nothing was loaded: all may begin anew, but not some
+        _agree(optimizer.topology, False, None, file.parent)
+        return
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     joined = join(optimizer, saved, file.parent)
     optimizer.load_state_dict(joined)

@@ -61,7 +61,7 @@ class CommoptCallback(TrainerCallback):
         ours = common.bare(optimizer)
         self._trainer, folder = _who_trains()
         common.attach_once(self._trainer.model_wrapped, ours)
-        if folder is not None and not ours.own_in_state and Path(folder, "optimizer.pt").exists():
+        if folder is not None and not ours.own_in_state:
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in ("evaluate", "save_model"):  # all events come after these
             method, model = getattr(self._trainer, name), self._trainer.model
