@@ -3,7 +3,8 @@
 #
 # Bandwidth and the cost of steps, with nothing beside them, to benchmarks/cuda.json and benchmarks/gpu_step.json. Then,
 # side by side: equality with the reference, streams and graphs; the same under compute-sanitizer where there is one;
-# every optimizer, compressed gradients and sharded models over NCCL, and over MPI where there is mpiexec.
+# every optimizer, compressed gradients and sharded models over NCCL, and over MPI where there is mpiexec; what other
+# people's trainers (transformers, accelerate, Lightning, timm) train with them, as far as they are installed.
 # Takes the python of the environment it is called in, which needs the extras test and cuda12 or cuda13, or installs
 # commopt there with INSTALL=cuda12 or INSTALL=cuda13.
 #
@@ -50,6 +51,7 @@ part 10 python scripts/cuda_report.py
 sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)"
 beside kernels 240 python -m pytest -q -m gpu tests/test_gpu.py
 beside ranks 240 python tests/gpu_ranks.py
+beside frameworks 240 python tests/gpu_doors.py
 if [ -n "$sanitizer" ]; then
     # without torch's cache, so that what is read or written outside of a tensor is outside of an allocation
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 beside memory 240 "$sanitizer" --tool memcheck --error-exitcode 9 \
