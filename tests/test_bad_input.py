@@ -227,6 +227,19 @@ def test_a_world_of_threads_needs_a_rank():
         ThreadWorld(0)
 
 
+@pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])
+def test_parameters_of_a_lazy_module_that_has_not_computed_yet(make):
+    def ours(backend):
+        layer = nn.LazyLinear(2) if backend.rank else nn.Linear(2, 2)
+        with pytest.raises(ValueError) as caught:
+            make([*nn.Linear(2, 2).parameters(), *layer.parameters()], backend=backend)
+        return str(caught.value)
+
+    first, second = on_threads(2, ours)
+    assert "rank 1 refused its arguments: parameter 2 has no shape yet, it is of a lazy module" in first
+    assert "parameter 2 has no shape yet, it is of a lazy module such as LazyLinear" in second
+
+
 def test_parameters_without_memory_and_devices_that_the_backend_cannot_send_from():
     def ours(backend):
         bad = nn.Linear(2, 2, device="meta" if backend.rank else "cpu")

@@ -517,6 +517,7 @@ def test_removed_it_leaves_gradients_alone():
         (nn.Linear(2, 2), {"bucket_mb": -1}, "bucket_mb must be"),
         (nn.Linear(2, 2), {"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
         (nn.Linear(2, 2, device="meta"), {}, "parameter 0 is on the meta device"),
+        (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), {}, "parameter 2 has no shape yet, it is of a lazy module"),
     ],
 )
 def test_what_is_not_allowed(model, kind, message):

@@ -33,7 +33,7 @@ from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
 from commopt.optim.checks import check_rank
 from commopt.optim.consolidate import gather_parts, with_own
-from commopt.optim.setup import LISTS, THREADS, agree_on_setup, describe, equalize, versions
+from commopt.optim.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import OF_RANKS
 from commopt.optim.state_bucket import fp32_bytes
 from commopt.sharding import local
@@ -336,8 +336,7 @@ def _agree(
         LISTS: "\n".join(describe(0, i, p) for i, p in enumerate(params)),
         "settings or kernel providers": f"{settings} {ops.providers(devices)}",
     }
-    counts = f"{len(params)} parameters with {sum(p.numel() for p in params)} elements"
-    agree_on_setup(topology.world, message_device(topology.backend), facts, error, counts)
+    agree_on_setup(topology.world, message_device(topology.backend), facts, error, counts_of(params))
 
 
 def _ddp_door(model: DistributedDataParallel, mean: GradientMean) -> DDPHook:

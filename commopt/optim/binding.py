@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from commopt import ops
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
 from commopt.optim import checks, loading, saving
-from commopt.optim.setup import LISTS, agree_on_setup, describe, equalize, versions
+from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
 
@@ -205,7 +205,7 @@ def _setup(
     return (
         facts,
         error,
-        f"{len(params)} parameters with {sum(p.numel() for p in params)} elements in {len(groups)} groups",
+        f"{counts_of(params)} in {len(groups)} groups",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from commopt import compress
 from commopt.compress import Compressor, RandomBlocks
@@ -199,6 +200,11 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None,
             "ranks would mix up; give the commopt optimizer all parameters itself"
         )
     for i, p in enumerate(params):
+        if is_lazy(p):
+            raise ValueError(
+                f"parameter {i} has no shape yet, it is of a lazy module such as LazyLinear: let the model compute once "
+                "with an input of the right shape, then make the optimizer, or compress"
+            )
         if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
             raise ValueError(
                 f"parameter {i} is sharded by FullyShardedDataParallel: each rank holds another part of the model, and "

@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from commopt.comm import Backend, gather_rows, message_device, wait
 from commopt.optim.digest import digest
@@ -95,7 +96,13 @@ def describe(group: int, number: int, p: Tensor) -> str:
     that have the same, or hold pieces of one tensor."""
     dtype, frozen = str(p.dtype).removeprefix("torch."), "" if p.requires_grad else ", frozen"
     cut = f" cut over {tuple(p.device_mesh.shape)} {p.placements}" if is_sharded(p) else ""  # type: ignore[attr-defined]
-    return f"parameter {number} of group {group} ({dtype} of shape {tuple(p.shape)} on {p.device.type}{cut}{frozen})"
+    shape = "no shape yet" if is_lazy(p) else f"shape {tuple(p.shape)}"
+    return f"parameter {number} of group {group} ({dtype} of {shape} on {p.device.type}{cut}{frozen})"
+
+
+def counts_of(params: Sequence[Tensor]) -> str:
+    """How many parameters and elements."""
+    return f"{len(params)} parameters with {sum(p.numel() for p in params if not is_lazy(p))} elements"
 
 
 def versions(devices: Sequence[str]) -> dict[str, str]:
