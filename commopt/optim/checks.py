@@ -202,8 +202,8 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None,
     for i, p in enumerate(params):
         if is_lazy(p):
             raise ValueError(
-                f"parameter {i} has no shape yet, it is of a lazy module such as LazyLinear: let the model compute once "
-                "with an input of the right shape, then make the optimizer, or compress"
+                f"parameter {i} has no shape yet, it is of a lazy module such as LazyLinear: let the model compute "
+                "once, with an input of the right shape, then make the optimizer, or compress"
             )
         if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
             raise ValueError(
