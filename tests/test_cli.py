@@ -33,6 +33,12 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["train", "--optim.lrr=1"], "unknown key 'optim.lrr' on the command line; did you mean optim.lr?"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml: No such file or directory"),
         (["train", "--optim.lr=-1"], "optim.lr=-1.0 is not allowed: it must be > 0"),
+        (["train", "--optim.lr=3e38"], "optim.lr=3e+38 is not allowed: it must be > 0, and less than 1e30"),
+        (["train", "--optim.args={1: 2}"], "optim.args has the key 1, and keys must be words"),
+        (["train", "--optim.settings=null"], 'key "optim.settings": Expected a '),
+        (["train", "--train=sub.yaml"], "train='sub.yaml' on the command line is not allowed: it must be keys and "),
+        (["train", "--train={stepz: 3}"], "unknown key 'train.stepz' on the command line; did you mean train.steps?"),
+        (["train", "--train={steps: "], "train='{steps: ' is not valid YAML: "),
         (
             ["train", "--optim.name=AdamV"],
             "optim.name='AdamV' is no Optimizer of commopt.optim or commopt.outer or torch.optim; did you mean ",

@@ -298,6 +298,30 @@ def test_a_cache_that_cannot_be_made_ends_the_run(corpus: Path) -> None:
         load_corpus(small(corpus, Path("/proc/nowhere")), ALONE)
 
 
+def test_a_corpus_that_changes_while_it_is_prepared(corpus: Path, tmp_path: Path) -> None:
+    """Else its tokens would be found under the hash of another text."""
+    corpus = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    fill = data._fill
+
+    def fill_what_grows(*args: Any) -> None:
+        (corpus / "doc00.txt").write_text("another text")
+        fill(*args)
+
+    with mock.patch.object(data, "_fill", fill_what_grows), pytest.raises(DataError, match="has changed while it was"):
+        load_corpus(small(corpus, tmp_path / "cache"), ALONE)
+    assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """A pipe would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_text("words")
+    config = DataConfig(corpus=str(tmp_path))
+    assert list(documents(config)) == [("text", "words")]
+    with pytest.raises(DataError, match="pipe: it is neither a file nor a folder"):
+        list(documents(replace(config, corpus=str(tmp_path / "pipe"))))
+
+
 def test_an_unreadable_corpus(corpus: Path, tmp_path: Path) -> None:
     denied = PermissionError(13, "Permission denied")
     with mock.patch.object(Path, "read_text", side_effect=denied), pytest.raises(DataError, match="Permission denied"):

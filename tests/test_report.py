@@ -136,7 +136,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "file").write_text("")
     cases = [
         ([str(tmp_path / "nowhere")], "nowhere is no folder: give those that train.run_dir named"),
-        ([str(empty)], "empty has no run: metrics.jsonl is missing or empty"),
+        ([str(empty)], "empty has no run: metrics.jsonl is missing, empty, or damaged in every line"),
         ([str(run), "--labels=a,b"], "--labels=a,b has 2 names for 1 runs"),
         ([str(run), f"--out={tmp_path}/file"], "file cannot be written"),
     ]
@@ -203,6 +203,13 @@ def test_a_config_of_another_shape_is_no_mistake(tmp_path: Path) -> None:
         runs.append(write_run(tmp_path / f"run{number}", "AdamW"))
         (runs[-1] / "config.yaml").write_text(text)
     assert main(["report", *map(str, runs), f"--out={tmp_path}/out"]) == 0
+
+
+def test_totals_that_fall_are_no_mistake(tmp_path: Path) -> None:
+    """Another program's records."""
+    lines = [{**TOTALS, "step": step, "phase": "warmup", "bytes": 1, "bytes_total": 9 - step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert main(["report", str(tmp_path), f"--out={tmp_path}/out"]) == 0
 
 
 def test_bytes_of_a_step_are_the_mean_where_steps_differ(tmp_path: Path) -> None:

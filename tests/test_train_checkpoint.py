@@ -17,7 +17,7 @@ import pytest
 import torch
 from trainer_pair import Pair
 
-from commopt.train import checkpoint, sums
+from commopt.train import checkpoint, sharded, sums
 from commopt.train.errors import CheckpointError
 from commopt.train.world import World, open_world
 
@@ -167,6 +167,11 @@ def test_torch_does_not_hide_that_the_disk_is_full(tmp_path: Path) -> None:
         checkpoint._write(tmp_path / "x", {str(i): torch.zeros(3000) for i in range(20)})
     with pytest.raises(OSError, match="No space left on device"):
         checkpoint._write(Path("/dev/full"), {"w": torch.zeros(300_000)})
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        sharded._Files().create_stream("/dev/full", "wb") as stream,
+    ):
+        torch.save({"w": torch.zeros(300_000)}, stream)
     good = save(tmp_path, 1)
     write = checkpoint._write
 

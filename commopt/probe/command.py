@@ -79,9 +79,12 @@ def probe(argv: Sequence[str]) -> None:
     if result is None or options is None:
         raise ProbeError(mistake)
     if control.rank == 0:
-        if options.json is not None:
-            Path(options.json).write_text(to_json(result))
         sys.stdout.write(render(result))
+        if options.json is not None:
+            try:
+                Path(options.json).write_text(to_json(result))
+            except OSError as error:
+                raise ProbeError(f"--json={options.json}: {error.strerror}") from None
 
 
 def disagreement(options: Options | None, mistake: str | None, control: TorchBackend) -> str | None:

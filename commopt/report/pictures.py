@@ -93,7 +93,7 @@ def _bytes(figure: Any, runs: Sequence[Run]) -> bool:
     axes = figure.subplots()
     rows = [(i, run, phase, sent) for i, run in enumerate(runs) for phase, sent in run.bytes_by_phase().items()]
     largest = max((sent for *_, sent in rows), default=0.0) / 1e6
-    if largest == 0:
+    if largest <= 0:
         return False
     smallest = min(sent for *_, sent in rows if sent > 0) / 1e6
     for place, (i, _, _, sent) in enumerate(rows):

@@ -88,7 +88,7 @@ def _read(folder: Path, label: str) -> Run:
     except OSError as error:
         raise UserError(f"{folder}: {METRICS} cannot be read: {error.strerror}") from None
     if not records:
-        raise UserError(f"{folder} has no run: {METRICS} is missing or empty")
+        raise UserError(f"{folder} has no run: {METRICS} is missing, empty, or damaged in every line")
     path = folder / CONFIG
     config = read_yaml(path, "config of a run") if path.exists() else {}
     return Run(one_line(label), folder, config if isinstance(config, dict) else {}, records)

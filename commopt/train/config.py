@@ -191,7 +191,7 @@ class OptimConfig:
     Resolved when a config is read, and then empty."""
 
     def __post_init__(self) -> None:
-        _check("optim.lr", self.lr, self.lr > 0, "> 0")
+        _check("optim.lr", self.lr, 0 < self.lr < 1e30, "> 0, and less than 1e30")
         _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
         clip = self.max_grad_norm
         _check("optim.max_grad_norm", clip, clip is None or clip > 0, "> 0 or null")

@@ -41,8 +41,10 @@ def _stdlib() -> Iterator[Document]:
 def _files(path: Path) -> Iterator[Document]:
     if path.is_dir():
         yield from _folder(path, "", frozenset({"__pycache__"}))
-    elif path.exists():
+    elif path.is_file():
         yield path.name, _text(path)
+    elif path.exists():
+        raise DataError(f"corpus {path}: it is neither a file nor a folder")
     else:
         raise DataError(f"corpus {path}: no such file or folder")
 
@@ -58,6 +60,9 @@ def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document
         subfolders[:] = [name for name in subfolders if name not in skips and not name.startswith(".")]
         names += [os.path.join(folder, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     for name in sorted(Path(name).relative_to(root).as_posix() for name in names):
+        if (root / name).exists() and not (root / name).is_file():
+            log.debug("left out, no file: %s", root / name)
+            continue
         text = _text(root / name)
         if "\0" in text:
             log.debug("left out, not text: %s", root / name)

@@ -180,6 +180,10 @@ def _make(folder: Path, config: DataConfig, heed: Heed, alone: bool) -> None:
     aside.mkdir(parents=True)
     try:
         _fill(aside, folder.name, config, heed)
+        if _key(config, heed) != folder.name:
+            raise DataError(
+                f"corpus {config.corpus} has changed while it was prepared; start again when it is finished"
+            )
         if folder.exists():  # damaged
             folder.rename(aside / "damaged")
         try:
@@ -214,7 +218,10 @@ def _fill(folder: Path, key: str, config: DataConfig, heed: Heed) -> None:
         counts[side] = _write_tokens(folder / prepared.token_file(side), _split(config, heldout, heed), tokenizer)
         if counts[side] == 0:
             part = "held-out split" if heldout else "training split"
-            raise DataError(f"corpus {config.corpus}: no text for the {part}: it needs more documents")
+            raise DataError(
+                f"corpus {config.corpus}: no text for the {part}: it needs more documents, of which a file "
+                f"is one, or another share of them than data.heldout={config.heldout:g}"
+            )
     log.info("%d training tokens, %d held-out tokens", counts["train"], counts["heldout"])
     prepared.write_meta(folder, key, tokenizer.get_vocab_size(), counts, asdict(config))
 

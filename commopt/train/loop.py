@@ -318,7 +318,7 @@ class Trainer:
             log.info("finished: held-out loss %.4f, %.0f tokens/s", heldout, summary["tokens_per_s"])
         else:
             log.info("stopped at step %d, checkpoint saved; go on with: --resume=auto", self.step)
-        if meter.bytes:
+        if meter.bytes and meter.fp32_bytes:  # with one replica ranks tell each other a few numbers, and no gradient
             sent, full = f"{meter.bytes / MB:.1f} MB", f"{meter.fp32_bytes / MB:.1f} MB"
             saved = f"{show_ratio(summary['ratio'])} less"
             if meter.compressed_steps:

@@ -76,8 +76,8 @@ TOLD = ("loss", "lr", "tokens_per_s", "ratio", "residual_ratio", "heldout_loss")
 
 
 def ratio(fp32_bytes: int, sent: int) -> float | None:
-    """Bytes of fp32 over those sent; None where nothing was sent."""
-    return fp32_bytes / sent if sent else None
+    """Bytes of fp32 over those sent; None where nothing was sent, or fp32 would send nothing."""
+    return fp32_bytes / sent if sent and fp32_bytes else None
 
 
 def show_ratio(value: float | None) -> str:

@@ -77,8 +77,25 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
     for name, value in data.items():
         key = f"{prefix}{name}"
         _check_key(key, where)
-        if isinstance(value, Mapping) and _section(keys().get(key)) is not None:
-            _check_tree(value, where, f"{key}.")
+        if _section(hint := keys().get(key)) is not None:
+            if isinstance(value := _named(key, value), Mapping):
+                _check_tree(value, where, f"{key}.")
+            elif value is not None or not _may_be_null(hint):
+                raise ConfigError(f"{key}={value!r} {where} is not allowed: it must be keys and values below {key}")
+
+
+def _may_be_null(hint: Any) -> bool:
+    return hint is Any or type(None) in typing.get_args(hint)
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError for what jsonargparse takes for any type: null, and keys that are no words."""
+    if value is None and not _may_be_null(hint):
+        raise ConfigError(f"{key}=null is not allowed")
+    if _is_free(hint):
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(f"{key} has the key {name!r}, and keys must be words")
 
 
 def _named(key: str, value: Any) -> Any:
@@ -144,8 +161,8 @@ def make_parser() -> Any:
     return parser
 
 
-def from_dict(data: Mapping[str, Any], cls: type = Config) -> Any:
-    """Build ``cls`` from nested mappings, for example from a run's config.yaml.
+def from_dict(data: Mapping[str, Any], cls: type = Config, prefix: str = "") -> Any:
+    """Build ``cls`` from nested mappings, for example from a run's config.yaml. ``prefix`` begins its keys in errors.
 
     Raises ConfigError for an unknown key (with the nearest valid one) or a value that is not allowed.
     """
@@ -155,7 +172,9 @@ def from_dict(data: Mapping[str, Any], cls: type = Config) -> Any:
         if name not in hints:
             raise ConfigError(f"unknown key {name!r} in {cls.__name__}{nearest(name, hints)}")
         section = _section(hints[name])
-        values[name] = from_dict(value, section) if section and isinstance(value, Mapping) else value
+        _check_value(f"{prefix}{name}", value, hints[name])
+        below = f"{prefix}{name}."
+        values[name] = from_dict(value, section, below) if section and isinstance(value, Mapping) else value
     return cls(**values)
 
 
@@ -177,7 +196,10 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
     files = [os.path.expanduser(path) for path in (*files, *named)]
     contents = [content for path in files if (content := _content(Path(path)))]
     for word in overrides:
-        _check_key(word[2:].split("=", 1)[0].removesuffix("+"), "on the command line")
+        key, _, value = word[2:].partition("=")
+        _check_key(key.removesuffix("+"), "on the command line")
+        if _section(keys().get(key)) is not None:  # else it may be the name of a file, which jsonargparse would read
+            _check_tree({key: _plain(key, value)}, "on the command line")
     parser = make_parser()
 
     def read(*words: str) -> dict[str, Any]:
@@ -192,6 +214,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
 
     values = read()
     chosen, settings = values["optim"]["name"], values["optim"]["settings"]
+    _check_value("optim.settings", settings, dict[str, Any])
     if check_name is not None:
         for name in settings:
             check_name(name, "optim.settings")
@@ -201,6 +224,14 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
         raise ConfigError(f"optim.settings.{chosen}.name={values['optim']['name']}: settings cannot change the name")
     values["optim"]["settings"] = {}
     return from_dict(values)
+
+
+def _plain(key: str, value: str) -> Any:
+    """What a word of the command line says. Raises ConfigError."""
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={value!r} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _override(key: str, value: str = "") -> str:

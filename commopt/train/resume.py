@@ -168,7 +168,9 @@ def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
     mesh = trainer.world.mesh
     try:
         checkpoint.check_fits(shared, _identity(trainer), path)
-        _check_settings(shared["config"], asdict(trainer.config), path)
+        for changed in _check_settings(shared["config"], asdict(trainer.config), path):
+            if trainer.world.is_main:
+                log.warning("changed since the checkpoint: %s", changed)
         _check_steps(shared["step"], trainer.config.train.steps, path)
     except CheckpointError:
         raise
@@ -291,8 +293,8 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError for a changed setting of ``FIXED``; warn of others that change what is computed."""
+def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
+    """Raise CheckpointError for a changed setting of ``FIXED``; describe others that change what is computed."""
     theirs, ours = _flat(saved), _flat(given)
     changed = [key for key in ours if theirs.get(key) != ours[key] and key not in FREE]
     for key in changed:
@@ -300,7 +302,7 @@ def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Pa
             raise CheckpointError(
                 f"checkpoint {path} was made with {key}={theirs.get(key)!r}, this run has {ours[key]!r}"
             )
-        log.warning("changed since the checkpoint: %s was %r, now %r", key, theirs.get(key), ours[key])
+    return [f"{key} was {theirs.get(key)!r}, now {ours[key]!r}" for key in changed]
 
 
 def _get_rng(device: torch.device) -> dict[str, Any]:

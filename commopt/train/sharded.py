@@ -9,10 +9,12 @@ rank is raised on all. Reading runs no code: the metadata is a pickle, of which 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from commopt.comm import CollectiveError
 from commopt.train.errors import DamagedError, explain
+from commopt.train.files import Watched
 from commopt.train.manifest import PIECES
 from commopt.train.world import World, is_loss_of_contact
 
@@ -88,6 +92,7 @@ def load_optimizer_state(
 def write(folder: Path, tensors: Tensors, world: World) -> None:
     """Writes ``tensors`` below the checkpoint ``folder``, to the disk itself. Raises OSError."""
     writer = FileSystemWriter(folder / PIECES)
+    writer.fs = _Files()
     try:
         _together(lambda **where: dcp.save(dict(tensors), storage_writer=writer, **where), world)
     except CheckpointException as error:
@@ -123,6 +128,28 @@ def _cause(error: CheckpointException) -> Exception:
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return cause if isinstance(cause, Exception) else RuntimeError(f"{type(cause).__name__}: {cause}")
+
+
+class _Stream(Watched):
+    """A file for writing that remembers the first error, and can do what any other can."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class _Files(FileSystem):
+    """Files on whose disk the error is said that writing has met, and not what torch makes of it."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            stream = _Stream(cast(IO[bytes], file))
+            try:
+                yield stream if "w" in mode else file
+            except Exception as error:
+                if stream.error is not None:
+                    raise stream.error from error
+                raise
 
 
 class _Reader(FileSystemReader):

@@ -18,7 +18,8 @@ def read_yaml(path: Path, what: str = "config file") -> Any:
     """Content of the file; None if it is empty.
 
     Raises ConfigError, in one line, for a file that cannot be read, is too large or too deep, or is no YAML, or has
-    tags, or aliases that stand for very much: a few lines can mean objects, or more memory than there is.
+    tags, or aliases that stand for very much: a few lines can mean objects, or more memory than there is; or has a key
+    twice, of which YAML's reader would take the last.
     """
     where = f"{what} {path}"
     try:
@@ -28,6 +29,7 @@ def read_yaml(path: Path, what: str = "config file") -> Any:
             raise ConfigError(f"{where}: it has more than {LARGEST} bytes")
         text = data.decode("utf-8")
         _refuse_what_is_not_plain(text, where)
+        _refuse_what_is_given_twice(yaml.compose(text, Loader), where)
         return yaml.load(text, Loader)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from None
@@ -64,3 +66,29 @@ def _refuse_what_is_not_plain(text: str, where: str) -> None:
             raise ConfigError(f"{line} is more than {DEEPEST} levels deep")
         if counts[-1] > MOST:
             raise ConfigError(f"{line} comes to more than {MOST} values, aliases written out")
+
+
+def _refuse_what_is_given_twice(root: yaml.Node | None, where: str) -> None:
+    """Raise ConfigError for a key that a mapping has twice, or has both itself and, with dots, a part of."""
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            left += [value for _, value in node.value]
+            names: set[str] = set()
+            whole = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line, name = key.start_mark.line + 1, key.value
+                if name in names:
+                    raise ConfigError(f"{where}: line {line} gives {name!r} once more: put all of it in one place")
+                if "." in name and name.split(".")[0] in whole:
+                    section = name.split(".")[0]
+                    raise ConfigError(f"{where}: line {line} gives {name!r} beside {section!r}: put it below that")
+                names.add(name)
