@@ -286,10 +286,13 @@ def many_equal_steps(rank: int, world_size: int) -> float:
     return max(float((g / 64 - h).abs().max() / h.abs().max()) for g, h in pairs)
 
 
-def not_finite(rank: int, world_size: int, feedback: Any) -> dict[str, Any]:
-    """inf in the loss of one rank: whether gradients are finite on this one, and whether it has left a trace."""
+def not_finite(rank: int, world_size: int, feedback: Any, assign: bool = False) -> dict[str, Any]:
+    """inf in the loss of one rank: whether gradients are finite on this one, and whether it has left a trace.
+    ``assign``: parameters have been exchanged."""
     net = cut(Odd())
     handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback)
+    if assign:
+        net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
     backward(net, 1, rank)
     before = owed_of(handle)
     net.zero_grad()

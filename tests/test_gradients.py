@@ -718,6 +718,24 @@ def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
     assert [ref() for ref in gone] == [None, None]
 
 
+@pytest.mark.parametrize("around", [nn.ModuleList, lambda modules: nn.Sequential(*modules)], ids=["list", "sequence"])
+def test_a_module_that_was_put_around_others_need_not_be_kept(around):
+    def run(backend: ThreadBackend) -> Any:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 3), nn.Linear(3, 2)
+        commopt.compress_gradients(around([first, second]), Sign(16), backend=backend)
+        backend.all_reduce(torch.zeros(1)).wait()
+        with pytest.raises(ValueError, match="compressed already"):
+            commopt.compress_gradients(nn.ModuleList([second]), Sign(16), backend=backend)
+        second(first(torch.full((1, 4), backend.rank + 1.0))).square().sum().backward()
+        return [p.grad for module in (first, second) for p in module.parameters()], weakref.ref(first)
+
+    (mine, *gone), (others, *too) = on_threads(2, run)
+    assert same_bits(mine, others)
+    gc.collect()
+    assert [ref() for ref in gone + too] == [None, None]
+
+
 class Failing(torch.autograd.Function):
     """Hands on what it gets; its backward fails if it is told to."""
 

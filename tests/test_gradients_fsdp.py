@@ -134,9 +134,11 @@ def test_the_mean_of_many_equal_steps_tends_to_the_gradient(pool):
     assert max(pool.over_gloo(3, fsdp_scenes.many_equal_steps)) < 0.05
 
 
-@pytest.mark.parametrize("feedback", fsdp_scenes.FEEDBACKS, ids=repr)
-def test_what_is_not_finite_is_so_everywhere_and_leaves_no_trace(pool, feedback):
-    for found in pool.over_gloo(3, fsdp_scenes.not_finite, feedback):
+@pytest.mark.parametrize(
+    ("feedback", "assign"), [*((feedback, False) for feedback in fsdp_scenes.FEEDBACKS), (True, True)], ids=repr
+)
+def test_what_is_not_finite_is_so_everywhere_and_leaves_no_trace(pool, feedback, assign):
+    for found in pool.over_gloo(3, fsdp_scenes.not_finite, feedback, assign):
         assert found["same"]
         assert found["again"]
         assert not any(found["finite"])

@@ -86,6 +86,11 @@ class Group:
         self._watched: list[Any] = []
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """Its sharded parameters as they are now: load_state_dict(assign=True) exchanges them."""
+        return [p.sharded_param for p in self._of]
+
+    @property
     def world_size(self) -> int:
         return self.ranks.size()
 

@@ -46,7 +46,8 @@ sharded are not; their handles refer to their modules, and so are held by them, 
 
 
 class CompressedGradients:
-    """What :func:`compress_gradients` returns. It lives as long as the model does, or until :meth:`remove`.
+    """What :func:`compress_gradients` returns. It lives as long as the model does, or, where that was not wrapped by
+    DistributedDataParallel, any module of it with trained parameters, or until :meth:`remove`.
 
     Attributes:
         compressor: of the gradients.
@@ -147,9 +148,9 @@ class CompressedGradients:
         if self._sharded is not None:
             self._sharded.remove()
         give_back(self._taken)
-        model = self._model()
-        if model is not None and _HANDLES.get(model, lambda: None)() is self:
-            del _HANDLES[model]
+        for module in _models():
+            if _HANDLES.get(module, lambda: None)() is self:
+                _HANDLES.pop(module, None)
 
 
 def compress_gradients(
@@ -296,15 +297,22 @@ def _connected(
     handle = CompressedGradients(model, given.compressor, mean, door, sharded, taken)
     topology.traffic.leave_out()
     if sharded is None:
-        _HANDLES[model] = lambda: handle
+        for module in [model] if isinstance(model, DistributedDataParallel) else [model, *_owners(model, params)]:
+            _HANDLES[module] = lambda: handle
     else:
         sharded.handle, _HANDLES[model] = handle, weakref.ref(handle)
     return handle
 
 
+def _owners(model: nn.Module, params: Sequence[Tensor]) -> list[nn.Module]:
+    """The modules that have ``params``: they may outlive ``model``, which may be a list of them, or a compiled one."""
+    ids = {id(p) for p in params}
+    return [module for module in model.modules() if any(id(p) in ids for p in module._parameters.values())]
+
+
 def _models() -> list[nn.Module]:
-    """Those whose gradients are compressed. Ranks may be threads, which connect models of their own meanwhile: values()
-    would raise then, keyrefs() copies."""
+    """Those whose gradients are compressed, and modules of them. Ranks may be threads, which connect models of their
+    own meanwhile: values() would raise then, keyrefs() copies."""
     return [model for ref in _HANDLES.keyrefs() if (model := ref()) is not None]
 
 

@@ -244,7 +244,7 @@ class GroupMean:
         if self.owed is not None and self.sound is not None:
             (self.owed.commit if sound else self.owed.forget)()
         if not sound:
-            for p in self.group.params:
+            for p in self.group.trained:
                 if p.grad is not None:
                     local(p.grad).fill_(torch.nan)
         self.sound = None
