@@ -227,27 +227,27 @@ def test_a_world_of_threads_needs_a_rank():
         ThreadWorld(0)
 
 
-@pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])
-def test_parameters_of_a_lazy_module_that_has_not_computed_yet(make):
+def said_of(make, bad):
+    """What each of two ranks says where the second layer of rank 1 is ``bad()``."""
+
     def ours(backend):
-        layer = nn.LazyLinear(2) if backend.rank else nn.Linear(2, 2)
+        layer = bad() if backend.rank else nn.Linear(2, 2)
         with pytest.raises(ValueError) as caught:
             make([*nn.Linear(2, 2).parameters(), *layer.parameters()], backend=backend)
         return str(caught.value)
 
-    first, second = on_threads(2, ours)
+    return on_threads(2, ours)
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])
+def test_parameters_of_a_lazy_module_that_has_not_computed_yet(make):
+    first, second = said_of(make, lambda: nn.LazyLinear(2))
     assert "rank 1 refused its arguments: parameter 2 has no shape yet, it is of a lazy module" in first
     assert "parameter 2 has no shape yet, it is of a lazy module such as LazyLinear" in second
 
 
 def test_parameters_without_memory_and_devices_that_the_backend_cannot_send_from():
-    def ours(backend):
-        bad = nn.Linear(2, 2, device="meta" if backend.rank else "cpu")
-        with pytest.raises(ValueError) as caught:
-            OneBitAdam([*nn.Linear(2, 2).parameters(), *bad.parameters()], backend=backend)
-        return str(caught.value)
-
-    first, second = on_threads(2, ours)
+    first, second = said_of(OneBitAdam, lambda: nn.Linear(2, 2, device="meta"))
     assert "rank 1 refused its arguments: parameter 2 is on the meta device" in first
     assert "parameter 2 is on the meta device and has no values" in second
     params = list(nn.Linear(2, 2).parameters())

@@ -263,7 +263,7 @@ def _connected(
             raise error
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         mine = {id(p) for p in params}
-        handles = [handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None]
+        handles = {handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None}
         if any(not mine.isdisjoint(map(id, handle.mean.params)) for handle in handles):
             raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)

@@ -202,11 +202,7 @@ def _setup(
         "names of the parameters": str([group.get("param_names") for group in groups]),
         "settings or kernel providers": str([*settings, ops.providers(devices)]),
     }
-    return (
-        facts,
-        error,
-        f"{counts_of(params)} in {len(groups)} groups",
-    )
+    return facts, error, f"{counts_of(params)} in {len(groups)} groups"
 
 
 def report_unaveraged(optimizer: PackedOptimizer) -> None:
