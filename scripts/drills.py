@@ -170,7 +170,8 @@ DRILLS = (
     Drill(
         "killed-rank",
         "SIGKILL to a rank in a step, or of a run",
-        "the survivors' error has its number; the trainer ends with one line and `--resume=auto`",
+        "the survivors' error has its number, unless they met it in a collective of torch's own (DDP's, FSDP2's, "
+        "a sharded save): then it says that one has ended; the trainer ends with one line and `--resume=auto`",
         (
             "test_waiting.py::test_over_gloo_a_rank_that_was_killed_has_gone",
             "test_train_lost.py::test_the_rank_that_is_left_says_so",

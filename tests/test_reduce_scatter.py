@@ -37,7 +37,7 @@ class Plain:
     """As :class:`commopt.gradients.fsdp.Group`, of no module; with all gradients, or with those of ``present``."""
 
     present: list[int]
-    params: list[Any] = field(default_factory=list)
+    trained: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=places)
     name: str = "net"
     world_size: int = W
@@ -195,8 +195,8 @@ def test_a_mean_that_is_not_sound_leaves_what_is_owed():
     """And gradients are NaN then; a second mean before the end goes on from the first."""
 
     def run(backend):
-        group = Plain([0, 1, 2, 3], params=[torch.nn.Parameter(torch.zeros(3))])
-        group.params[0].grad = torch.ones(3)
+        group = Plain([0, 1, 2, 3], trained=[torch.nn.Parameter(torch.zeros(3))])
+        group.trained[0].grad = torch.ones(3)
         mean = GroupMean(group, cut_over(backend)[0], Sign(16), True, lambda: None)
         given = drawn(0, backend.rank, group.present)
         mine = given.new_empty(given.shape[1])
@@ -208,7 +208,7 @@ def test_a_mean_that_is_not_sound_leaves_what_is_owed():
         assert mean.owed is not None
         first = take()
         mean.end(sound=False)
-        nothing, nan = bool(mean.owed.read().any()), bool(group.params[0].grad.isnan().all())
+        nothing, nan = bool(mean.owed.read().any()), bool(group.trained[0].grad.isnan().all())
         again, second = take(), take()
         mean.forget()
         return first, again, second, nothing, nan, bool(mean.owed.read().any())
