@@ -545,7 +545,7 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
 
 def loop_of_differences(rank: int, world_size: int) -> list[bool]:
     """Whether what each forward computes with, of one matrix, is w <- w + C[x - w] of every rank's piece x; w begins as
-    x."""
+    x. And what a second forward and an evaluation before the step compute with, and a piece that no step moves."""
     net = fully_shard(nn.Linear(8, 2 * world_size, bias=False, dtype=torch.float64))
     compressor = Int4(block=8)
     commopt.compress_gradients(net, Int8(), weights=Differences(compressor))
@@ -555,20 +555,32 @@ def loop_of_differences(rank: int, world_size: int) -> list[bool]:
     for step in range(6):
         optimizer.zero_grad()
         used = net(torch.eye(8, dtype=torch.float64))
+        with torch.no_grad():
+            net.reshard()  # else FSDP goes on with the weights that it has
+            again = net(torch.eye(8, dtype=torch.float64))
+            net.reshard()
         (used * images(step, rank, torch.float64)[:, :1].repeat(2, 1)).sum().backward()
         x = whole(net.weight).detach().view(world_size, 16)
         if step == 0:
             w.copy_(x)
-        for mine, piece in zip(w, x):
+            last = x
+        for number, (mine, piece) in enumerate(zip(w, x)):
+            if torch.equal(piece, last[number]):
+                continue
             difference = (piece - mine).unsqueeze(0)
             payload = torch.empty(1, compressor.nbytes(16, torch.float64), dtype=torch.uint8)
             compressor.compress(difference, payload)
             back = torch.empty(1, 16, dtype=torch.float64)
             compressor.decompress(payload, back)
             mine.add_(back[0])
+        last = x
         found.append(
-            torch.equal(used.detach().t().contiguous().view(world_size, 16), w) and (step == 0 or bool((w != x).any()))
+            torch.equal(used.detach().t().contiguous().view(world_size, 16), w)
+            and torch.equal(used.detach(), again)
+            and (step == 0 or bool((w != x).any()))
         )
+        if step == 3 and rank == 1:
+            continue
         optimizer.step()
     return found
 

@@ -6,7 +6,8 @@
 The second is SDP4Bit's (arXiv 2410.15526): what one difference has lost is in the next, as with error feedback, but
 nothing is kept for it, for the replica w is there. So 4 bits do, where weights of 4 bits would not. A rank holds w, the
 whole model, whatever FSDP frees: where that is too much, take 8 bits as they are. The optimizer steps on x, which is
-exact. In backward the weights are those of the forward, and come from w: nothing is sent.
+exact. In backward the weights are those of the forward, and come from w: nothing is sent. A piece follows once for each
+x: until a step, every forward of its micro-batches and of evaluations computes with the same weights.
 
 Where weights have moved by more than a tenth of their norm since the last gather, because a checkpoint was loaded, or
 are not finite, they are gathered in full; the ranks see that in what they send each other. So they are the first time.
@@ -32,7 +33,9 @@ FAR = 0.1
 """Share of its norm by which a piece may have moved, to be sent as a difference."""
 
 FLAG = 16
-"""Bytes after a difference: in the first, whether it stands for what is to be sent. 16, as rows of payloads are."""
+"""Bytes after a difference, of which the first says what to do with it. 16, as rows of payloads are."""
+
+FOLLOW, STAY, IN_FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,12 @@ class GroupDifferences(GroupWeights):
     def __init__(self, group: Group, ranks: ShardGroup, differences: Differences, traffic: Traffic) -> None:
         super().__init__(group, ranks, differences.compressor, traffic)
         self._replica: Tensor | None = None
+        self._last: Tensor | None = None  # of this rank's piece, what the replica has followed
 
     def _gather(self, rows: Tensor, mine: Tensor) -> None:
         replica = self._replica
         if replica is None or replica.shape != rows.shape or replica.dtype != rows.dtype:
-            self._replica = torch.empty_like(rows)
+            self._replica, self._last = torch.empty_like(rows), mine.clone()
             self._in_full(self._replica, mine)
         elif torch._C._current_graph_task_id() == -1:  # else in a backward
             self._follow(replica, mine)
@@ -155,26 +159,34 @@ class GroupDifferences(GroupWeights):
         rows.copy_(self._replica)
 
     def _follow(self, replica: Tensor, mine: Tensor) -> None:
+        assert self._last is not None
         x = self._computed(mine)
         difference = x - replica[self._ranks.rank]
         payload = self._payload(difference.unsqueeze(0))
         far = ~(difference.norm() <= FAR * x.norm())  # NaN too
         flag = payload.new_zeros(1, FLAG)
-        flag[0, 0] = far
+        flag[0, 0] = torch.where(far, IN_FULL, torch.where((mine == self._last).all(), STAY, FOLLOW))
+        self._last.copy_(mine)
         sent = torch.cat([payload, flag], 1)
         received = sent.new_empty(len(replica), sent.shape[1])
         self._all_gather(received, sent.view(-1))
-        if bool(received[:, -FLAG].any()):
+        flags = received[:, -FLAG].tolist()
+        if IN_FULL in flags:
             self._in_full(replica, mine)
-        else:
-            replica.add_(self._decoded(received[:, :-FLAG].contiguous(), replica))
+        elif FOLLOW in flags:
+            values = self._decoded(received[:, :-FLAG].contiguous(), replica)
+            if STAY in flags:
+                values[[r for r, flag in enumerate(flags) if flag == STAY]] = 0
+            replica.add_(values)
 
     def state(self) -> dict[str, Any]:
-        return {} if self._replica is None else {"gathered": self._replica[self._ranks.rank].clone()}
+        if self._replica is None or self._last is None:
+            return {}
+        return {"gathered": self._replica[self._ranks.rank].clone(), "followed": self._last.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._replica = None
+        self._replica = self._last = None
         if state:
-            mine = state["gathered"].to(self.group.device)
+            mine, self._last = (state[name].to(self.group.device, copy=True) for name in ("gathered", "followed"))
             self._replica = mine.new_empty(self._ranks.world_size, len(mine))
             self._in_full(self._replica, mine)
