@@ -1,17 +1,21 @@
-"""The command line: ``commopt COMMAND ...``. A user's mistake ends with one line and exit code 2, never a traceback."""
+"""The command line: ``commopt COMMAND ...``. A user's mistake ends with one line and exit code 2, never a traceback.
+
+A command returns what is to be printed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 
 from commopt.comm import CollectiveError
 from commopt.train import started
-from commopt.train.errors import DivergedError, UserError
+from commopt.train.errors import DivergedError, UserError, explain
 from commopt.train.say import say
 from commopt.train.stop import Stopped, StopSignal
 
@@ -38,6 +42,7 @@ def set_up_logging() -> None:
     layout = "%(asctime)s %(levelname)s %(message)s"
     if get_console().is_terminal:
         handler, layout = RichHandler(show_path=False, log_time_format="[%X]"), "%(message)s"
+    logging.raiseExceptions = False  # a disk that is full of lines: no traceback for each
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", handlers=[handler])
     if started.rank() == 0:
         logging.getLogger("commopt").setLevel(logging.INFO)
@@ -50,21 +55,19 @@ def check_optimizer(name: str, key: str) -> None:
     check_name(name, key)
 
 
-def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
+def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> str:
     """``commopt train``. From here on a signal is a wish: a rank that just went would leave the others waiting. It
     stays one until the last line is said: a launcher ends all ranks when one has ended, and another may know why."""
     from commopt.train.parse import make_parser, parse, to_yaml
 
     if "--help" in argv or "-h" in argv:
-        make_parser().print_help()
-        return
+        return make_parser().format_help()
     if "--print_config" in argv:
         from commopt.train.optimizer import check_without_importing
 
         config = parse([word for word in argv if word != "--print_config"], check_optimizer)
         check_without_importing(config)
-        sys.stdout.write(to_yaml(config))
-        return
+        return to_yaml(config)
     stop = until_said.enter_context(StopSignal())
     config = parse(argv, check_optimizer)
     set_up_logging()
@@ -73,24 +76,36 @@ def train_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None
     summary = train(config, stop)
     if summary["finished"] and not math.isfinite(summary["heldout_loss"]):
         raise DivergedError(f"the run ends with a held-out loss of {summary['heldout_loss']}: the model has diverged")
+    return ""
 
 
-def probe_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
+def probe_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> str:
     """``commopt probe``."""
     from commopt.probe.command import probe
     from commopt.probe.options import ProbeError
 
     try:
-        probe(argv)
+        return probe(argv)
     except ProbeError as error:
         raise UserError(str(error)) from error
 
 
-def report_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> None:
+def report_command(argv: Sequence[str], until_said: contextlib.ExitStack) -> str:
     """``commopt report``."""
     from commopt.report.command import report
 
-    report(argv)
+    return report(argv)
+
+
+def write_out(text: str) -> None:
+    """Write to standard output. Raises UserError where that is not possible; a reader that has gone has seen enough."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left, which is tried again at exit
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"standard output cannot be written: {explain(error)}") from error
 
 
 LOST = 1
@@ -106,14 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str], until_said: contextlib.ExitStack) -> int:
     """``main``, of which ``until_said`` is left when all has been said."""
-    if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
-        return 0 if words else 2
-    command = COMMANDS.get(words[0])
     try:
+        if not words or words[0] in ("-h", "--help"):
+            write_out(USAGE)
+            return 0 if words else 2
+        command = COMMANDS.get(words[0])
         if command is None:
             raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")
-        command(words[1:], until_said)
+        write_out(command(words[1:], until_said))
     except UserError as error:
         say(f"commopt: error: {error}")
         return 2

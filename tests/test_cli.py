@@ -217,3 +217,21 @@ def test_a_mistake_is_said_though_the_launcher_ends_this_rank(tmp_path: Path) ->
     argv = ["train", "--data.corpus=/nowhere", f"--train.run_dir={tmp_path}/run"]
     done = subprocess.run([python(), "-c", ENDED, *argv], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "commopt: error: corpus /nowhere: no such file or folder\n")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--print_config"]])
+def test_an_output_that_is_full_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([python(), "-m", "commopt", *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    said = "the disk is full: [Errno 28] No space left on device"
+    assert done.stderr == f"commopt: error: standard output cannot be written: {said}\n"
+
+
+def test_a_reader_that_has_gone_has_seen_enough() -> None:
+    end, start = os.pipe()
+    os.close(end)
+    words = [python(), "-m", "commopt", "train", "--print_config"]
+    done = subprocess.run(words, stdout=start, stderr=subprocess.PIPE, text=True)
+    os.close(start)
+    assert (done.returncode, done.stderr) == (0, "")

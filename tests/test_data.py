@@ -27,7 +27,7 @@ from commopt.train import data, sums
 from commopt.train.config import Config, DataConfig
 from commopt.train.corpus import documents
 from commopt.train.data import CLS, EOT, MASK, SEP, SPECIALS, Corpus, Windows, is_heldout, load_corpus
-from commopt.train.errors import DataError, UserError
+from commopt.train.errors import DataError, FolderError, UserError
 from commopt.train.stop import Stopped, StopSignal
 from commopt.train.tasks import IGNORE, MaskedToken, NextToken, make_samples
 from commopt.train.world import World, open_world
@@ -294,7 +294,7 @@ def test_corpus_errors_are_the_same_on_every_rank(pair: Pair, tmp_path: Path) ->
 
 def test_a_cache_that_cannot_be_made_ends_the_run(corpus: Path) -> None:
     """Here the system says that there is no such folder, as it does where another run has removed one."""
-    with pytest.raises(DataError, match=r"into /proc/nowhere.*No such file.*give another --data.cache_dir=FOLDER"):
+    with pytest.raises(FolderError, match=r"^data.cache_dir=/proc/nowhere cannot be written: .*No such file"):
         load_corpus(small(corpus, Path("/proc/nowhere")), ALONE)
 
 

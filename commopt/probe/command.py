@@ -54,16 +54,15 @@ VERBS = ("all_reduce", "all_to_all", "all_gather")
 """Collectives whose cost of computing is measured; a recommendation goes by their bandwidths."""
 
 
-def probe(argv: Sequence[str]) -> None:
-    """``commopt probe``.
+def probe(argv: Sequence[str]) -> str:
+    """``commopt probe``; returns the report, on rank 0.
 
     Raises:
         ProbeError: on every rank: for a mistake in the arguments of any of them, before anything is measured; and if
             the ranks cannot meet, or one of them is lost.
     """
     if "--help" in argv or "-h" in argv:
-        make_parser().print_help()
-        return
+        return make_parser().format_help()
     options, mistake = None, None
     try:
         options = parse(argv)
@@ -78,13 +77,15 @@ def probe(argv: Sequence[str]) -> None:
     gc.collect()  # a process group in some cycle would keep its threads, and they can abort the exit of the process
     if result is None or options is None:
         raise ProbeError(mistake)
-    if control.rank == 0:
-        sys.stdout.write(render(result))
-        if options.json is not None:
-            try:
-                Path(options.json).write_text(to_json(result))
-            except OSError as error:
-                raise ProbeError(f"--json={options.json}: {error.strerror}") from None
+    if control.rank != 0:
+        return ""
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(to_json(result))
+        except OSError as error:
+            sys.stdout.write(render(result))  # what was measured is not lost
+            raise ProbeError(f"--json={options.json}: {error.strerror}") from None
+    return render(result)
 
 
 def disagreement(options: Options | None, mistake: str | None, control: TorchBackend) -> str | None:

@@ -17,8 +17,8 @@ IN_SHORT = ("run", "steps", "held-out loss", "MB sent", "less than fp32", "secon
 """Chunk that a terminal has room for."""
 
 
-def report(argv: Sequence[str]) -> Path:
-    """Reads the runs, writes the page and its pictures, prints the table; returns the page.
+def report(argv: Sequence[str]) -> str:
+    """Reads the runs, writes the page and its pictures; returns a table for the terminal.
 
     Raises:
         UserError: a run cannot be read, or the report not be written.
@@ -46,11 +46,10 @@ def report(argv: Sequence[str]) -> Path:
         replace(page, lambda file: file.write(text.encode("utf-8", "replace")))
     except OSError as error:
         raise UserError(f"--out={options.out} cannot be written: {error}") from error
-    _print([final_figures(run) for run in runs], page)
-    return page
+    return _in_short([final_figures(run) for run in runs], page)
 
 
-def _print(rows: Sequence[Sequence[str]], page: Path) -> None:
+def _in_short(rows: Sequence[Sequence[str]], page: Path) -> str:
     from rich import get_console
     from rich.table import Table
     from rich.text import Text
@@ -62,5 +61,7 @@ def _print(rows: Sequence[Sequence[str]], page: Path) -> None:
     for row in rows:
         table.add_row(*(Text(row[i]) for i in shown))
     console = get_console()
-    console.print(table)
-    console.print(f"\n{page} has the rest, and the curves", highlight=False, markup=False, soft_wrap=True)
+    with console.capture() as shown_here:
+        console.print(table)
+        console.print(f"\n{page} has the rest, and the curves", highlight=False, markup=False, soft_wrap=True)
+    return shown_here.get()

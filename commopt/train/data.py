@@ -28,7 +28,7 @@ import torch
 from commopt.train import prepared
 from commopt.train.config import DataConfig
 from commopt.train.corpus import Document, documents
-from commopt.train.errors import BusyError, DataError, explain
+from commopt.train.errors import BusyError, DataError, writing
 from commopt.train.lock import Lock
 from commopt.train.prepared import DamagedCorpusError
 from commopt.train.world import World
@@ -133,12 +133,13 @@ def _prepare(config: DataConfig, heed: Heed) -> Path:
     folder = cache_root(config) / _key(config, heed)
     if _is_good(folder):
         return folder
-    lock = _wait_for_lock(folder, heed)
-    try:
-        if not _is_good(folder):  # nobody has made it while we waited
-            _make(folder, config, heed, alone=lock.handle >= 0)
-    finally:
-        lock.release()
+    with writing("data.cache_dir", folder.parent):
+        lock = _wait_for_lock(folder, heed)
+        try:
+            if not _is_good(folder):  # nobody has made it while we waited
+                _make(folder, config, heed, alone=lock.handle >= 0)
+        finally:
+            lock.release()
     return folder
 
 
@@ -159,11 +160,6 @@ def _wait_for_lock(folder: Path, heed: Heed) -> Lock:
     while True:
         try:
             return Lock(folder.parent, f".lock-{folder.name}")
-        except OSError as error:
-            raise DataError(
-                f"no prepared corpus can be written into {folder.parent}: {explain(error)}; "
-                "give another --data.cache_dir=FOLDER"
-            ) from error
         except BusyError:
             if not said:
                 log.info("another run prepares this corpus: waiting for it")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -29,6 +32,10 @@ class BusyError(UserError, RuntimeError):
     """A run folder that another run is using."""
 
 
+class FolderError(UserError, RuntimeError):
+    """A folder that cannot be written."""
+
+
 class DivergedError(UserError, RuntimeError):
     """Weights, optimizer state or losses that are inf or NaN."""
 
@@ -47,3 +54,12 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full: {text}"
     return f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def writing(key: str, folder: Path) -> Iterator[None]:
+    """Raises FolderError for an OSError in here: ``folder``, which the config has as ``key``, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"{key}={folder} cannot be written: {explain(error)}") from error

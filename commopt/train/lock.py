@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from commopt.train.errors import BusyError
+from commopt.train.errors import BusyError, writing
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,14 @@ def hold(folder: Path, world: World) -> Iterator[None]:
 
     Raises:
         BusyError: on every rank, if another run has it; says who.
+        FolderError: on every rank, if nothing can be written there.
     """
-    lock = world.together(lambda: Lock(folder) if world.is_main else None, name_rank=False)
+
+    def take() -> Lock | None:
+        with writing("train.run_dir", folder):
+            return Lock(folder) if world.is_main else None
+
+    lock = world.together(take, name_rank=False)
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from commopt.train.config import Config
 from commopt.train.data import load_corpus
 from commopt.train.engine import make_engine
 from commopt.train.errors import ConfigError
-from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, ratio, show_ratio
+from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, quiet_events, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
 from commopt.train.optimizer import check_plan
 from commopt.train.parallel import MESH, mesh_shape, open_mesh
@@ -266,11 +266,12 @@ class Trainer:
                 return Recorder()
             return RunRecorder(Path(train.run_dir), to_yaml(self.config), self.step, train.steps)
 
-        recorder = self.world.together(start)
-        try:
-            yield recorder
-        finally:
-            recorder.close()
+        with quiet_events():
+            recorder = self.world.together(start, name_rank=False)
+            try:
+                yield recorder
+            finally:
+                recorder.close()
 
     def _describe(self, found: Path | None) -> None:
         """Say what runs here, on what, and for how long."""

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from commopt.train.engine import Traffic
-from commopt.train.errors import explain
+from commopt.train.errors import explain, writing
 from commopt.train.files import replace_text
 
 log = logging.getLogger(__name__)
 METRICS, CONFIG, CURVES = "metrics.jsonl", "config.yaml", "curves.png"
 MB = 1e6
+JOIN = 2.0
+"""Seconds for a thread to end that has failed."""
 Record = dict[str, Any]
 
 
@@ -164,12 +169,13 @@ class RunRecorder(Recorder):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.run_dir = run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(run_dir / CONFIG, config_yaml)
-        kept = [json.dumps(record) + "\n" for record in read_metrics(run_dir) if record["step"] <= step]
-        replace_text(run_dir / METRICS, "".join(kept))
-        self.file = (run_dir / METRICS).open("a", encoding="utf-8")
-        self.events = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+        with writing("train.run_dir", run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            replace_text(run_dir / CONFIG, config_yaml)
+            kept = [json.dumps(record) + "\n" for record in read_metrics(run_dir) if record["step"] <= step]
+            replace_text(run_dir / METRICS, "".join(kept))
+            self.events = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+            self.file = (run_dir / METRICS).open("a", encoding="utf-8")
         self.bar = make_bar(step, steps)
 
     def advance(self, phase: str) -> None:
@@ -178,13 +184,14 @@ class RunRecorder(Recorder):
             self.bar.advance(phase)
 
     def write(self, record: Record) -> None:
-        """One line of JSON, TensorBoard scalars, and the bar or a log line."""
+        """One line of JSON, TensorBoard scalars, and the bar or a log line. Raises FolderError."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN: a lost loss is null
-        self.file.flush()
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self.events.add_scalar(name, value, record["step"])
+        with writing("train.run_dir", self.run_dir):
+            self.file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN: a lost loss is null
+            self.file.flush()
+            for name, value in record.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self.events.add_scalar(name, value, record["step"])
         if self.bar is not None:
             self.bar.show(record)
         if self.bar is None or "heldout_loss" in record:
@@ -204,6 +211,28 @@ class RunRecorder(Recorder):
                 draw_curves(records, self.run_dir / CURVES)
         except OSError as error:
             log.warning("%s: curves and events are not complete: %s", self.run_dir, explain(error))
+
+
+@contextlib.contextmanager
+def quiet_events() -> Iterator[None]:
+    """Without a traceback of TensorBoard's thread: what it cannot write is raised again in whoever writes next."""
+    hook = threading.excepthook
+
+    def of_others(args: threading.ExceptHookArgs) -> None:
+        if not _is_of_events(args.thread):
+            hook(args)
+
+    threading.excepthook = of_others
+    try:
+        yield
+    finally:
+        for thread in filter(_is_of_events, threading.enumerate()):  # it has told us, and may be about to say so
+            thread.join(JOIN)
+        threading.excepthook = hook
+
+
+def _is_of_events(thread: threading.Thread | None) -> bool:
+    return type(thread).__module__.startswith("tensorboard.")
 
 
 class Bar:
