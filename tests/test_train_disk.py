@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ def test_events_on_a_full_disk(tiny: Make, tmp_path: Path, capfd: pytest.Capture
 def test_metrics_on_a_full_disk(tiny: Make, tmp_path: Path) -> None:
     class Full(RunRecorder):
         def write(self, record: dict[str, Any]) -> None:
-            with self.file, Path("/dev/full").open("w") as self.file:
-                super().write(record)
+            self.file.close()
+            self.file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+            super().write(record)
 
     with (
         mock.patch("commopt.train.loop.RunRecorder", Full),
