@@ -10,6 +10,10 @@ from torch import Tensor
 from commopt.compress.compressor import Compressor, align
 
 
+EXPONENT = 0x7F80
+"""The bits of the exponent, which are all set in inf and NaN, and in nothing else."""
+
+
 @dataclass(frozen=True)
 class BFloat16(Compressor):
     """C(x) = x as bfloat16, rounded to nearest, ties to even; float64 by way of float32. No scales: it has the range of
@@ -34,4 +38,7 @@ class BFloat16(Compressor):
             out.copy_(payload.view(torch.bfloat16)[:, : out.shape[1]])
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return payload.view(torch.bfloat16)[:, :n].isfinite().all()
+        if not n:
+            return payload.new_ones((), dtype=torch.bool)
+        exponents = payload.view(torch.int16)[:, :n].bitwise_and(EXPONENT)
+        return exponents.amax() < EXPONENT  # a 30th of the time of isfinite()
