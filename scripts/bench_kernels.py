@@ -318,6 +318,54 @@ def joined_int_cases(n: int) -> list[Case]:
     ]
 
 
+def cast_cases(n: int) -> list[Case]:
+    """Rows of bfloat16 on ``n`` elements, against torch's casts."""
+    x, new_error, usual_error, out = (torch.randn(n) for _ in range(4))
+    error = torch.zeros(n)
+    wires = torch.empty(RANKS, ops.bf16_nbytes(n), dtype=torch.uint8)
+    ops.bf16_compress_momentum(torch.randn(RANKS * n), [], [], 1.0, 0.0, *[torch.zeros(RANKS * n)] * 2, wires)
+    rows, own = wires.view(torch.bfloat16)[:, :n], wires[:1].clone()
+    grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
+    offsets, outs = [i * grads[0].numel() for i in range(len(grads))], [torch.empty_like(g) for g in grads]
+
+    def usual(z: Tensor) -> None:
+        usual_error.add_(z)
+        usual_error.sub_(usual_error.bfloat16())
+
+    def usual_momentum() -> None:
+        ops.momentum(x, grads, offsets, 0.9, 0.1, out)
+        usual(out)
+
+    def usual_reduce() -> None:
+        torch.sum(rows, 0, dtype=torch.float32, out=out)
+        usual(out.div_(RANKS))
+
+    def usual_outs() -> None:
+        torch._foreach_copy_(outs, rows[0].chunk(TENSORS))
+
+    return [
+        Case(
+            "bfloat16, with feedback",
+            lambda: ops.bf16_compress_momentum(x, [], [], 1.0, 0.0, error, new_error, own),
+            lambda: usual(x),
+            14,
+        ),
+        Case(
+            "  momentum in one",
+            lambda: ops.bf16_compress_momentum(x, grads, offsets, 0.9, 0.1, error, new_error, own),
+            usual_momentum,
+            18,
+        ),
+        Case(
+            f"  reduce ({RANKS} ranks)",
+            lambda: ops.bf16_reduce(wires, error, new_error, own[0]),
+            usual_reduce,
+            10 + 2 * RANKS,
+        ),
+        Case("  to gradients", lambda: ops.bf16_decompress_to(own, outs, offsets, n), usual_outs, 6),
+    ]
+
+
 def usual_top_k(x: Tensor, error: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     """The k largest of every chunk by torch.topk, with feedback; indices and values are left as they are."""
     error.add_(x)
@@ -468,6 +516,11 @@ def show(row: Row, remark: str = "") -> None:
     )
 
 
+KINDS = (
+    sign_cases, joined_cases, int_cases, joined_int_cases, cast_cases, top_k_cases, threshold_cases, other_cases,
+)  # fmt: skip
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -488,7 +541,7 @@ def main() -> None:
     sizes = [16, 1024, 16384, 65536, 2**20] + ([] if arguments.small else [arguments.size])
     rows = []
     for n in sizes:
-        for cases in (sign_cases, joined_cases, int_cases, joined_int_cases, top_k_cases, threshold_cases, other_cases):
+        for cases in KINDS:
             for case in cases(n):
                 repetitions = arguments.repetitions if n > 2**20 else 3 * arguments.repetitions
                 rows.append(measure(case, n, repetitions, max(1, min(200, 2**18 // n))))

@@ -478,6 +478,12 @@ def op_arguments() -> dict[str, tuple]:
         "int_reduce": (codes, flat, torch.empty(37), codes[0].clone(), *ways, bits),
         "int_decompress": (codes, x, 4, 16, True, live),
         "int_decompress_mean": (codes, flat, 4, 16, True),
+        "bf16_compress_momentum": (
+            *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
+            *(cast := torch.zeros(2, ops.bf16_nbytes(37), dtype=U8), live, 0, 37),
+        ),
+        "bf16_reduce": (cast, flat, torch.empty(37), cast[0].clone(), bits),
+        "bf16_decompress_to": (cast, [flat, other.bfloat16()], [0, 37], 74, live, 0, 37),
         "sign_compress": (x, row, 16, 2, live),
         "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None, x.clone()),
         "sign_compress_momentum": (
@@ -652,7 +658,8 @@ def test_report_names_the_provider(isa):
     assert set(ops.report()) == set(op_arguments())
     cuda = "reference" if importlib.util.find_spec("cupy") is None else "cupy"
     for name, by_device in ops.report().items():
-        assert by_device == {"default": "reference", "cuda": cuda, "cpu": f"native ({isa})"}, name
+        on_gpus = {} if name.startswith("bf16") else {"cuda": cuda}  # casts are torch's there
+        assert by_device == {"default": "reference", "cpu": f"native ({isa})"} | on_gpus, name
 
 
 def test_foreign_or_stale_libraries_are_refused(monkeypatch):

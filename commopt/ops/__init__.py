@@ -1,7 +1,8 @@
 """Operators on tensors: each one a schema, a reference in PyTorch, and native providers where they are faster.
 
 Each file states the wire rows of its operators: :mod:`commopt.ops.sign`, :mod:`commopt.ops.integers`,
-:mod:`commopt.ops.top_k` and :mod:`commopt.ops.threshold`; :mod:`commopt.ops.flat` has those that send nothing.
+:mod:`commopt.ops.bfloat16`, :mod:`commopt.ops.top_k` and :mod:`commopt.ops.threshold`; :mod:`commopt.ops.flat` has
+those that send nothing.
 
 Environment: ``COMMOPT_NATIVE=0`` keeps to the reference.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from commopt.ops import catalogue
 from commopt.ops import cuda as cuda  # for their registrations
 from commopt.ops import native as native
+from commopt.ops.bfloat16 import bf16_compress_momentum, bf16_decompress_to, bf16_nbytes, bf16_reduce
 from commopt.ops.flat import frozen_adam_apply_, momentum, pack_nonzero, square_sum, zero_dead_
 from commopt.ops.integers import (
     int_compress,
@@ -50,6 +52,10 @@ from commopt.ops.top_k import (
 )
 
 __all__ = [
+    "bf16_compress_momentum",
+    "bf16_decompress_to",
+    "bf16_nbytes",
+    "bf16_reduce",
     "frozen_adam_apply_",
     "int_compress",
     "int_compress_momentum",

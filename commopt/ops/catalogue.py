@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference, reference_integers, reference_threshold, reference_top_k
+from commopt.ops import reference, reference_bfloat16, reference_integers, reference_threshold, reference_top_k
 
 SCHEMAS = {
     "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
@@ -64,6 +64,14 @@ SCHEMAS = {
         "int start, int stop) -> ()"
     ),
     "int_decompress_mean": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
+    "bf16_compress_momentum": (
+        "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
+        "Tensor(b!) wire, Tensor? live, int start, int stop) -> ()"
+    ),
+    "bf16_reduce": ("(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, Tensor? live=None) -> ()"),
+    "bf16_decompress_to": (
+        "(Tensor wire, Tensor(a!)[] outs, int[] offsets, int numel, Tensor? live, int start, int stop) -> ()"
+    ),
     "topk_compress": "(Tensor x, Tensor(a!) wire, int k, int chunk, int bits, Tensor? live=None) -> ()",
     "topk_compress_with_feedback": (
         "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int chunk, int bits, "
@@ -80,7 +88,12 @@ SCHEMAS = {
     "threshold_decompress_mean": "(Tensor wire, Tensor(a!) out, int k) -> ()",
 }
 
-_BEGINNINGS = {"int": reference_integers, "topk": reference_top_k, "threshold": reference_threshold}
+_BEGINNINGS = {
+    "bf16": reference_bfloat16,
+    "int": reference_integers,
+    "topk": reference_top_k,
+    "threshold": reference_threshold,
+}
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     name: getattr(_BEGINNINGS.get(name.partition("_")[0], reference), name) for name in SCHEMAS

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import catalogue, native_integers, native_threshold, native_top_k, reference
+from commopt.ops import catalogue, native_bfloat16, native_integers, native_threshold, native_top_k, reference
 from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -44,6 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "square_sum": [_P, _I64, _P, _I32],
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
     "frozen_adam": [_P, _I64, _P, _F32, _I32],
+    **native_bfloat16.SIGNATURES,
     **native_integers.SIGNATURES,
     **native_threshold.SIGNATURES,
     **native_top_k.SIGNATURES,
@@ -271,6 +272,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "square_sum": _square_sum,
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
+    **native_bfloat16.kernels(_call),
     **native_integers.kernels(_call),
     **native_threshold.kernels(_call),
     **native_top_k.kernels(_call),

@@ -194,7 +194,7 @@ def write_columns(values: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]
     """Writes ``values`` (r, k), the columns from ``start`` on of rows of ``n`` elements, to those ``outs`` that lie
     there: of any floating dtype and layout, each from its offset on in the rows end to end."""
     rows, k = values.shape
-    if k == n and values.is_contiguous():
+    if outs and k == n and values.is_contiguous():
         torch._foreach_copy_(list(outs), views(values.view(-1), outs, offsets))
         return
     for out, offset in zip(outs, offsets):

@@ -50,6 +50,12 @@ struct Kernels {
     int64_t (*above)(const float* z, int64_t n, float below, uint16_t* places);
     // Of 16 keys below 2^31: how many are larger, or equal and before it.
     void (*ranks)(const int32_t* keys, int32_t* out);
+    // x = x + e, dead elements 0.
+    void (*add_to)(float* x, const float* e, const uint8_t* live, int64_t n);
+    // bits = x as bfloat16; rest = what that loses.
+    void (*cast)(const float* x, float* rest, uint16_t* bits, int64_t n, bool stream);
+    // sum = (first ? : sum +) what bits stand for.
+    void (*uncast)(const uint16_t* bits, bool first, float* sum, int64_t n);
 };
 
 #if defined(__x86_64__)

@@ -1,0 +1,71 @@
+"""Native CPU providers of :mod:`commopt.ops.bfloat16`: ``kernels/cpu/bfloat16.cpp``. See :mod:`commopt.ops.native`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.ops import reference_bfloat16 as reference
+from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
+
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+SIGNATURES: dict[str, list[Any]] = {
+    "bf16_compress_momentum": [_P, _P, _I64, _F32, _F32, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I32],
+    "bf16_reduce": [_P, _P, _P, _P, _P, _I64, _I64, _I32],
+    "bf16_decompress_to": [_P, _P, _I64, _P, _I64, _I64, _I64, _I64, _I32],
+}
+
+
+def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """The operators, with ``call(name, *arguments)`` for a function of the library."""
+
+    def bf16_compress_momentum(
+        m: Tensor,
+        grads: list[Tensor],
+        offsets: list[int],
+        beta: float,
+        alpha: float,
+        error: Tensor,
+        new_error: Tensor,
+        wire: Tensor,
+        live: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> None:
+        gradients = gradient_runs(m, grads, offsets)
+        if gradients is None:
+            return reference.bf16_compress_momentum(
+                m, grads, offsets, beta, alpha, error, new_error, wire, live, start, stop
+            )
+        (runs, _), rows = gradients, wire.shape[0]
+        pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        shape = rows, m.shape[0] // rows, start, stop
+        call("bf16_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape)
+
+    def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:
+        if error.dtype != torch.float32:
+            return reference.bf16_reduce(wires, error, new_error, own, live)
+        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
+        call("bf16_reduce", *pointers, wires.shape[0], error.shape[0])
+
+    def bf16_decompress_to(
+        wire: Tensor,
+        outs: list[Tensor],
+        offsets: list[int],
+        numel: int,
+        live: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> None:
+        runs = runs_of(outs, offsets)
+        if runs is None:
+            return reference.bf16_decompress_to(wire, outs, offsets, numel, live, start, stop)
+        shape = wire.shape[0], numel // wire.shape[0], start, stop
+        call("bf16_decompress_to", wire.data_ptr(), address(runs), len(outs), pointer(live), *shape)
+
+    functions = bf16_compress_momentum, bf16_reduce, bf16_decompress_to
+    return {function.__name__: function for function in functions}

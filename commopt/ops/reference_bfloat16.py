@@ -1,0 +1,67 @@
+"""Rows of bfloat16 in plain PyTorch: what :mod:`commopt.ops.bfloat16` says, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commopt.ops.reference import masked, momentum, write_columns
+
+
+def _send(z: Tensor, new_error: Tensor, wire: Tensor) -> None:
+    """wire <- z as bfloat16, new_error <- what that loses; rows."""
+    sent = wire.view(torch.bfloat16)
+    sent[:, : z.shape[1]] = z
+    sent[:, z.shape[1] :] = 0
+    torch.sub(z, _rows(wire, z.shape[1], z.dtype), out=new_error)
+
+
+def _rows(wire: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return wire.view(torch.bfloat16)[:, :n].to(dtype)
+
+
+def bf16_compress_momentum(
+    m: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    beta: float,
+    alpha: float,
+    error: Tensor,
+    new_error: Tensor,
+    wire: Tensor,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    if not wire.numel():
+        return
+    x = torch.empty_like(m)
+    momentum(m, grads, offsets, beta, alpha, x)
+    rows, owed, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
+    _send(masked(rows + owed, None if live is None else live[:, start // 8 : (stop + 7) // 8]), after, wire)
+
+
+def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:
+    n = error.shape[0]
+    if not n:
+        return
+    mean = torch.zeros_like(error)
+    for wire in wires:
+        mean += _rows(wire[None], n, error.dtype)[0]
+    mean /= len(wires)
+    _send(masked((mean + error)[None], None if live is None else live[None]), new_error[None], own[None])
+
+
+def bf16_decompress_to(
+    wire: Tensor,
+    outs: list[Tensor],
+    offsets: list[int],
+    numel: int,
+    live: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    if wire.numel():
+        rows = _rows(wire, stop - start, torch.float32)
+        rows = masked(rows, None if live is None else live[:, start // 8 : (stop + 7) // 8])
+        write_columns(rows, outs, offsets, numel // wire.shape[0], start)
