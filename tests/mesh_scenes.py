@@ -267,14 +267,12 @@ class Looks(torch.optim.Optimizer):
 
 def bases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Bases whose first step cannot be taken without values, resumed on (2, 2) between two rounds: whether the run is
-    the one that was never stopped, and what was said."""
+    the one that was never stopped, and what was said. Nobody says which mesh it is: their parameters do."""
     mesh, out = grid(2, 2), {}
     for name, base, more in (("looks", Looks, {}), ("asgd", torch.optim.ASGD, {"t0": 1.0})):
         nets = [sharded(mesh["shard"], seed) for seed in (0, 1)]
         with listening() as said:
-            first, resumed = (
-                commopt.DiLoCo(base(net.parameters(), lr=1e-2, **more), period=3, process_group=mesh) for net in nets
-            )
+            first, resumed = (commopt.DiLoCo(base(net.parameters(), lr=1e-2, **more), period=3) for net in nets)
             learn(nets[0], first, range(4), rank)
             dcp.save(states(nets[0], first, False), checkpoint_id=f"{folder}/{name}")
             learn(nets[0], first, range(4, 8), rank)
