@@ -35,8 +35,10 @@ def bf16_compress_momentum(
 ) -> None:
     if not wire.numel():
         return
-    x = torch.empty_like(m)
-    momentum(m, grads, offsets, beta, alpha, x)
+    x = m
+    if grads or beta != 1.0:
+        x = torch.empty_like(m)
+        momentum(m, grads, offsets, beta, alpha, x)
     rows, owed, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
     _send(masked(rows + owed, None if live is None else live[:, start // 8 : (stop + 7) // 8]), after, wire)
 
