@@ -304,6 +304,25 @@ def test_square_sum(isa, dtype):
     assert float(ops.square_sum([])) == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 1003, 100_001])
+def test_all_finite(dtype, n, threads):
+    largest = torch.finfo(dtype).max
+    for count in (1, 2):
+        threads(count)
+        x = torch.full((2, n), largest, dtype=dtype)
+        x[1] = -largest
+        assert bool(ops.all_finite(x))
+        for bad in (math.nan, math.inf, -math.inf):
+            for place in {0, n // 2, n - 1} if n else ():
+                y = x.clone()
+                y[1, place] = bad
+                assert not bool(ops.all_finite(y))
+                assert not bool(ops.all_finite(y.t()))
+                assert bool(ops.all_finite(y[:, :place]))
+                assert bool(ops.all_finite(y[:, place + 1 :]))
+
+
 def test_square_sum_of_the_largest_floats_is_finite(isa):
     assert math.isfinite(ops.square_sum([torch.full((1000,), torch.finfo(torch.float32).max)]))
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm.backend import Backend, Work
 from commopt.compress.compressor import Compressor
 from commopt.compress.random_block import Blocks
@@ -51,7 +52,7 @@ class BlockSync:
         return mean
 
     def is_sound(self) -> Tensor:
-        return self.values.isfinite().all()
+        return ops.all_finite(self.values)
 
 
 class PayloadSync:

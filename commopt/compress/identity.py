@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.compress.compressor import Compressor, align
 
 
@@ -26,7 +27,7 @@ class Identity(Compressor):
         out.view(torch.uint8).copy_(payload[:, : out.shape[1] * out.element_size()])
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return payload.view(dtype)[:, :n].isfinite().all()
+        return ops.all_finite(payload.view(dtype)[:, :n])
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
@@ -244,7 +245,7 @@ def _mean_of(
         x.zero_()
     yield from mean_over_all(message, send, reply, started)
     means = [piece.view(x.shape) for piece, x in zip(message.split([*sizes, padding]), parts)]
-    return means[: len(mine)], means[len(mine) :], message.isfinite().all()
+    return means[: len(mine)], means[len(mine) :], ops.all_finite(message)
 
 
 def _orthonormal(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm import Work, compressed_reduce_scatter, wait
 from commopt.compress import Compressor
 from commopt.gradients.fsdp import Group
@@ -187,7 +188,7 @@ class GroupMean:
         if mean is not output_tensor:
             output_tensor.copy_(mean)
         if self._begin is not None:
-            finite = output_tensor.isfinite().all()
+            finite = ops.all_finite(output_tensor)
             self.sound = finite if self.sound is None else self.sound & finite
         self.fp32_bytes += 4 * (self._ranks.between.world_size - 1) * x.shape[1]
 

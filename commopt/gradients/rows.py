@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm import STARTED, Channel, InFlightChunk, Work
 from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.flat import Flat
@@ -76,7 +77,7 @@ class Rows(Flat):
             return self.compressor.is_sound(chunk.payload, stop - start, bucket.dtype)
         values = torch.empty(chunk.payload.shape[0], stop - start, dtype=bucket.dtype, device=bucket.device)
         self.compressor.decompress(chunk.payload, values)
-        return values.isfinite().all()
+        return ops.all_finite(values)
 
 
 def _as_momentum(brought: Brought, error: Tensor) -> Momentum:

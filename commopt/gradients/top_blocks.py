@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm import STARTED, Channel, Work, reduce_scatter
 from commopt.compress import Feedback, TopBlocks
 from commopt.gradients.flat import Flat
@@ -70,7 +71,7 @@ class AgreedBlocks(Flat):
                 blocks.scatter_(mean, values)
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, whole.isfinite().all(), write, lambda: feedback.commit(spared), feedback.let_go)
+        return Received(bucket, ops.all_finite(whole), write, lambda: feedback.commit(spared), feedback.let_go)
 
 
 def _with_residuals(brought: Brought, feedback: Feedback, node: int) -> Tensor:

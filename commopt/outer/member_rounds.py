@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
 from commopt.optim.agreement import StepRefused
@@ -308,5 +309,5 @@ def _forget_what_is_not_finite(base: torch.optim.Optimizer) -> None:
     """Lets the base begin anew with parameters of which it has inf or NaN in its state."""
     for entry in list(base.state.values()):
         tensors = [t for t in entry.values() if isinstance(t, Tensor) and t.is_floating_point()]
-        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+        if not all(bool(ops.all_finite(t)) for t in tensors):
             entry.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commopt import ops
 from commopt.sharding import local
 
 
@@ -23,8 +24,9 @@ def not_finite(model: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[st
 def bad(named: Sequence[tuple[str, Any]]) -> list[str]:
     """Names of the tensors with inf or NaN; of sharded ones, in the piece that is here. Communicates nothing."""
     tensors = [(name, local(x)) for name, x in named if isinstance(x, Tensor)]
-    floats = [(name, x) for name, x in tensors if x.is_floating_point() or x.is_complex()]
-    flags = [torch.isfinite(x).all() for _, x in floats]
+    floats = [(name, torch.view_as_real(x)) for name, x in tensors if x.is_complex()]
+    floats += [(name, x) for name, x in tensors if x.is_floating_point()]
+    flags = [ops.all_finite(x) for _, x in floats]
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return []
     return [name for (name, _), flag in zip(floats, flags) if not flag]
