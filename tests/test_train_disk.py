@@ -22,7 +22,7 @@ Make = Callable[..., Config]
 FULL = r"cannot be written: the disk is full: \[Errno 28\] No space left on device$"
 
 
-def no_space(*_: Any) -> None:
+def no_space(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -59,10 +59,12 @@ def test_a_run_folder_that_is_a_file(tiny: Make, tmp_path: Path) -> None:
             run(tiny(tmp_path / name))
 
 
-def test_a_corpus_prepared_on_a_full_disk(tiny: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "written"), [(Path, "write_text"), (data.prepared, "write_meta")])
+def test_a_corpus_prepared_on_a_full_disk(tiny: Make, tmp_path: Path, place: Any, written: str) -> None:
+    """The tokenizer, whose library has errors of its own, and what is written last."""
     config = tiny(tmp_path / "run", data={"cache_dir": str(tmp_path / "cache")})
     with (
-        mock.patch.object(data.prepared, "write_meta", no_space),
+        mock.patch.object(place, written, no_space),
         pytest.raises(FolderError, match=f"^data.cache_dir={tmp_path}/cache {FULL}"),
     ):
         run(config)

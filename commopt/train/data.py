@@ -207,7 +207,8 @@ def _clear_leftovers(folder: Path) -> None:
 def _fill(folder: Path, key: str, config: DataConfig, heed: Heed) -> None:
     log.info("training a tokenizer of %d tokens", config.vocab_size)
     tokenizer = _train_tokenizer((text for _, text in _split(config, False, heed)), config.vocab_size)
-    tokenizer.save(str(folder / prepared.TOKENIZER))
+    # not save(), whose error on a full disk is no OSError
+    (folder / prepared.TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     counts = {}
     for side in prepared.SIDES:
         heldout = side == "heldout"
