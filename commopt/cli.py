@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 
@@ -136,9 +135,8 @@ def _main(words: list[str], until_said: contextlib.ExitStack) -> int:
         say(f"commopt: {error}", about="stopped")
         return 0
     except CollectiveError as error:
-        reason = re.sub(r"\[/\S*\] ?", "", " ".join(str(error).split()))  # without the place in torch's sources
         advice = "another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
-        say(f"commopt: error: {reason}: {advice}", about="collective")
+        say(f"commopt: error: {error}: {advice}", about="collective")
         return LOST
     except ModuleNotFoundError as error:
         if (error.name or "commopt").split(".")[0] == "commopt":

@@ -165,6 +165,8 @@ def test_the_rank_that_is_left_says_so(
     assert code == 1
     (line,) = said
     assert line.startswith("commopt: error: ")
+    assert "GLHF" not in line
+    assert "/gloo/" not in line
     assert line.endswith(
         ": another rank has ended or does not answer; go on from the newest checkpoint with --resume=auto"
     )

@@ -158,6 +158,21 @@ def test_work_of_a_backend_that_knows_nothing_of_this_is_waited_for_as_ever():
         wait(Plain(), "step 3")
 
 
+@pytest.mark.parametrize(
+    ("of_torch", "left"),
+    [
+        ("[/third_party/gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3",
+         "Connection closed by peer [127.0.0.1]:3"),
+        ("Read error [::1]:3: Connection reset by peer. This is typically caused by a remote worker hanging or bugs in "
+         "the application. Check the logs of the remote worker before reporting an error. GLHF! \U0001f3d6\ufe0f: more",
+         "Read error [::1]:3: Connection reset by peer: more"),
+        ("NCCL error in: x.cu:3\nLast error:\n  nothing", "NCCL error in: x.cu:3 Last error: nothing"),
+    ],
+)  # fmt: skip
+def test_asides_of_torch_are_left_out(of_torch, left):
+    assert str(CollectiveError(f"step 3: {of_torch}")) == f"step 3: {left}"
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "10"])
 def test_seconds_that_cannot_be(seconds):
     with pytest.raises(ValueError, match="seconds until the first notice must be a number > 0, got"):

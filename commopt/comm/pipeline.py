@@ -6,6 +6,7 @@ on the order of the tasks, never on what has arrived.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +27,15 @@ STARTED: Work = Done()
 next ones may start theirs."""
 
 
+ASIDES = re.compile(r"\[/\S*\] ?|\.? This is typically caused by a remote worker.*?GLHF!( [^\w\s:]+)?")
+"""What torch adds to an error of Gloo's: the place in its sources, and advice."""
+
+
 class CollectiveError(RuntimeError):
-    """A collective failed or never completed; the message says which, and the ranks are no longer in step."""
+    """A collective failed or never completed; the message says which, in one line. The ranks are no longer in step."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ASIDES.sub("", " ".join(message.split())))
 
 
 def wait(work: Work, where: str) -> None:

@@ -56,7 +56,7 @@ def join(kind: str, timeout: float, stop: StopSignal) -> None:
     except CollectiveError:
         raise
     except RuntimeError as error:
-        raise CollectiveError(f"{where}: {' '.join(str(error).split())}") from error
+        raise CollectiveError(f"{where}: {error}") from error
 
 
 def _open_store(place: tuple[str, int], serves: bool, size: int, timeout: float) -> Any:

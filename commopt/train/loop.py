@@ -63,7 +63,7 @@ def train(config: Config, stop: StopSignal | None = None) -> Record:
                     return Trainer(config, world).run()
         except RuntimeError as error:
             if is_loss_of_contact(error):  # torch's own words, from DistributedDataParallel
-                raise CollectiveError(" ".join(str(error).split())) from error
+                raise CollectiveError(str(error)) from error
             raise
 
 

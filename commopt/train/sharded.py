@@ -119,7 +119,7 @@ def _together(work: Callable[..., None], world: World) -> None:
         work(process_group=control, no_dist=not dist.is_initialized())
     except RuntimeError as error:
         if is_loss_of_contact(error):
-            raise CollectiveError(" ".join(str(error).split())) from error
+            raise CollectiveError(str(error)) from error
         raise
 
 
