@@ -260,6 +260,7 @@ DRILLS = (
             "test_train_checkpoint.py::test_torch_does_not_hide_that_the_disk_is_full",
             "test_train_loop.py::test_a_disk_that_is_full_of_metrics_ends_all_ranks",
             "test_data.py::test_a_full_disk_while_preparing_is_called_that",
+            "test_train_disk.py",
         ),
     ),
     Drill(
