@@ -325,6 +325,7 @@ def cast_cases(n: int) -> list[Case]:
     wires = torch.empty(RANKS, ops.bf16_nbytes(n), dtype=torch.uint8)
     ops.bf16_compress_momentum(torch.randn(RANKS * n), [], [], 1.0, 0.0, *[torch.zeros(RANKS * n)] * 2, wires)
     rows, own = wires.view(torch.bfloat16)[:, :n], wires[:1].clone()
+    live = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8)
     grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
     offsets, outs = [i * grads[0].numel() for i in range(len(grads))], [torch.empty_like(g) for g in grads]
 
@@ -362,7 +363,9 @@ def cast_cases(n: int) -> list[Case]:
             usual_reduce,
             10 + 2 * RANKS,
         ),
-        Case("  to gradients", lambda: ops.bf16_decompress_to(own, outs, offsets, n), usual_outs, 6),
+        Case(
+            "  to gradients, masked", lambda: ops.bf16_decompress_to(own, outs, offsets, n, live), usual_outs, 6 + 1 / 8
+        ),
     ]
 
 

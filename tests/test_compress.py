@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.compress import BFloat16, Compressor, Float8, Identity, Int2, Int4, Int8, Sign, ThresholdTopK, TopK
+from commopt.compress import (
+    BFloat16,
+    Compressor,
+    Float8,
+    Identity,
+    Int2,
+    Int4,
+    Int8,
+    Momentum,
+    Sign,
+    ThresholdTopK,
+    TopK,
+)  # fmt: skip
 from commopt.compress.compressor import align
 from commopt.ops.reference import unpack_bits
 
@@ -101,6 +113,36 @@ def test_feedback_is_compress_of_the_sum_and_a_dead_element_owes_nothing(compres
     compressor.compress_with_feedback(x, again, wire_2, all_live)
     compressor.compress(x + old, wire_3)
     assert torch.equal(wire_2, wire_3)
+
+
+@every_case
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes, cut=st.booleans())
+def test_columns_are_compressed_by_themselves_and_dead_elements_are_0(compressor, shape, cut):
+    """Of whole rows, and of columns where rows may be cut; what is sent of all elements is received with a mask."""
+    x, error, live = draw(*shape, torch.float32)
+    n, unit = x.shape[1], compressor.chunk_multiple
+    chunk = (n // 3 // unit * unit, 2 * n // 3 // unit * unit) if cut and unit else (0, n)
+    at, alive = slice(*chunk), unpack_bits(live, n)
+    momentum = Momentum(x.view(-1), [], [], 1.0, 0.0)
+    for mask in (None, live):
+        bits = None if mask is None else mask[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
+        part, before = x[:, at].contiguous(), error.clone()
+        rest = before[:, at].clone(memory_format=torch.contiguous_format)
+        expected, payload = wire_for(compressor, part), wire_for(compressor, part)
+        compressor.compress_with_feedback(part, rest, expected, bits)
+        compressor.compress_momentum(momentum, error, payload, mask, error, chunk)
+        assert torch.equal(payload, expected)
+        assert torch.equal(error[:, at], rest)
+        before[:, at] = rest
+        assert torch.equal(error, before)
+    compressor.compress(part, payload)
+    out, values = torch.full_like(x, 7.0), torch.empty_like(part)
+    compressor.decompress(payload, values)
+    compressor.decompress_active(payload, out, live, chunk)
+    assert torch.equal(out[:, at], values.where(alive[:, at], 0))
+    out[:, at] = 7.0
+    assert bool((out == 7.0).all())
 
 
 @every_case

@@ -51,8 +51,8 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None, p
 
 def _mesh_of(params: Any) -> DeviceMesh | None:
     """The mesh that the sharded ones of an optimizer's ``params`` are on a slice of, or those of the optimizer that an
-    outer one is given; None if there are none. Of a model
-    that FSDP2 has averaged over replicas, that of these and the shards."""
+    outer one is given; None if there are none. Of a model that FSDP2 has averaged over replicas, that of these and the
+    shards."""
     if isinstance(params, torch.optim.Optimizer):
         params = params.param_groups
     if not isinstance(params, (list, tuple)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.ops.reference import adam_in_columns_, write_columns
+from commopt.ops.reference import adam_in_columns_, mask_of_columns, write_columns
 
 PAYLOAD_ALIGN = 16
 """Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -92,7 +92,8 @@ Chunk = tuple[int, int]
 
 def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:
     """The bits of a chunk: (r, ceil(n / 8)) uint8 -> (r, ceil((stop - start) / 8))."""
-    return None if active is None else active[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
+    mask = mask_of_columns(active, *chunk)
+    return None if mask is None else mask.contiguous()
 
 
 def scales_are_sound(payload: Tensor, scales: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.compress.compressor import Chunk, Compressor, Momentum
+from commopt.ops.reference import mask_of_columns
 from commopt.ops.top_k import TopKRow, topk_is_sound
 
 
@@ -78,7 +79,7 @@ class TopK(Compressor):
         self, payload: Tensor, out: Tensor, active: Tensor | None, chunk: Chunk | None = None
     ) -> None:
         start, stop = chunk or (0, out.shape[1])
-        ops.topk_decompress(payload, out[:, start:stop], *self._format, _bits(active, start, stop))
+        ops.topk_decompress(payload, out[:, start:stop], *self._format, mask_of_columns(active, start, stop))
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None
@@ -98,14 +99,9 @@ class TopK(Compressor):
         start, stop = chunk or (0, n)
         of = momentum or Momentum.nothing(error)
         ops.topk_compress_with_feedback(
-            of.columns(rows, start, stop), error[:, start:stop], payload, *self._format, _bits(active, start, stop),
-            new_error[:, start:stop],
+            of.columns(rows, start, stop), error[:, start:stop], payload, *self._format,
+            mask_of_columns(active, start, stop), new_error[:, start:stop],
         )  # fmt: skip
 
     def decompress_mean(self, payload: Tensor, out: Tensor) -> None:
         ops.topk_decompress_mean(payload, out, *self._format)
-
-
-def _bits(active: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """Those of the columns [start, stop), where they lie."""
-    return None if active is None else active[:, start // 8 : -(-stop // 8)]

@@ -33,6 +33,11 @@ def masked(x: Tensor, live: Tensor | None) -> Tensor:
     return x if live is None else x.where(unpack_bits(live, x.shape[1]), 0)
 
 
+def mask_of_columns(live: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """(r, ceil(n / 8)) -> the bits of the columns [start, stop), which begin at a whole byte; where they lie."""
+    return None if live is None else live[:, start // 8 : (stop + 7) // 8]
+
+
 def scatter_entries(place: Tensor, value: Tensor, out: Tensor, live: Tensor | None) -> None:
     """out <- values at their places, (r, entries) each, n for one that counts for nothing, and 0 elsewhere, and where
     the bits of ``live`` are 0. No other place occurs twice in a row."""
@@ -126,7 +131,7 @@ def sign_compress_momentum(
     momentum(m, grads, offsets, beta, alpha, x)
     cut = slice(start, stop)
     rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
-    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    mask = mask_of_columns(live, start, stop)
     sign_compress_with_feedback(rows, owed, after, wire, block, norm, mask)
 
 
@@ -226,7 +231,7 @@ def sign_decompress_adam_(
     stop: int,
 ) -> None:
     rows = exp_avg.view(wire.shape[0], -1)
-    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    mask = mask_of_columns(live, start, stop)
     sign_decompress(wire, rows[:, start:stop], block, mask)
     adam_in_columns_(
         frozen_adam_apply_, len(rows), exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,

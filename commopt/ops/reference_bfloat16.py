@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import masked, momentum, write_columns
+from commopt.ops.reference import mask_of_columns, masked, momentum, write_columns
 
 
 def _send(z: Tensor, new_error: Tensor, wire: Tensor) -> None:
@@ -40,7 +40,7 @@ def bf16_compress_momentum(
         x = torch.empty_like(m)
         momentum(m, grads, offsets, beta, alpha, x)
     rows, owed, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
-    _send(masked(rows + owed, None if live is None else live[:, start // 8 : (stop + 7) // 8]), after, wire)
+    _send(masked(rows + owed, mask_of_columns(live, start, stop)), after, wire)
 
 
 def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:
@@ -48,8 +48,8 @@ def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, li
     if not n:
         return
     mean = torch.zeros_like(error)
-    for wire in wires:
-        mean += _rows(wire[None], n, error.dtype)[0]
+    for row in wires.view(torch.bfloat16)[:, :n]:
+        mean += row
     mean /= len(wires)
     _send(masked((mean + error)[None], None if live is None else live[None]), new_error[None], own[None])
 
@@ -64,6 +64,5 @@ def bf16_decompress_to(
     stop: int,
 ) -> None:
     if wire.numel():
-        rows = _rows(wire, stop - start, torch.float32)
-        rows = masked(rows, None if live is None else live[:, start // 8 : (stop + 7) // 8])
+        rows = masked(_rows(wire, stop - start, torch.float32), mask_of_columns(live, start, stop))
         write_columns(rows, outs, offsets, numel // wire.shape[0], start)

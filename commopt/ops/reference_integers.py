@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops.integers import E4M3, E5M2, LARGEST_CODE, width
-from commopt.ops.reference import momentum, unpack_bits, write_columns
+from commopt.ops.reference import mask_of_columns, momentum, unpack_bits, write_columns
 
 _FLOATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _WORD = 0xFFFFFFFF
@@ -226,7 +226,7 @@ def int_compress_momentum(
     momentum(m, grads, offsets, beta, alpha, x)
     cut = slice(start, stop)
     rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
-    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    mask = mask_of_columns(live, start, stop)
     int_compress_with_feedback(rows, owed, after, wire, bits, block, stochastic, rotated, seed, mask)
 
 
@@ -284,7 +284,7 @@ def int_decompress_to(
     stop: int,
 ) -> None:
     values = torch.empty(wire.shape[0], stop - start, device=wire.device)
-    mask = None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    mask = mask_of_columns(live, start, stop)
     int_decompress(wire, values, bits, block, rotated, mask)
     write_columns(values, outs, offsets, numel // wire.shape[0], start)
 

@@ -74,23 +74,11 @@ int commopt_bf16_decompress_to(const uint16_t* wire, const Run* outs, int64_t co
     const int64_t some = stop - start, pitch = pitch_of(some), mask_pitch = (n + 7) / 8;
     const Kernels& k = kernels();
     each_row_piece(rows, some, rows * some, threads, [&](int64_t r, int64_t i, int64_t size) {
-        alignas(64) uint16_t values[kPiece];
+        alignas(64) float values[kPiece];
         const int64_t place = r * n + start + i;
-        const uint16_t* from = wire + r * pitch + i;
-        if (live) {
-            const uint8_t* mask = live + r * mask_pitch + (start + i) / 8;
-            for (int64_t j = 0; j < size; ++j) values[j] = mask[j / 8] >> (j & 7) & 1 ? from[j] : uint16_t(0);
-            from = values;
-        }
-        each_piece(outs, count, place, place + size, [&](const Run* out, int64_t first, int64_t these) {
-            if (out == nullptr) return;
-            const uint16_t* bits = from + (first - place);
-            if (out->bfloat16) {
-                std::memcpy(static_cast<uint16_t*>(out->data) + (first - out->start), bits, size_t(these) * 2);
-            } else {
-                k.uncast(bits, true, static_cast<float*>(out->data) + (first - out->start), these);
-            }
-        });
+        k.uncast(wire + r * pitch + i, true, values, size);
+        if (live) k.zero_dead(values, live + r * mask_pitch + (start + i) / 8, size);
+        write_runs(outs, count, place, place + size, values);
     });
     return 0;
 }

@@ -3,7 +3,6 @@
 
 #include <cstring>
 
-#include "floats.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "runs.hpp"
@@ -167,16 +166,7 @@ int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t coun
             const int64_t place = r * n + start + i;
             k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1, mask ? mask + i / 8 : nullptr, values,
                           size, c, false);
-            each_piece(outs, count, place, place + size, [&](const Run* out, int64_t first, int64_t some) {
-                if (out == nullptr) return;
-                const float* these = values + (first - place);
-                if (out->bfloat16) {
-                    uint16_t* to = static_cast<uint16_t*>(out->data) + (first - out->start);
-                    for (int64_t j = 0; j < some; ++j) to[j] = to_bfloat16(these[j]);
-                } else {
-                    std::memcpy(static_cast<float*>(out->data) + (first - out->start), these, size_t(some) * 4);
-                }
-            });
+            write_runs(outs, count, place, place + size, values);
         });
     });
     return 0;

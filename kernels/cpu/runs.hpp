@@ -1,6 +1,9 @@
 // Tensors that cover runs of a flat buffer, and the momentum that is made of gradients like that.
 #pragma once
 
+#include <cstring>
+
+#include "floats.hpp"
 #include "kernels.hpp"
 
 namespace commopt {
@@ -41,6 +44,20 @@ void each_piece(const Run* runs, int64_t count, int64_t start, int64_t end, cons
         if (covered) ++run;
         i += n;
     }
+}
+
+// Writes values, the elements [start, end), where runs cover them, rounded to theirs.
+inline void write_runs(const Run* runs, int64_t count, int64_t start, int64_t end, const float* values) {
+    each_piece(runs, count, start, end, [&](const Run* out, int64_t i, int64_t n) {
+        if (out == nullptr) return;
+        const float* these = values + (i - start);
+        if (out->bfloat16) {
+            uint16_t* to = static_cast<uint16_t*>(out->data) + (i - out->start);
+            for (int64_t j = 0; j < n; ++j) to[j] = to_bfloat16(these[j]);
+        } else {
+            std::memcpy(static_cast<float*>(out->data) + (i - out->start), these, size_t(n) * 4);
+        }
+    });
 }
 
 struct Momentum {
