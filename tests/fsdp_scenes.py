@@ -335,7 +335,7 @@ def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Ten
 
 
 def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any = None) -> bool:
-    """Whether a run that was stopped, by way of a file, is the one that was not."""
+    """Whether a run that was stopped after an evaluation, by way of a file, is the one that was not."""
 
     def made() -> tuple[nn.Module, Any, Any]:
         net = cut(Odd(torch.float32))
@@ -347,6 +347,9 @@ def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any
 
     net, handle, optimizer = made()
     trained(net, rank, optimizer, range(5))
+    with torch.no_grad():
+        net(images(0, 99, torch.float32))  # the weights of this are those of the next step, too
+        net.reshard()
     saved = [local(p).detach().clone() for p in net.parameters()]
     states = {"handle": handle.state_dict(), "optimizer": optimizer.state_dict()}
     states["optimizer"]["state"] = {
