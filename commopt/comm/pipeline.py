@@ -19,8 +19,9 @@ from commopt.comm.watch import Watch, blame, is_soon_done
 
 Task = Iterator[Work]
 
-NAP = 5e-5
-"""Seconds between two looks at collectives in flight, when there is nothing else to do."""
+NAP, PATIENCE, LONGEST = 5e-5, 1 / 32, 5e-3
+"""Seconds between two looks at collectives in flight, when there is nothing else to do: at first, as a part of those
+waited, and at most. Looking takes time from whoever computes on the same core."""
 
 STARTED: Work = Done()
 """A barrier for tasks that may always go on: what they yield when they have started all that they start, so that the
@@ -111,13 +112,15 @@ class Pipeline:
     def reach(self, work: Work, under_way: Work, where: str) -> None:
         """Takes early tasks on until ``work`` is done, or has failed, or there are none: its own ``wait()`` comes next.
         Says who is missing in ``under_way``, the collective that it waits for, and ``where``."""
-        done = False
+        done, since = False, time.monotonic()
         with Watch(under_way, where) as watch:
             while not done and self._early:
                 done = work.is_completed()  # looked at first: of two that time out, the earlier one is reported
-                if not self.progress() and not done:
+                if self.progress():
+                    since = time.monotonic()
+                elif not done:
                     watch.look()
-                    time.sleep(NAP)
+                    _nap(since)
 
     def finish(self) -> None:
         """Runs every task to its end."""
@@ -154,6 +157,7 @@ class Pipeline:
         if not self._early:
             self._resume(self._later.popleft(), self._later)
             return
+        since = time.monotonic()
         with Watch(self._early[0].work, self._early[0].where) as watch:
             while True:
                 ready = next((r for r in self._later if r.work.is_completed()), None)
@@ -163,7 +167,7 @@ class Pipeline:
                     self._later.remove(ready)
                     break
                 watch.look()
-                time.sleep(NAP)
+                _nap(since)
         self._resume(ready, self._later)
 
     def _resume_first(self) -> None:
@@ -188,6 +192,11 @@ class Pipeline:
                 self._held.append(running)
             else:
                 (self._later if work is self.barrier else to).append(running)
+
+
+def _nap(since: float) -> None:
+    """Sleeps until the next look of a wait that began at ``since``, by ``time.monotonic()``."""
+    time.sleep(min(max(NAP, PATIENCE * (time.monotonic() - since)), LONGEST))
 
 
 def run(tasks: Iterable[Task]) -> None:
