@@ -167,7 +167,7 @@ def attach(model: nn.Module, optimizer: Any) -> None:
 def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
     now = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not now & {id(p) for p in model.parameters()}:
-        raise ValueError("the optimizer holds none of the model's parameters")
+        raise ValueError(_strangers(model))
     taken = take_replicas(model, "attach()", optimizer.reduction, now)
     if all(optimizer in one.holders for one in taken) and taken:
         return
@@ -262,8 +262,15 @@ def _why_not(model: DistributedDataParallel, optimizer: Ours) -> str | None:
     if mine != theirs:
         return f"the model averages over ranks {theirs}, the optimizer over {mine or 'another backend'}"
     if not {id(p) for p in model.parameters()} & set(optimizer.group_of()):
-        return "the optimizer holds none of the model's parameters"
+        return _strangers(model)
     return None
+
+
+def _strangers(model: nn.Module) -> str:
+    return (
+        f"the optimizer holds none of the {len(list(model.parameters()))} parameters of this {type(model).__name__}: "
+        "make it of this model's, after whatever replaces them"
+    )
 
 
 def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:

@@ -37,7 +37,7 @@ def resolve_backend(process_group: Any = None, backend: Backend | None = None, p
     """
     if backend is not None:
         if process_group is not None:
-            raise ValueError("give either process_group or backend, not both")
+            raise ValueError(f"give either process_group or backend, not both: got {process_group!r} and {backend!r}")
         check_backend(backend)
         return backend
     if isinstance(process_group, DeviceMesh):

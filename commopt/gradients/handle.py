@@ -265,7 +265,8 @@ def _connected(
         mine = {id(p) for p in params}
         handles = {handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None}
         if any(not mine.isdisjoint(map(id, handle.mean.params)) for handle in handles):
-            raise ValueError("the gradients of this model are compressed already; call remove() on the handle first")
+            kind = type(model).__name__
+            raise ValueError(f"gradients of this {kind} are compressed already; call remove() on the handle first")
         groups = fsdp_groups(model, params, topology)
         check_exchanges(
             given.compressor, given.inside, given.weights, groups, params, topology, given.reduction, grouped

@@ -51,11 +51,15 @@ class Rest:
         self._topology, self._how = topology, how
         self._buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
         if self._buffers and topology.is_sharded:
-            raise ValueError("buffers of a sharded model are each rank's own: leave the model out")
+            raise ValueError(
+                f"the {len(self._buffers)} buffers of a sharded model are each rank's own: leave the model out"
+            )
         others = [] if model is None else [p for p in model.parameters() if id(p) not in held and p.numel()]
         if topology.is_sharded and any(p.requires_grad for p in others):
+            shapes = [tuple(p.shape) for p in others if p.requires_grad]
             raise ValueError(
-                "the model has parameters that the optimizer does not hold, and ranks hold parts of it: leave it out"
+                f"the model has {len(shapes)} trained parameters that the optimizer does not hold, such as one of "
+                f"shape {shapes[0]}, and ranks hold parts of it: leave it out"
             )
         self._others = [] if topology.is_sharded else others
 

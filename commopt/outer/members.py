@@ -151,7 +151,7 @@ class Members:
             ValueError: unless it is a finite number >= 0.
         """
         if not checks.is_number(amount) or not 0 <= amount < math.inf:
-            raise ValueError(f"weight must be a finite number >= 0, got {amount!r}")
+            raise ValueError(f"amount must be a finite number >= 0, got {amount!r}")
         self._weight = (self._weight or 0.0) + float(amount)
 
     def leave(self) -> None:
