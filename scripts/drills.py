@@ -182,8 +182,9 @@ DRILLS = (
     ),
     Drill(
         "ranks-come-and-go",
-        "to processes: SIGKILL in a round, between two, and where they agree; SIGSTOP; joins; `leave()`. On threads: a "
-        "network that is cut",
+        "to processes: SIGKILL in a round, between two, and where they agree; SIGSTOP; joins; `leave()`; on hosts with "
+        "links of their own: a cable that is pulled, and two that cannot reach each other. On threads: a network that "
+        "is cut",
         "the others go on, and nothing is lost but that rank's round; one that comes back joins anew",
         (
             "test_members_processes.py",

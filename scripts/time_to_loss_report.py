@@ -138,6 +138,9 @@ def caveats(runs: Sequence[Record], rows: dict[str, Record], margin: float) -> s
     if derived := [str(run["seed"]) for run in with_rival(runs) if "derived" in run]:
         words += f"With seed {' and '.join(derived)} DDP's losses are those of the run without a network, which "
         words += "computes the same, and its seconds those of as many steps with seed 0. "
+        times = [time_of(run, wanted[run["seed"]]) for run in with_rival(runs) if run["method"] == RIVAL]
+        words += f"So by seed it takes {', '.join(f'{seconds:.1f}' for seconds in times)} s; how many times sooner a "
+        words += "method is, is the median over the seeds that it has. "
     words += f"Evaluation has taken {100 * rows[RIVAL]['evaluating']:.0f} % of DDP's time. "
     worst = max(row["others_share"] for row in rows.values())
     words += f"Other processes had up to {100 * worst:.0f} % of the cores"

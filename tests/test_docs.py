@@ -132,6 +132,10 @@ def test_figures_that_are_quoted_are_those_of_the_tables() -> None:
         text = " ".join((ROOT / "docs" / page).read_text().split())
         for name in ("OneBitAdam", "DDP, AdamW"):
             assert all(re.search(rf"\b{time.split()[0]}\b", text) for time in speed[name]), (page, name)
+    for page, name in (("acp", "DDP, AdamW on ACP(4)"), ("powersgd", "DDP, AdamW on PowerSGD(4)")):
+        text = (ROOT / "docs" / f"compressor_{page}.md").read_text()
+        for one in (name, "DDP, PowerSGD rank 4"):
+            assert re.search(rf"\b{timed[one][places[0]].split()[0]}\b", text), (page, one)
 
 
 def programs(page: str) -> list[str]:

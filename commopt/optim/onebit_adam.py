@@ -7,16 +7,15 @@ gradients; once it has settled it is frozen, and what is left, momentum SGD with
 linear. There compression with error feedback works: what one step loses, the next one sends.
 
     warm-up, t <= T_w:        g = mean_i g_i;   m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
-    compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_all_reduce(m_i);   v as at T_w
+    compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_mean_of(m_i);   v as at T_w
     both:                     x = x (1 - lr wd) - lr / (1-b1^t) * m / (sqrt(v / (1-b2^min(t, T_w))) + eps)
 
 Weight decay that is coupled, as Adam's own, is a part of the gradient instead: g + wd x, and g_i + wd x.
 
 Where this differs from the paper and its usual implementation:
 
-* Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The step counter of b2 stops with v: if it ran
-on, the
-  step size would grow by 1 / sqrt(1 - b2^T_w) after the switch.
+* Bias correction as in ``torch.optim.Adam``, so that warm-up equals it. The step counter of b2 stops with v: if it
+  ran on, the step size would grow by 1 / sqrt(1 - b2^T_w) after the switch.
 * Scales by block instead of one for the whole buffer (``Sign(block=None)`` is the nearest to the paper), and with that
   masks: coordinates with v = 0 at the switch never had a gradient. Signs would move them by lr * scale / eps; here they
   are found, and their momentum, residual and update stay 0.

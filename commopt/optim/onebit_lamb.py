@@ -9,7 +9,7 @@ is rebuilt from what the momentum has done.
     warm-up, t <= T_w:     LAMB on g = mean_i g_i (see :mod:`commopt.optim.lamb`), with its trust ratio c of each tensor
                            c_avg = b3 c_avg + (1-b3) c
     at the switch:         k = 1 / rms(m) of each tensor, for the rest of the run;   f = v
-    compressed, t > T_w:   m_i = k (b1 m' + (1-b1) g_i);   m = compressed_all_reduce(m_i) / k      (m' is the last m)
+    compressed, t > T_w:   m_i = k (b1 m' + (1-b1) g_i);   m = compressed_mean_of(m_i) / k      (m' is the last m)
                            g = (m - b1 m') / (1-b1);       f = b2 f + (1-b2) g^2;   v as at T_w
                            u0 = m / (sqrt(v) + eps);       u = u0 + wd x
                            r = max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps);   w = min(1, ||u0|| / ||u||)

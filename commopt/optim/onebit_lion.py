@@ -5,7 +5,7 @@ Read first: tests/oracle_lion.py, the same on plain lists of floats.
 Lion has no variance, so nothing has to be learnt before it may stand still: one bit an element from the first step on.
 
     c_i = b1 m + (1-b1) g_i
-    c   = compressed_all_reduce(c_i)                        1 bit, both ways, residuals on both
+    c   = compressed_mean_of(c_i)                           1 bit, both ways, residuals on both
     m   = b2 m + (1-b2) g,    where (1-b1) g = c - b1 m     which is m + (1-b2) / (1-b1) (c - m)
     x   = x (1 - lr wd) - lr sign(c)
 

@@ -9,7 +9,7 @@ take steps on their own between the steps T_u, at which they send what they have
     exact, t in T_v:        g = mean_i g_i;   m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
                             x = x - c_t m / D
     compressed, t in T_u:   m_i = b1 m_i + (1-b1) g_i;   u_i = u_i + c m_i;   G = G + c
-                            m_i = m = compressed_all_reduce(u_i / G);   x_i = x = x_a - G m / D
+                            m_i = m = compressed_mean_of(u_i / G);   x_i = x = x_a - G m / D
                             x_a = x;   u_i = 0;   G = 0
     local, all others:      m_i = b1 m_i + (1-b1) g_i;   u_i = u_i + c m_i;   G = G + c
                             x_i = x_a - u_i / D
@@ -26,9 +26,8 @@ Where this differs from the paper and its usual implementation:
   lr = 0 divides nothing by 0; and rounds at successive steps are those of 1-bit Adam.
 * At T_v the exact mean gradient feeds the momentum too, and nothing is compressed. So T_v at every step is Adam.
   v is refreshed before it is used: in the paper's order the first step divides by eps.
-* Bias correction as in ``torch.optim.Adam``, with the step counter of b2 counting refreshes. Between two rounds c keeps
-the
-  correction of the first step, so that one number G serves all elements.
+* Bias correction as in ``torch.optim.Adam``, with the step counter of b2 counting refreshes. Between two rounds c
+  keeps the correction of the first step, so that one number G serves all elements.
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m. Coupled
   decay is a part of the gradient, g_i + wd x_i, in all three.
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.

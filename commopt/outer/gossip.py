@@ -49,8 +49,8 @@ class Gossip(GossipOptimizer):
         optimizer = commopt.Gossip(model.parameters(), torch.optim.AdamW, lr=4e-4, period=4)
         optimizer = commopt.Gossip(model.parameters(), lr=4e-4, compressor=commopt.compress.Int8())
 
-    A round sends 64 bits a parameter, 32 to each neighbour, and 16 with ``Int8()``, and receives as many, whatever the
-    number of ranks W. Averaging brings ranks closer by (1 + 2 cos(2 pi / W)) / 3 a round at worst, which is next to
+    A round sends 64 bits a parameter, 32 to each neighbour, and 16.5 with ``Int8()``, and receives as many, of
+    however many ranks W. Averaging brings ranks closer by (1 + 2 cos(2 pi / W)) / 3 a round at worst, which is next to
     nothing for many: W^2 / 13 rounds for half the distance. Replicas are never equal, unless ``synchronize()`` makes
     them: evaluate and save the mean model, ``with optimizer.averaged(model):``.
 
