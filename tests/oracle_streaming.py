@@ -5,6 +5,7 @@ Shares no code with commopt.
 
 from __future__ import annotations
 
+from oracle_gossip import mean
 from oracle_outer import Local, OuterOracle
 from oracle_sparse_loco import SparseLoCoOracle
 
@@ -163,6 +164,63 @@ class StreamingOracle:
             if lrs := self.lrs[piece.fragment]:
                 mean = piece.mean_of(ways)
                 piece.take([mean] * self.world, sum(lrs) / len(lrs))
+            piece.x = [list(o.anchor) for o in piece.outer]
+        self.lrs = [[] for _ in range(self.fragments)]
+        self.at = self.next = 0
+
+
+class GossipPiece(Piece):
+    """Its outer step is that of a few ranks: ``way`` is the oracle of a round that is waited for."""
+
+    def send(self) -> None:
+        self.sent, self.mean = self.ways(), [0.0] * len(self.x[0])  # of nobody
+
+    def take(self, along: list[list[float]], lr: float) -> None:
+        self.way.x = [[a - d for a, d in zip(o.anchor, sent)] for o, sent in zip(self.outer, self.sent)]
+        self.way.end_round()
+        self.way.rounds += 1
+        self.keep()
+
+    def make_equal(self) -> None:
+        """All ranks have the mean of the anchors, and of the momenta."""
+        centre = mean(self.way.anchors)
+        self.way.anchors = [list(centre) for _ in range(self.world)]
+        if hasattr(self.way, "m"):
+            self.way.m = [mean(self.way.m)] * self.world
+        if hasattr(self.way, "replicas"):
+            self.way.replicas = [{j: list(centre) for j in of_rank} for of_rank in self.way.replicas]
+        self.keep()
+
+    def keep(self) -> None:
+        for o, y in zip(self.outer, self.way.anchors):
+            o.anchor = list(y)
+
+
+class GossipStreamingOracle(StreamingOracle):
+    """
+    Args:
+        pieces: fragment and initial parameters of each.
+        way: fragment and parameters -> the oracle of a round.
+    """
+
+    def __init__(self, pieces, way, world, period, base, fragments, delay, merge, alpha) -> None:
+        super().__init__([], "average", world, period, base, {}, 0, fragments, delay, merge, alpha)
+
+        def outer(x):
+            return OuterOracle("average", x, 1, period, base, {})
+
+        self.pieces = [GossipPiece(p, x, world, base, outer, way(p, x)) for p, x in pieces]
+
+    def synchronize(self) -> None:
+        for p in range(self.fragments):
+            if self.sent_lr[p] is not None:
+                self.merge_fragment(p)
+        for piece in self.pieces:
+            if self.lrs[piece.fragment]:
+                piece.send()
+                piece.take([], 0.0)
+                piece.sent = None
+            piece.make_equal()
             piece.x = [list(o.anchor) for o in piece.outer]
         self.lrs = [[] for _ in range(self.fragments)]
         self.at = self.next = 0

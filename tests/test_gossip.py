@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from oracle import compress
 from oracle_gossip import CompressedRingOracle, NoLoCoOracle, RingOracle, around
+from oracle_streaming import GossipStreamingOracle
 from torch import Tensor, nn
 from worlds import (
     Toy,
@@ -30,7 +31,7 @@ from worlds import (
     train,
 )
 
-from commopt import Gossip, NoLoCo
+from commopt import Gossip, NoLoCo, Streaming
 from commopt.comm import CollectiveError, LocalBackend, MPIBackend, ThreadBackend
 from commopt.compress import Identity, Int4, Int8, Sign, TopK
 from commopt.optim import join_state_dict, split_state_dict
@@ -68,10 +69,11 @@ WAYS = ("noloco", "noloco, other settings", "ring", "ring, signs", "ring, all bi
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def oracle_of(way: str, x: list[float], world: int, base: str) -> Any:
+def oracle_of(way: str, x: list[float], world: int, base: str, fragment: int = 0, fragments: int = 1) -> Any:
     h = settings_of(way)[1]
     if way.startswith("noloco"):
-        pairs = pairs_of(world, h.get("seed", 0))
+        drawn = pairs_of(world, h.get("seed", 0))
+        pairs = lambda k: drawn(k * fragments + fragment)  # noqa: E731
         return NoLoCoOracle(x, world, PERIOD, base, pairs, h.get("outer_lr", 0.7), h.get("outer_momentum", 0.5))
     if way == "ring" or world == 1:  # one rank alone has nobody to send to
         return RingOracle(x, world, PERIOD, base)
@@ -165,6 +167,155 @@ def mpi_scenes() -> None:
 @needs_mpi
 def test_over_mpi():
     on_mpi(3, mpi_scenes)
+
+
+# streamed -------------------------------------------------------------------------------------------------------------
+
+STREAMS = {
+    "waits": (2, 0, "mix", 0.0, Streaming(2, 0)),
+    "one": (1, 2, "corrected", 0.0, Streaming(1, 2)),
+    "mix": (2, 1, "mix", 0.5, Streaming(2, merge="mix")),
+    "mix all": (3, 3, "mix", 0.25, Streaming(3, 3, "mix", 0.25)),  # two in flight at once
+    "corrected": (3, 2, "corrected", 0.0, Streaming(3, 2)),
+}
+every_stream = pytest.mark.parametrize("stream", STREAMS)
+
+
+def follow_streamed(backend: Any, rank: int, world: int, way: str, stream: str, ends: tuple[int, ...] = ()) -> None:
+    """Trains as the oracle does, and compares every step with it; ``ends``: steps that synchronize() follows."""
+    (cls, given), (*numbers, streaming) = settings_of(way), STREAMS[stream]
+    period, steps, mine = 5, 13, some_params(SIZES)
+    settings = {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 0.1, "period": period, **given}
+    optimizer = cls(mine, torch.optim.AdamW, streaming=streaming, backend=backend, **settings)
+    place = {id(p): i for i, p in enumerate(mine)}
+    layout = [(bucket.fragment, sorted(place[id(p)] for p in bucket.params)) for bucket in optimizer.buckets]
+    assert {p for p, _ in layout} == set(range(streaming.fragments))
+
+    def round_of(p: int, x: list[float]) -> Any:
+        return oracle_of(way, x, world, "adamw", p, streaming.fragments)
+
+    pieces = [(p, flat([mine[i] for i in at])) for p, at in layout]
+    oracle = GossipStreamingOracle(pieces, round_of, world, period, "adamw", *numbers)
+    for step in range(steps):
+        grads, lr = [some_grads(SIZES, step, r) for r in range(world)], 0.02 / (1 + step % 5)
+        oracle.step([[flat([of_rank[i] for i in at]) for of_rank in grads] for _, at in layout], lr)
+        optimizer.param_groups[0]["lr"] = lr
+        for p, g in zip(mine, grads[rank]):
+            p.grad = g
+        optimizer.step()
+        if step in ends:
+            oracle.synchronize()
+            optimizer.synchronize()
+            assert not optimizer.replicas_differ
+        for piece, (_, at) in zip(oracle.pieces, layout):
+            now = torch.tensor(flat([mine[i] for i in at]), dtype=torch.float64)
+            theirs = torch.tensor(piece.x[rank], dtype=torch.float64)
+            torch.testing.assert_close(now, theirs, rtol=1e-12, atol=1e-12, msg=lambda m: f"step {step}: {m}")  # noqa: B023
+    assert optimizer.replicas_differ is (world > 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@every_way
+@every_stream
+def test_fragments_in_flight_equal_the_loop_on_plain_lists(way, stream, world_size):
+    on_threads(world_size, lambda backend: follow_streamed(backend, backend.rank, world_size, way, stream))
+
+
+@every_way
+@every_stream
+def test_synchronize_merges_what_is_in_flight_and_makes_all_equal(way, stream):
+    """Between rounds, right behind one that was sent, and in the middle of a flight."""
+    on_threads(3, lambda backend: follow_streamed(backend, backend.rank, 3, way, stream, ends=(3, 8, 10)))
+
+
+def streamed_scenes(rank: int, world_size: int) -> None:
+    for way, stream in (("noloco", "corrected"), ("ring", "mix all"), ("ring, signs", "corrected")):
+        follow_streamed(None, rank, world_size, way, stream, ends=(8,))
+
+
+def test_fragments_in_flight_over_gloo():
+    on_processes(3, streamed_scenes)
+
+
+@every_way
+@pytest.mark.parametrize("period", [3, 1])
+def test_one_fragment_without_a_delay_is_a_round_to_the_bit(way, period):
+    def run(backend):
+        out = []
+        for streaming in (None, Streaming(1, 0)):
+            model, sent = Toy(), []
+            optimizer = make(way, model, backend, bucket_mb=3e-4, period=period, streaming=streaming)
+            for step in range(7):
+                train(model, optimizer, range(step, step + 1), backend.rank, backend.world_size)
+                sent.append(optimizer.comm_stats()["step"])
+            state = [t for bucket in optimizer.buckets for t in (*bucket.buffers.values(), *bucket.neighbours)]
+            out.append((params_of(model), state, sent))
+        (a, b, sent), (c, d, also) = out
+        assert same_bits(a, c)
+        assert same_bits(b, d)
+        assert sent == also
+
+    for world_size in (1, 3):
+        on_threads(world_size, run)
+
+
+@every_way
+@pytest.mark.parametrize("stop", range(5, 11))
+def test_a_run_that_is_resumed_with_fragments_in_flight_is_the_one_that_never_stopped_to_the_bit(way, stop):
+    saved: list[Any] = [None] * 3
+    all_saved = threading.Barrier(3)
+
+    def run(backend):
+        model, other = Toy(), Toy(seed=1)
+        settings = {"bucket_mb": 3e-4, "period": 5, "streaming": Streaming(3, 3)}
+        optimizer = make(way, model, backend, **settings)
+        train(model, optimizer, range(stop), backend.rank, 3)
+        assert optimizer.comm_stats()["in_flight"]
+        saved[backend.rank] = split_state_dict(through_a_file(optimizer.state_dict()))
+        all_saved.wait(30)
+        resumed = make(way, other, backend, **{**settings, "lr": 0.5})
+        resumed.load_state_dict(join_state_dict(saved[0][0], [part for _, part in saved], backend.rank, 3))
+        assert same_bits(params_of(model), params_of(other))
+        sent = [0, 0]
+        for step in range(stop, stop + 8):
+            for i, (net, opt) in enumerate(((model, optimizer), (other, resumed))):
+                train(net, opt, range(step, step + 1), backend.rank, 3)
+                sent[i] += opt.comm_stats()["step"]["by_collective"].get("all_gather", {"bytes": 0})["bytes"]
+            assert same_bits(params_of(model), params_of(other)), step
+        assert sent[0] == sent[1]
+        for a, b in zip(optimizer.buckets, resumed.buckets):
+            assert same_bits([*a.buffers.values(), *a.neighbours], [*b.buffers.values(), *b.neighbours])
+
+    on_threads(3, run)
+
+
+def test_a_rank_with_inf_keeps_all_from_merging_a_fragment():
+    def run(backend):
+        model = Toy()
+        optimizer = make("noloco", model, backend, period=4, streaming=Streaming(2, 1), bucket_mb=3e-4)
+        train(model, optimizer, range(3), backend.rank, 2)  # the first fragment is merged, the second due
+        second = [bucket for bucket in optimizer.buckets if bucket.fragment == 1]
+        if backend.rank == 1:
+            with torch.no_grad():
+                next(p for p in second[0].params if p.numel()).view(-1)[0] = math.inf
+        anchors = [bucket.buffers["anchor"].clone() for bucket in second]
+        train(model, optimizer, range(3, 5), backend.rank, 2)
+        assert optimizer.skipped_rounds == 1
+        assert same_bits(anchors, [bucket.buffers["anchor"] for bucket in second])
+        assert optimizer.param_groups[0]["fragment_rounds"] == (1, 0)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("cls", [NoLoCo, Gossip])
+def test_eager_fragments_are_refused_on_all_ranks(cls):
+    def run(backend):
+        with pytest.raises(
+            ValueError, match=r"'eager'.*is not allowed with .*; allowed are merge='corrected' and 'mix'"
+        ):
+            cls(Toy().parameters(), lr=1e-2, period=4, backend=backend, streaming=Streaming(2, merge="eager"))
+
+    on_threads(2, run)
 
 
 # pairs and rings ------------------------------------------------------------------------------------------------------

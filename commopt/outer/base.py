@@ -487,6 +487,10 @@ class OuterOptimizer(PackedOptimizer):
         """Hook for when anchors were taken over anew from parameters, on any rank. All ranks call it."""
         ending.equalize_anchors(self, device, where)
 
+    def before_sending_again(self) -> None:
+        """Hook for when fragments in flight are sent once more: after a load, or with buckets made anew. All ranks
+        call it."""
+
     def count_round(self, fragments: Sequence[int], whole: bool, squares: ending.Squares) -> None:
         """Counts that the rounds of fragments have ended; ``whole``: and that all replicas are equal."""
         if self.streaming is not None:

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Pipeline, Replicas, Work
+from commopt.comm import Backend, ExchangingBackend, Pipeline, Replicas, Work
 from commopt.compress import Compressor
 from commopt.optim.guard import Guard
 from commopt.optim.masks import padding_mask
@@ -39,6 +39,7 @@ from commopt.optim.replicas import reaching_others
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming
 
 
 class Gossip(GossipOptimizer):
@@ -67,6 +68,9 @@ class Gossip(GossipOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. No digests are compared.
+        streaming: sends the parameters in fragments, while training goes on (:class:`commopt.Streaming`), merged as
+            "corrected" or "mix"; while one is in flight, what was sent of it takes 2 of the memory. None: all at the
+            end of a round.
         state_period: names tensors of the base's state that are averaged over all ranks, in full precision, and at
             every how many rounds (:mod:`commopt.outer.base_state`). That is an all-reduce. None: never.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
@@ -93,6 +97,7 @@ class Gossip(GossipOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -101,8 +106,8 @@ class Gossip(GossipOptimizer):
     ) -> None:
         super().__init__(
             params, base, base_args, {"last_sync_round": 0}, period=period, compressor=compressor,
-            max_grad_norm=max_grad_norm, bucket_mb=bucket_mb, guard=guard, state_period=state_period,
-            reduction=reduction, process_group=process_group, backend=backend,
+            max_grad_norm=max_grad_norm, bucket_mb=bucket_mb, guard=guard, streaming=streaming,
+            state_period=state_period, reduction=reduction, process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def _restart(self) -> None:
@@ -118,6 +123,7 @@ class Gossip(GossipOptimizer):
             bucket.neighbours = [bucket.buffers["anchor"].clone() for _ in ring(bucket.replicas)]
 
     def loaded(self, entries: Any, origin: Any) -> None:
+        super().loaded(entries, origin)
         self._moved = True  # what the neighbours have loaded is not known here
 
     def anchors_moved(self, device: torch.device, where: str) -> None:
@@ -126,18 +132,21 @@ class Gossip(GossipOptimizer):
             pipeline = Pipeline()
             for bucket in self.buckets:
                 if bucket.neighbours:
-                    task = swap(bucket, bucket.buffers["anchor"], bucket.neighbours)
+                    task = swap(bucket.replicas.world, bucket.buffers["anchor"], bucket.neighbours)
                     pipeline.start(task, f"{where}, anchors of the neighbours ({bucket.describe()})")
             pipeline.finish()
+
+    def before_sending_again(self) -> None:
+        self.anchors_moved(self.control_device(self.params), f"{type(self).__name__}, fragments that are sent again")
 
     def partners(self, bucket: StateBucket) -> list[int]:
         return [src for _, src in ring(bucket.replicas)]
 
-    def exchange(self, bucket: StateBucket, flat: Tensor) -> Iterator[Work]:
+    def exchange(self, bucket: StateBucket, flat: Tensor, ranks: ExchangingBackend) -> Iterator[Work]:
         sides = len(ring(bucket.replicas))
         if self.compressor is None:
             others = [torch.empty_like(flat) for _ in range(sides)]
-            yield from swap(bucket, flat, others)
+            yield from swap(ranks, flat, others)
             for x in others:
                 flat.add_(x)
             flat.div_(1 + sides)  # the mean of x over N(r)
@@ -150,16 +159,16 @@ class Gossip(GossipOptimizer):
         q = torch.empty(1, self.compressor.nbytes(z.numel(), z.dtype), dtype=torch.uint8, device=z.device)
         self.compressor.compress(z.view(1, -1), q)
         arrived = [torch.empty_like(q) for _ in range(sides)]
-        yield from swap(bucket, q, arrived)
+        yield from swap(ranks, q, arrived)
         self._arrived[id(bucket)] = arrived
         self._decode(bucket, q, flat)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         y = bucket.buffers["anchor"]
-        if bucket.world_size == 1:  # anchor - (anchor - x) is x but for rounding
-            for p, mine in zip(bucket.values, bucket.views(y)):
+        if bucket.world_size == 1 and (self.streaming is None or self.streaming.waits):
+            for p, mine in zip(bucket.values, bucket.views(y)):  # anchor - (anchor - x) is x but for rounding
                 mine.copy_(p)
-        elif self.compressor is None:
+        elif self.compressor is None or bucket.world_size == 1:
             y.copy_(pseudo_gradient)
         else:
             y.add_(pseudo_gradient)  # y_r = y_r + q_r
@@ -172,16 +181,15 @@ class Gossip(GossipOptimizer):
         self.compressor.decompress_active(payload, out.view(1, -1), padding_mask(bucket).view(1, -1))
 
 
-def ring(ranks: Replicas) -> list[tuple[int, int]]:
+def ring(ranks: Backend | Replicas) -> list[tuple[int, int]]:
     """To whom this rank sends, and from whom it receives, at each of its sides: to the right what comes from the left,
     and the other way. One side for two ranks; none for one."""
     left, right = (ranks.rank - 1) % ranks.world_size, (ranks.rank + 1) % ranks.world_size
     return [(right, left), (left, right)][: ranks.world_size - 1]
 
 
-def swap(bucket: StateBucket, message: Tensor, out: list[Tensor]) -> Iterator[Work]:
+def swap(ranks: ExchangingBackend, message: Tensor, out: list[Tensor]) -> Iterator[Work]:
     """Task that sends ``message`` to the neighbours, and writes what comes from each to ``out``, in the order of
     :func:`ring`."""
-    ranks = bucket.replicas
-    works = [ranks.world.exchange(into, message, dst, src) for into, (dst, src) in zip(out, ring(ranks))]
+    works = [ranks.exchange(into, message, dst, src) for into, (dst, src) in zip(out, ring(ranks))]
     yield from works

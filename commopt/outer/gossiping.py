@@ -8,6 +8,8 @@
   a rank. So a round waits for the slowest rank; and all ranks skip one in which the parameters of any are inf or NaN,
   and are told when they stand at different places.
 * No digests are compared, for nothing has to be the same on two ranks.
+* Streamed, a rank sends y as it was then; the outer step that follows ``delay`` steps later moves its own anchor, on
+  which "corrected" puts what it has done meanwhile, or "mix" a part of where it is. "eager" is a mean over all ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Channel, Replicas, Task, Work, check_exchanges
+from commopt.comm import Channel, ExchangingBackend, Replicas, Task, Work, check_exchanges
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer import ending, rounds
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.means import Entry, Means
 from commopt.outer.rounds import pseudo_gradient
+from commopt.outer.streaming import Streaming
 
 
 class GossipOptimizer(OuterOptimizer):
@@ -36,9 +39,9 @@ class GossipOptimizer(OuterOptimizer):
 
     # what a subclass says ---------------------------------------------------------------------------------------------
 
-    def exchange(self, bucket: StateBucket, flat: Tensor) -> Iterator[Work]:
-        """Task that exchanges ``flat``, this rank's y, with other ranks, and puts what :meth:`outer_step` is to be
-        given in its place: not finite if what this rank has sent is not. Nothing else that lasts is written."""
+    def exchange(self, bucket: StateBucket, flat: Tensor, ranks: ExchangingBackend) -> Iterator[Work]:
+        """Task that exchanges ``flat``, this rank's y, with others of ``ranks``, and puts what :meth:`outer_step` is
+        to be given in its place: not finite if what this rank has sent is not. Nothing else that lasts is written."""
         raise NotImplementedError
 
     def partners(self, bucket: StateBucket) -> list[int]:
@@ -48,7 +51,19 @@ class GossipOptimizer(OuterOptimizer):
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Nothing: they are each rank's own."""
 
+    def own_settings(self) -> list[Any]:
+        if isinstance(self.streaming, Streaming) and self.streaming.is_eager:
+            raise ValueError(
+                f"streaming={self.streaming!r} is not allowed with {type(self).__name__}: an eager merge goes by the "
+                "mean over all ranks; allowed are merge='corrected' and 'mix'"
+            )
+        return []
+
     # rounds -----------------------------------------------------------------------------------------------------------
+
+    def draw_of(self, bucket: StateBucket) -> int:
+        """A number of the round of ``bucket`` that ends now, or is in flight: another one for each fragment."""
+        return self.round_of(bucket.fragment) * self.fragments + bucket.fragment
 
     def check_replicas(self, replicas: Replicas) -> None:
         if replicas.intra_node.world_size > 1:
@@ -62,13 +77,13 @@ class GossipOptimizer(OuterOptimizer):
         return Exchanged(self, entries, flats)
 
     def synchronize_replicas(self) -> None:
-        """Ends the round, if one is under way; then all ranks have the mean of the anchors, and of the outer momenta.
+        """Ends the rounds that are under way; then all ranks have the mean of the anchors, and of the outer momenta.
         If some rank's parameters are inf or NaN, all skip that, and replicas stay different."""
         self.follow()
         where = f"{type(self).__name__}, synchronize()"
-        if self.param_groups[0]["round_step"]:
-            self.end_round(None)
-            if self.param_groups[0]["round_step"]:
+        if self._under_way():
+            super().synchronize_replicas()
+            if self._under_way():
                 return  # it was skipped
         device = self.control_device(self.params)
         decision = rounds.agree(
@@ -135,7 +150,7 @@ class Exchanged(Means):
 
     def task(self, i: int, send: Channel, reply: Channel) -> Task:
         bucket, _ = self.entries[i]
-        return self.optimizer.exchange(bucket, self.flats[i]) if bucket.world_size > 1 else iter(())
+        return self.optimizer.exchange(bucket, self.flats[i], send.world) if bucket.world_size > 1 else iter(())
 
     def describe(self, i: int) -> str:
         bucket, _ = self.entries[i]

@@ -29,12 +29,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend, Work
+from commopt.comm import Backend, ExchangingBackend, Work
 from commopt.optim import checks
 from commopt.optim.guard import Guard
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
+from commopt.outer.streaming import Streaming
 
 
 class NoLoCo(GossipOptimizer):
@@ -59,6 +60,9 @@ class NoLoCo(GossipOptimizer):
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None. No digests are compared.
+        streaming: sends the parameters in fragments, while training goes on (:class:`commopt.Streaming`), merged as
+            "corrected" or "mix"; while one is in flight, what was sent of it takes 2 of the memory. None: all at the
+            end of a round.
         state_period: names tensors of the base's state that are averaged over all ranks, in full precision, and at
             every how many rounds (:mod:`commopt.outer.base_state`). That is an all-reduce. None: never.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
@@ -90,6 +94,7 @@ class NoLoCo(GossipOptimizer):
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         guard: Guard | None = None,
+        streaming: Streaming | None = None,
         state_period: Mapping[str, int] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         process_group: Any = None,
@@ -100,12 +105,13 @@ class NoLoCo(GossipOptimizer):
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "last_sync_round": 0}
         super().__init__(
             params, base, base_args, outer, period=period, max_grad_norm=max_grad_norm, bucket_mb=bucket_mb,
-            guard=guard, state_period=state_period, reduction=reduction, process_group=process_group, backend=backend,
+            guard=guard, streaming=streaming, state_period=state_period, reduction=reduction,
+            process_group=process_group, backend=backend,
         )  # fmt: skip
 
     def own_settings(self) -> list[Any]:
         checks.check_int("seed", self.seed)
-        return [self.seed]
+        return [*super().own_settings(), self.seed]
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_at_least("outer_lr", group["outer_lr"], 0)
@@ -113,15 +119,15 @@ class NoLoCo(GossipOptimizer):
 
     def _partner(self, bucket: StateBucket) -> int:
         ranks = bucket.replicas
-        return pairing(self.seed, self.param_groups[0]["rounds"], ranks.world_size)[ranks.rank]
+        return pairing(self.seed, self.draw_of(bucket), ranks.world_size)[ranks.rank]
 
     def partners(self, bucket: StateBucket) -> list[int]:
         partner = self._partner(bucket)
         return [] if partner == bucket.replicas.rank else [partner]
 
-    def exchange(self, bucket: StateBucket, flat: Tensor) -> Iterator[Work]:
+    def exchange(self, bucket: StateBucket, flat: Tensor, ranks: ExchangingBackend) -> Iterator[Work]:
         partner, theirs = self._partner(bucket), torch.empty_like(flat)
-        yield bucket.replicas.world.exchange(theirs, flat, partner, partner)
+        yield ranks.exchange(theirs, flat, partner, partner)
         flat.add_(theirs).div_(2)  # mean(x)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:

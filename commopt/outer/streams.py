@@ -164,9 +164,11 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
 
 def resume(optimizer: OuterOptimizer) -> None:
     """Sends again what was in flight when a state was saved, or when buckets were made anew."""
-    for p in in_flight(optimizer.param_groups[0]):
-        if p not in optimizer.flights:
-            launch(optimizer, p)
+    missing = [p for p in in_flight(optimizer.param_groups[0]) if p not in optimizer.flights]
+    if missing:
+        optimizer.before_sending_again()
+    for p in missing:
+        launch(optimizer, p)
 
 
 def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
