@@ -95,9 +95,11 @@ DRILLS = (
     ),
     Drill(
         "unlike-ranks",
-        "another lr, step or freeze_step; another version, wire format or instruction set on one rank",
+        "another lr, step or freeze_step; another config of `commopt train`; another version, wire format or "
+        "instruction set on one rank",
         "an error on all ranks, at once, with the value and the rank",
         (
+            "test_train_alike.py",
             "test_guard.py::test_other_hyper_parameters_on_one_rank_are_an_error_on_all",
             "test_guard.py::test_a_freeze_step_changed_on_one_rank_is_an_error_and_no_hang",
             "test_guard.py::test_another_version_or_instruction_set_is_refused_by_name",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,24 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import CSER, DiLoCo, Lamb, LocalSGD, OneBitAdam, QSparseLocalSGD, ZeroOneAdam, attach, compress_gradients
+from commopt import (
+    CSER,
+    DiLoCo,
+    Lamb,
+    Lans,
+    LocalSGD,
+    Muon,
+    OneBitAdam,
+    OneBitLion,
+    QSparseLocalSGD,
+    Streaming,
+    ZeroOneAdam,
+    attach,
+    compress_gradients,
+)
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
+from commopt.gradients import LoCo
 from commopt.optim import checks
 
 BAD_ARGUMENTS = [
@@ -352,3 +369,108 @@ def test_a_rank_that_a_launcher_has_started_and_that_has_no_process_group(monkey
     model = Toy()
     train(model, OneBitAdam(model.parameters(), backend=backend), range(2))
     assert caplog.text.count("this rank trains alone, though WORLD_SIZE is 2: call torch.distributed.init") == said
+
+
+@pytest.mark.parametrize("policy", ["variance", "sync"])
+@pytest.mark.parametrize("given", [3, "auto", {1, 2}, True])
+def test_a_policy_that_is_none_is_an_error_on_all_ranks(policy, given):
+    def run(backend):
+        with pytest.raises(ValueError, match=f"{policy} must be a .*Policy or a mapping of its arguments") as caught:
+            ZeroOneAdam(Toy().parameters(), backend=backend, **({policy: given} if backend.rank else {}))
+        return str(caught.value)
+
+    texts = on_threads(2, run)
+    assert texts[0].startswith("rank 1 refused its arguments: ")
+    assert all(repr(given) in text for text in texts)
+
+
+@pytest.mark.parametrize("period", [0, -1, 2.5, True, "x", None])
+@pytest.mark.parametrize(
+    "make",
+    [CSER, QSparseLocalSGD, DiLoCo, partial(DiLoCo, streaming=Streaming(2, 1))],
+    ids=lambda make: str(make)[-30:],
+)
+def test_a_period_that_was_changed_to_what_is_not_allowed_is_an_error_on_all_ranks(make, period):
+    def run(backend):
+        model = Toy()
+        optimizer = make(model.parameters(), lr=1e-2, period=4, backend=backend)
+        train(model, optimizer, range(2), backend.rank, 2)
+        before = params_of(model)
+        optimizer.param_groups[0]["period"] = period
+        with pytest.raises(ValueError, match=re.escape(f"period must be an int >= 1, got {period!r}")):
+            train(model, optimizer, range(2, 3), backend.rank, 2)
+        assert same_bits(before, params_of(model))
+        optimizer.param_groups[0]["period"] = 3
+        train(model, optimizer, range(2, 5), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+def test_periods_that_streaming_has_no_use_for_or_that_differ_between_groups_are_refused_in_a_step():
+    model = Toy()
+    params = list(model.parameters())
+    optimizer = DiLoCo([{"params": params[:3]}, {"params": params[3:]}], lr=1e-2, period=6, streaming=Streaming(3, 4))
+    for group in optimizer.param_groups:
+        group["period"] = 4
+    with pytest.raises(ValueError, match="delay must be less than the period, 4, got 4"):
+        optimizer.step()
+    optimizer.param_groups[0]["period"] = 6
+    with pytest.raises(ValueError, match="period must be the same in all parameter groups, got 4 and 6"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: LoCo(beta="x"), r"beta must be a number in [0, 1), got 'x'"),
+        (lambda p: LoCo(beta=1.0), r"beta must be a number in [0, 1), got 1.0"),
+        (lambda p: Muon(p, ns_coefficients=3), "ns_coefficients must be three numbers, got 3"),
+        (lambda p: Muon(p, ns_coefficients=(1, 2, "x")), "ns_coefficients must be three numbers, got (1, 2, 'x')"),
+        (lambda p: Muon(p, lr="x"), "lr must be a number >= 0, got 'x'"),
+        (lambda p: Muon(p, nesterov=3), "nesterov must be True or False, got 3"),
+        (lambda p: Muon(p, momentum="x"), "momentum must be a number in [0, 1), got 'x'"),
+    ],
+)
+def test_what_muon_and_loco_do_not_take(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make([nn.Parameter(torch.zeros(3, 2))])
+
+
+@pytest.mark.parametrize("cls", [Lamb, Lans])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (partial(torch.optim.SGD, momentum=0.9), "has no 'betas'"),
+        (torch.optim.Adagrad, "has no 'betas'"),
+        (torch.optim.Adamax, "has no 'exp_avg_sq'"),
+        (OneBitLion, "is that of OneBitLion"),
+        (ZeroOneAdam, "is that of ZeroOneAdam"),
+        (partial(CSER, momentum=0.9), "is that of CSER"),
+        (DiLoCo, r"is that of DiLoCo\(AdamW\)"),
+    ],
+    ids=lambda other: str(other)[-40:],
+)
+def test_lamb_and_lans_refuse_the_state_of_another_optimizer(cls, other, message):
+    model, theirs = Toy(), Toy()
+    optimizer, one = cls(model.parameters()), other(theirs.parameters(), lr=1e-2)
+    for net, opt in ((model, optimizer), (theirs, one)):
+        train(net, opt, range(3), 0, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(one.state_dict())
+    after = optimizer.state_dict()
+    assert same_bits(tensors_in(before), tensors_in(after))
+    assert before["param_groups"] == after["param_groups"]
+
+
+@pytest.mark.parametrize("cls", [Lamb, Lans])
+def test_lamb_and_lans_refuse_a_state_of_other_shapes_and_take_adams(cls):
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2, 3))
+    adam, optimizer = torch.optim.Adam([q]), cls([p])
+    q.grad = torch.ones_like(q)
+    adam.step()
+    with pytest.raises(ValueError, match=r"exp_avg in the loaded state has shape \(2, 3\), but the parameter \(3, 2\)"):
+        optimizer.load_state_dict(adam.state_dict())
+    other = cls([q])
+    other.load_state_dict(adam.state_dict())
+    assert torch.equal(other.state[q]["exp_avg_sq"], adam.state[q]["exp_avg_sq"])

@@ -29,6 +29,7 @@ ROOMS = [
     "gradients",
     "attach",
     "integrations",
+    "arguments",
     "probe",
     "train",
     "report",

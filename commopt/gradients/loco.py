@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt.compress import Compressor, Feedback, Int8, Spared
 from commopt.gradients.rows import Rows
-from commopt.optim.checks import check_int
+from commopt.optim.checks import check_int, check_within
 from commopt.optim.own import Origin
 from commopt.optim.places import Saved
 from commopt.optim.saving import Entries
@@ -49,8 +49,7 @@ class LoCo:
     reset_every: int | None = 1024
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta must be in [0, 1), got {self.beta!r}")
+        check_within("beta", self.beta, 0, 1)
         if self.reset_every is not None:
             check_int("reset_every", self.reset_every, 1, "None or ")
 

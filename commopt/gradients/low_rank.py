@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -199,11 +198,12 @@ def _power(
     """PowerSGD: takes the means, of ``exact`` too, which is part of ``a``; that becomes what is lost."""
     of_a = [f.matrix(a) for f in owed.matrices]
     ps = [_times(x, _unit(f.q)) for x, f in zip(of_a, owed.matrices)]
-    ps, exact, sound = yield from _mean_of(ps, exact, bucket, send, reply, started=None if of_a else STARTED)
-    ps = [_orthonormal(p) for p in ps]
-    mine = [_transposed_times(x, p) for x, p in zip(of_a, ps)]
-    keep = partial(_subtract, of_a, ps, mine)
-    qs, _, also = yield from _mean_of(mine, [], bucket, reply, reply, keep)
+    ps, exact, sound = yield from _mean_of(ps, exact, bucket, send, reply, None if of_a else STARTED)
+    ps, mine = [_orthonormal(p) for p in ps], list[Tensor]()
+    for x, p in zip(of_a, ps):  # a matrix at a time: it stays in the cache
+        mine.append(_transposed_times(x, p))
+        x.addmm_(p, mine[-1].t(), alpha=-1)
+    qs, _, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
     new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
     return new, [_learnt(f, before, "q") for f, before in zip(new, owed.matrices)], exact, sound & also
 
@@ -215,11 +215,11 @@ def _alternating(
     has some in every second step only would never learn its other factor."""
     of_a, evens = [f.matrix(a) for f in owed.matrices], [f.turn % 2 == 0 for f in owed.matrices]
     bases = [_orthonormal(f.q if even else f.p) for f, even in zip(owed.matrices, evens)]
-    mine = [(_times if even else _transposed_times)(x, basis) for x, basis, even in zip(of_a, bases, evens)]
-    ps = [x if even else basis for x, basis, even in zip(mine, bases, evens)]
-    qs = [basis if even else x for x, basis, even in zip(mine, bases, evens)]
-    keep = partial(_subtract, of_a, ps, qs)
-    means, exact, sound = yield from _mean_of(mine, exact, bucket, send, reply, keep)
+    mine = list[Tensor]()
+    for x, basis, even in zip(of_a, bases, evens):  # a matrix at a time: it stays in the cache
+        mine.append(_times(x, basis) if even else _transposed_times(x, basis))
+        x.addmm_(*((mine[-1], basis.t()) if even else (basis, mine[-1].t())), alpha=-1)
+    means, exact, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
     each = zip(owed.matrices, means, bases, evens)
     new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis, even in each]
     learnt = [_learnt(f, before, "p" if even else "q") for f, before, even in zip(new, owed.matrices, evens)]
@@ -232,11 +232,9 @@ def _mean_of(
     bucket: StateBucket,
     send: Channel,
     reply: Channel,
-    meanwhile: Callable[[], None] | None = None,
-    started: Work | None = STARTED,
+    started: Work | None = None,
 ) -> Generator[Work, None, tuple[list[Tensor], list[Tensor], Tensor]]:
-    """The means of ``mine`` and of ``exact``, in one message, and whether all of it is finite. ``exact`` becomes 0.
-    ``meanwhile`` is called when the message is on its way."""
+    """The means of ``mine`` and of ``exact``, in one message, and whether all of it is finite. ``exact`` becomes 0."""
     parts = [*mine, *exact]
     if not parts:
         return [], [], torch.ones((), dtype=torch.bool, device=bucket.device)
@@ -246,12 +244,7 @@ def _mean_of(
     message = torch.cat([*(x.reshape(-1) for x in parts), end])
     for x in exact:
         x.zero_()
-    under_way = mean_over_all(message, send, reply, started)
-    first = next(under_way)
-    if meanwhile is not None:
-        meanwhile()
-    yield first
-    yield from under_way
+    yield from mean_over_all(message, send, reply, started)
     means = [piece.view(x.shape) for piece, x in zip(message.split([*sizes, padding]), parts)]
     return means[: len(mine)], means[len(mine) :], ops.all_finite(message)
 
@@ -276,12 +269,6 @@ def _times(x: Tensor, q: Tensor) -> Tensor:
 def _transposed_times(x: Tensor, p: Tensor) -> Tensor:
     """x' p, in the order in which x is read row by row: several times faster on a CPU."""
     return (p.t() @ x).t().contiguous()
-
-
-def _subtract(of_a: Sequence[Tensor], ps: Sequence[Tensor], qs: Sequence[Tensor]) -> None:
-    """A <- A - P Q', which is what was not sent of it."""
-    for x, p, q in zip(of_a, ps, qs):
-        x.addmm_(p, q.t(), alpha=-1)
 
 
 def _write_product(f: Factors, out: Tensor) -> None:

@@ -51,12 +51,13 @@ from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSki
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.digest import digest_of_all
+from commopt.optim.foreign import WHOSE
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
 from commopt.optim.own import Origin
-from commopt.optim.packed import WHOSE, PackedOptimizer
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket

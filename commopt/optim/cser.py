@@ -298,6 +298,14 @@ class CSER(CommOptimizer):
         """True if a reset leaves all ranks with the same parameters."""
         return _keeps_all(self.reset_compressor)
 
+    def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:
+        try:
+            for group in self.param_groups:
+                checks.check_period(group["period"])  # it may have been changed
+        except ValueError as error:
+            return error
+        return super()._refusal(overlapped, unscale)
+
     def after_step(self) -> None:
         """Takes down where all ranks have the same parameters."""
         copies = self.topology.copies

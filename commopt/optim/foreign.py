@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+WHOSE = "optimizer"
+"""Key of parameter groups of optimizers that keep state in buckets: whose they are, for whoever loads them. Of what is
+no tensor, tools for checkpoints keep nothing but groups."""
 SETTINGS = ("betas", "momentum", "nesterov")
 """Hyper-parameters that tell families of optimizers apart."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
@@ -31,6 +34,17 @@ def check_form(given: Any) -> None:
         f"load_state_dict() takes what state_dict() of an optimizer gave, with 'state' and 'param_groups', got {what}; "
         "of a checkpoint of several things give the entry that is the optimizer's"
     )
+
+
+def check_saver(name: str, given: Mapping[str, Any], loads: Iterable[str]) -> None:
+    """Raises ValueError if the state ``given`` is of an optimizer of commopt that is none of those whose state ``name``
+    ``loads``."""
+    for group in given["param_groups"]:
+        if group.get(WHOSE) not in (None, *loads):
+            raise ValueError(
+                f"the loaded state is that of {group[WHOSE]}, and this is {name}: load it into the optimizer that has "
+                "saved it, or begin with the weights of the model alone"
+            )
 
 
 def check_family(

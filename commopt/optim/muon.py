@@ -264,14 +264,16 @@ def _exchange(
 
 
 def _check(group: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps"):
-        checks.check_at_least(name, float(group[name]), 0)
-    momentum, steps, coefficients = group["momentum"], group["ns_steps"], group["ns_coefficients"]
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be a number in [0, 1), got {momentum!r}")
+    checks.check_lr(group["lr"])
+    for name in ("weight_decay", "eps"):
+        checks.check_at_least(name, group[name], 0)
+    checks.check_within("momentum", group["momentum"], 0, 1)
+    checks.check_bool("nesterov", group["nesterov"])
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
     if not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps must be an int from 1 to 99, got {steps!r}")
-    if len(coefficients) != 3:
+    three = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    if not three or not all(map(checks.is_number, coefficients)):
         raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r}")
     if group["adjust_lr_fn"] not in ADJUSTMENTS:
         allowed = ", ".join(map(repr, ADJUSTMENTS))

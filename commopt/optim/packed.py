@@ -47,11 +47,6 @@ from commopt.sharding import local
 logger = logging.getLogger("commopt")
 
 
-WHOSE = "optimizer"
-"""Key of parameter groups: whose they are, for whoever loads them. Of what is no tensor, tools for checkpoints keep
-nothing but groups."""
-
-
 class PackedOptimizer(torch.optim.Optimizer):
     """State in buckets, saved and loaded without loss, of replicas that may differ between two rounds. Says nothing
     about steps.
@@ -610,13 +605,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         """Raises ValueError if ``given``, the state that is about to be loaded, does not fit."""
-        for group in given["param_groups"]:
-            if group.get(WHOSE) not in (None, *self.loads_of()):
-                raise ValueError(
-                    f"the loaded state is that of {group[WHOSE]}, and this is {self.saved_as()}: load it into the "
-                    "optimizer that has saved it, or begin with the weights of the model alone"
-                )
-        if not any(WHOSE in group for group in given["param_groups"]):
+        foreign.check_saver(self.saved_as(), given, self.loads_of())
+        if not any(foreign.WHOSE in group for group in given["param_groups"]):
             foreign.check_family(self.saved_as(), given, self.param_groups, map(self.moments_of, self.params))
             for said in foreign.momenta_lost(given, self.param_groups) if self.topology.rank == 0 else ():
                 logger.warning("%s: %s", type(self).__name__, said)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import buffer_dtype
-from commopt.optim import checks
+from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
 from commopt.optim.torch_options import OF_LAMB, check_torch_options
 from commopt.sharding import is_sharded
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def moments(states: list[dict[str, Any]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -81,7 +83,7 @@ class PlainOptimizer(torch.optim.Optimizer):
             like = {"dtype": buffer_dtype(p.dtype), "device": p.device}
             state = self.state[p]
             state.setdefault("step", torch.zeros(()))
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 if name in state:
                     state[name] = state[name].to(**like)
                 else:
@@ -111,9 +113,15 @@ class PlainOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave, or the state of a ``torch.optim.Adam``; copies it, and keeps its dtype."""
+        """Loads what ``state_dict()`` gave, or the state of a ``torch.optim.Adam``; copies it, and keeps its dtype.
+
+        Raises:
+            ValueError: if it is the state of another optimizer, or of other shapes; nothing is changed then.
+        """
 
         def keep(_: Any, given: dict[str, Any]) -> None:  # torch would cast state to the dtype of the parameters
+            foreign.check_form(given)
+            self._check_loaded(given)
             self._incoming = given
 
         hook = self.register_load_state_dict_pre_hook(keep)
@@ -122,6 +130,20 @@ class PlainOptimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
             self.__dict__.pop("_incoming", None)
+
+    def _check_loaded(self, given: Mapping[str, Any]) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        name = type(self).__name__
+        foreign.check_saver(name, given, ())
+        foreign.check_family(name, given, self.param_groups, [MOMENTS for _ in params])
+        for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
+            for key in MOMENTS:
+                value = given["state"].get(i, {}).get(key)
+                if isinstance(value, Tensor) and value.shape != p.shape:
+                    raise ValueError(
+                        f"parameter {i}: {key} in the loaded state has shape {tuple(value.shape)}, but the parameter "
+                        f"{tuple(p.shape)}: it is of another model"
+                    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

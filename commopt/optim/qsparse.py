@@ -52,6 +52,11 @@ class QSparseLocalSGD(CSER):
         compressor: AnyCompressor = RandomBlocks(8),  # noqa: B008
         **others: Any,
     ) -> None:
+        if "reset_compressor" in others:
+            raise ValueError(
+                f"QSparseLocalSGD has no reset_compressor, got {others['reset_compressor']!r}: what a reset sends is "
+                "compressor= here, and nothing is sent between two"
+            )
         super().__init__(params, lr, momentum, compressor=None, reset_compressor=compressor, **others)
 
     @property

@@ -201,6 +201,12 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_bool("maximize", group["maximize"])
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         checks.check_thaw(group["thaw"])
+        for name, policy in _POLICIES.items():
+            if name in group:
+                raise ValueError(
+                    f"{name} must be a {policy.__name__} or a mapping of its arguments, such as "
+                    f"{asdict(policy())}, got {group[name]!r}"
+                )
         _variance(group)
         _sync(group)
         known = {**_numbers("variance", None), **_numbers("sync", None)}
@@ -448,14 +454,15 @@ class ZeroOneAdam(CommOptimizer):
 
 
 def _numbers(name: str, policy: Any) -> dict[str, Any]:
-    """A policy as numbers of a parameter group. What is wrong with them, ``check_group`` says, on every rank."""
+    """A policy as numbers of a parameter group. What is wrong with them, ``check_group`` says, on every rank; so it
+    does where ``policy`` is none, which is then there as it was given."""
     default = _POLICIES[name]()
     if policy is None or isinstance(policy, type(default)):
         given = asdict(policy or default)
     elif isinstance(policy, Mapping):
         given = {**asdict(default), **policy}
     else:
-        given = dict.fromkeys(asdict(default), policy)
+        return {**_numbers(name, None), name: policy}
     return {f"{name}_{key}": value for key, value in given.items()}
 
 

@@ -31,13 +31,14 @@ from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, loading, wrapped
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics
+from commopt.optim.foreign import WHOSE
 from commopt.optim.guard import Guard, check_guard
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.loading import OWN
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.own import Origin, cloned
 from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import WHOSE, PackedOptimizer
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
 from commopt.optim.torch_options import check_group_keys
@@ -282,14 +283,7 @@ class OuterOptimizer(PackedOptimizer):
     def _check_new(self, group: dict[str, Any]) -> None:
         binding.check_held(self, group["params"])
         check_group_keys(type(self), group, self.defaults, f"parameter group {len(self.param_groups) - 1}")
-        checks.check_period(group["period"])
-        if self.streaming is not None:
-            self.streaming.check_period(group["period"])
-        if group["period"] != self.param_groups[0]["period"]:
-            raise ValueError(
-                f"period must be the same in all parameter groups, got {group['period']} and "
-                f"{self.param_groups[0]['period']}"
-            )
+        self._check_period(group)
         if self.uses_lr:
             if "lr" not in group:
                 raise ValueError(
@@ -298,6 +292,16 @@ class OuterOptimizer(PackedOptimizer):
                 )
             checks.check_lr(group["lr"])
         self.check_group(group)
+
+    def _check_period(self, group: dict[str, Any]) -> None:
+        checks.check_period(group["period"])
+        if self.streaming is not None:
+            self.streaming.check_period(group["period"])
+        if group["period"] != self.param_groups[0]["period"]:
+            raise ValueError(
+                f"period must be the same in all parameter groups, got {group['period']} and "
+                f"{self.param_groups[0]['period']}"
+            )
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
@@ -352,6 +356,7 @@ class OuterOptimizer(PackedOptimizer):
             what the closure returned, or None.
 
         Raises:
+            ValueError: for a ``period`` that was changed to what is not allowed; nothing is done then.
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
             commopt.optim.agreement.StepRefused: the ranks stand at different places, or one has failed.
@@ -362,6 +367,8 @@ class OuterOptimizer(PackedOptimizer):
         self._of_ranks = None
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         binding.rebind_if_new(self, "rounds", "round_step")
+        for group in self.param_groups:  # it may have been changed
+            self._check_period(group)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()

@@ -13,9 +13,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from commopt.optim.foreign import WHOSE
 from commopt.optim.loading import read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
-from commopt.optim.packed import WHOSE
 from commopt.outer.mixed import Mixed, name_of
 from commopt.sharding import is_cut, like, local
 

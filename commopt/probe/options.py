@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
+from commopt.arguments import Parser
 from commopt.compress import Sign
 
 HOW_TO_START = (
@@ -90,16 +90,11 @@ def parse_seconds(text: str) -> float:
     return value
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ProbeError(message.removeprefix("argument "))
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The options, with their help."""
-    parser = _Parser(
+    parser = Parser(
+        ProbeError,
         prog="commopt probe",
-        allow_abbrev=False,
         description="Measures the network and the device, and predicts what a step of your model costs with each "
         "method, the break-even bandwidth, and whether to compress. " + HOW_TO_START[0].upper() + HOW_TO_START[1:],
     )
@@ -133,7 +128,7 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
         ProbeError: names the option, the value and what is allowed.
     """
-    given = make_parser().parse_args(argv)
+    given = make_parser().parse(argv)
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = Options(**{**vars(given), "device": device, "backend": given.backend or BACKENDS[device][0]})
     check(options)

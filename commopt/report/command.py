@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from commopt.arguments import Parser
 from commopt.report.page import COLUMNS, final_figures, render
 from commopt.report.pictures import draw_all
 from commopt.report.runs import read_runs
@@ -23,16 +24,17 @@ def report(argv: Sequence[str]) -> str:
     Raises:
         UserError: a run cannot be read, or the report not be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        UserError,
         prog="commopt report",
         description="Lays runs over each other: what they learned, and what that cost. Writes one HTML file that needs "
         "nothing else, and its pictures as PNGs.",
     )
     parser.add_argument("run", nargs="+", type=Path, help="folder of a run: its train.run_dir")
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
+    parser.add_argument("--out", type=_folder, default=Path("report"), help="folder to write to (default: report)")
     parser.add_argument("--labels", default="", help="what to call the runs, with commas (default: by their folders)")
     parser.add_argument("--title", default="Training runs", help="of the page")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     labels = [label.strip() for label in options.labels.split(",")] if options.labels else []
     if labels and len(labels) != len(options.run):
         raise UserError(f"--labels={options.labels} has {len(labels)} names for {len(options.run)} runs")
@@ -47,6 +49,12 @@ def report(argv: Sequence[str]) -> str:
     except OSError as error:
         raise UserError(f"--out={options.out} cannot be written: {error}") from error
     return _in_short([final_figures(run) for run in runs], page)
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not allowed: it must be a folder")
+    return Path(text)
 
 
 def _in_short(rows: Sequence[Sequence[str]], page: Path) -> str:

@@ -7,7 +7,8 @@ an object is made, so a wrong one never reaches a rank. Reading files and comman
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from commopt.train.errors import ConfigError
@@ -349,3 +350,13 @@ class Config:
             _check("comm.ranks_per_node", places, places == 1 or on_nodes, allowed)
             known = backend in BACKENDS and backend != "mpi"
             _check("comm.backend", backend, known, "auto, gloo or nccl with parallel.*: the mesh is torch's")
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the sections of a config as a tree, by their whole names."""
+    tree = {"parallel": asdict(ParallelConfig()), **tree}  # checkpoints from before there was one have none
+    return {
+        f"{section}.{name}": value
+        for section in ("model", "data", "optim", "comm", "parallel", "train")
+        for name, value in tree.get(section, {}).items()  # nor comm
+    }

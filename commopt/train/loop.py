@@ -23,6 +23,7 @@ import torch
 import commopt.ops
 from commopt.comm import CollectiveError
 from commopt.train import checkpoint, lock, resume
+from commopt.train.alike import check_alike
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
 from commopt.train.engine import make_engine
@@ -56,6 +57,7 @@ def train(config: Config, stop: StopSignal | None = None) -> Record:
     with contextlib.nullcontext(stop) if stop is not None else StopSignal() as stop:
         try:
             with open_world(config.comm, stop) as world:
+                check_alike(config, world)
                 if config.parallel.on_mesh:
                     mesh_shape(config.parallel, world.size)
                 piece_size(config, world)

@@ -12,17 +12,24 @@ from inspect import isabstract
 from types import ModuleType, UnionType
 from typing import Any, get_args
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from commopt.optim import CommOptimizer, checks
-from commopt.outer import OuterOptimizer
+from commopt.outer import Mixed, OuterOptimizer
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest
 
 HARMLESS = ("commopt", "torch")
 """Packages that are imported already."""
-_BASES = (Optimizer, CommOptimizer, OuterOptimizer)
-"""What optimizers are made of, and are none themselves."""
+_BASE = "it is what others are made of"
+_NOT_BY_NAME = {
+    Optimizer: _BASE,
+    CommOptimizer: _BASE,
+    OuterOptimizer: _BASE,
+    Mixed: "it is of several optimizers; optim.name=Muon has AdamW for what is no hidden matrix",
+    LBFGS: "it evaluates the loss several times in a step, and takes no groups of parameters",
+}
+"""Optimizers that a config cannot name, and why."""
 _importing: ContextVar[bool] = ContextVar("_importing", default=True)
 
 
@@ -62,6 +69,8 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
         found = import_dotted(name, key)
     else:
         found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+    if isinstance(found, type) and found in _NOT_BY_NAME:
+        raise ConfigError(f"{key}={name!r} is not allowed: {_NOT_BY_NAME[found]}")
     if not _is_a(found, base):
         public = [name for module in modules for name, one in vars(module).items() if _is_a(one, base)]
         places = " or ".join(module.__name__ for module in modules)
@@ -72,7 +81,7 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
 
 def _is_a(found: Any, base: type | UnionType) -> bool:
     """Whether it is a class that can be made, a subclass of ``base``."""
-    return isinstance(found, type) and issubclass(found, base) and found not in _BASES and not isabstract(found)
+    return isinstance(found, type) and issubclass(found, base) and found not in _NOT_BY_NAME and not isabstract(found)
 
 
 def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping[str, str] | None = None) -> None:
@@ -101,9 +110,13 @@ def arguments_of(cls: type) -> tuple[list[str], bool]:
 
 
 def build(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Make ``cls``; what it says about its arguments becomes a ConfigError. YAML's lists are tuples for it."""
+    """Make ``cls``; what it says about its arguments becomes a ConfigError. YAML's lists are tuples for it. Where it is
+    Python that says something, of a value of another type, the arguments are named, too."""
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
     try:
         return cls(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"{key}: {cls.__name__}: {' '.join(str(error).split())}") from error
+        plain = {name: value for name, value in kwargs.items() if isinstance(value, (str, int, float, tuple))}
+        given = f"({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
+        what = f"{cls.__name__}{given if isinstance(error, TypeError) else ''}"
+        raise ConfigError(f"{key}: {what}: {' '.join(str(error).split())}") from error

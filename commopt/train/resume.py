@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.sharding import cut, is_sharded, local
 from commopt.train import checkpoint
-from commopt.train.config import ParallelConfig
+from commopt.train.config import flat
 from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
 from commopt.train.finite import in_short, not_finite
 from commopt.train.metrics import Meter
@@ -284,18 +284,9 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    tree = {"parallel": asdict(ParallelConfig()), **tree}  # checkpoints from before there was one have none
-    return {
-        f"{section}.{name}": value
-        for section in ("model", "data", "optim", "comm", "parallel", "train")
-        for name, value in tree.get(section, {}).items()  # nor comm
-    }
-
-
 def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
     """Raise CheckpointError for a changed setting of ``FIXED``; describe others that change what is computed."""
-    theirs, ours = _flat(saved), _flat(given)
+    theirs, ours = flat(saved), flat(given)
     changed = [key for key in ours if theirs.get(key) != ours[key] and key not in FREE]
     for key in changed:
         if key in FIXED:
