@@ -414,8 +414,8 @@ def test_periods_that_streaming_has_no_use_for_or_that_differ_between_groups_are
         group["period"] = 4
     with pytest.raises(ValueError, match="delay must be less than the period, 4, got 4"):
         optimizer.step()
-    optimizer.param_groups[0]["period"] = 6
-    with pytest.raises(ValueError, match="period must be the same in all parameter groups, got 4 and 6"):
+    optimizer.param_groups[0]["period"], optimizer.param_groups[1]["period"] = 6, 5
+    with pytest.raises(ValueError, match="period must be the same in all parameter groups, got 5 and 6"):
         optimizer.step()
 
 

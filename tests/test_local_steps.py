@@ -328,7 +328,7 @@ def test_a_rank_that_never_joins_the_round_is_an_error_that_names_the_step():
     [
         ({"variance": {"kappa": 0}}, "kappa must be an int >= 1, got 0"),
         ({"variance": {"stop": 0}}, "stop must be .auto. or an int >= 1, got 0"),
-        ({"variance": 5000.0}, "kappa must be an int >= 1, got 5000.0"),
+        ({"variance": 5000.0}, "variance must be a VariancePolicy or a mapping of its arguments, .*got 5000.0"),
         ({"variance": {"stops": 10}}, "no 'variance_stops'; there are variance_kappa, variance_stop"),
         ({"sync": {"first": 0}}, "first must be an int >= 1, got 0"),
         ({"sync": {"first": 4, "longest": 2}}, "longest must be at least first, 4, got 2"),

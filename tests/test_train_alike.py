@@ -24,7 +24,7 @@ def run_of(configs: list[Config]) -> Any:
 @pytest.mark.parametrize(
     ("section", "here", "there"),
     [
-        ("optim", {"name": "AdamW", "lr": 1e-3}, {"name": "AdamW", "lr": 0.5}),
+        ("optim", {"name": "AdamW", "args": {}, "lr": 1e-3}, {"name": "AdamW", "args": {}, "lr": 0.5}),
         ("optim", {"args": {"freeze_step": 5}}, {"args": {"freeze_step": 6}}),
         ("train", {"seed": 0}, {"seed": 5}),
         ("train", {"steps": 12}, {"steps": 6}),

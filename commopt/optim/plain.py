@@ -135,7 +135,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         name = type(self).__name__
         foreign.check_saver(name, given, ())
-        foreign.check_family(name, given, self.param_groups, [MOMENTS for _ in params])
+        foreign.check_family(name, given, self.param_groups, [self.state.get(p, {}) for p in params])
         for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
             for key in MOMENTS:
                 value = given["state"].get(i, {}).get(key)
