@@ -27,7 +27,7 @@ from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
-from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, Receipt, confirm, confirmation, judge
+from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, Receipt, confirm, confirmation, refuse_damaged
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.topology import Channel, Replicas, Topology, gather_number
@@ -73,13 +73,13 @@ __all__ = [
     "first_notice",
     "gather_number",
     "gather_rows",
-    "judge",
     "mean_over_all",
     "message_device",
     "open_channels",
     "open_control",
     "psync",
     "reduce_scatter",
+    "refuse_damaged",
     "refuse_if_left_out",
     "resolve_backend",
     "run",

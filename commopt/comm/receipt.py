@@ -131,7 +131,7 @@ def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
         MessageDamaged: on every rank, if not; begins with ``where``, and names a rank where that is known.
     """
     mine = confirmation(backend, sound)
-    judge(backend, gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist(), where)
+    refuse_damaged(backend, gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist(), where)
 
 
 def confirmation(backend: CountingBackend, sound: bool) -> Tensor:
@@ -139,7 +139,7 @@ def confirmation(backend: CountingBackend, sound: bool) -> Tensor:
     return torch.tensor([backend.receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
 
 
-def judge(backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
+def refuse_damaged(backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
     """What follows from the confirmations of all ranks, by rank; as :func:`confirm` raises it."""
     receipt = backend.receipt
     if sum(balance for balance, _ in rows) % 2**64:

@@ -1,5 +1,7 @@
 """Whole numbers of 8, 4 or 2 bits, and one float32 scale a block.
 
+Read first: tests/oracle_integers.py, the same on plain lists of floats.
+
     Int8, Int4:  C(x) = s q,  q in -Q..Q,  Q = 127 or 7,   s = max |x| / Q over the block
     Int2:        C(x) = s (q - 3/2),  q in 0..3,           s = sqrt(mean x^2)  ("nearest")  or  max |x| / 1.5
 

@@ -1,5 +1,7 @@
 """The largest elements of a whole row, found by counting and not by sorting: MSTopK (arXiv 2010.10458).
 
+Read first: tests/oracle_threshold.py, the same on plain lists of floats.
+
     C(x) = x where it is among the k largest in magnitude, as far as a threshold tells; else 0
 
 A bisection between the mean magnitude and the largest finds two thresholds: no more than k elements reach the one, more

@@ -1,5 +1,7 @@
 """The largest elements of every chunk of a row, with their indices: SparseLoCo's compressor (arXiv 2508.15706).
 
+Read first: tests/oracle_top_k.py, the same on plain lists of floats.
+
     C(x) = Q(TopK_chunk(x))        k elements of each chunk; what is not sent, and what Q loses, is the residual
 
 4 of every 256 elements, at 8 bits an index and 2 a value, are 1/200 of float32. Where this differs from the paper and

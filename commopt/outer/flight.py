@@ -37,9 +37,9 @@ from commopt.comm import (
     Work,
     confirm,
     confirmation,
-    judge,
     message_device,
     open_control,
+    refuse_damaged,
 )
 from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.optim.replicas import reaching_others
@@ -196,7 +196,7 @@ class Flights:
             return decision
         world = CountingBackend(topology.backend, flight.traffic, flight.receipt)
         if flight.confirmed is not None:
-            judge(world, flight.confirmed, flight.where)
+            refuse_damaged(world, flight.confirmed, flight.where)
         else:
             with reaching_others(topology, [], flight.where):
                 sound = flight.means.finish(flight.where)

@@ -1,5 +1,7 @@
 """Rounds of an outer optimizer whose ranks come and go: functions of it, and of its :class:`Members`.
 
+Read first: tests/oracle_members.py, what comes of them on plain lists of floats.
+
     meet:      who is there, and what each says of its round
     exchange:  the weighted mean of their pseudo-gradients, over connections of these ranks alone; all confirm
     verdict:   one has had all -> all apply it; one has failed -> nobody does, and they meet again, without who has
