@@ -21,9 +21,12 @@ from commopt import (
     Lans,
     LocalSGD,
     Muon,
+    NoLoCo,
     OneBitAdam,
     OneBitLion,
     QSparseLocalSGD,
+    SignMomentum,
+    SparseLoCo,
     Streaming,
     ZeroOneAdam,
     attach,
@@ -33,6 +36,7 @@ from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
 from commopt.gradients import LoCo
 from commopt.optim import checks
+from commopt.outer import RandomSign
 
 BAD_ARGUMENTS = [
     ({"lr": -0.1}, r"lr must be a number >= 0, got -0.1"),
@@ -142,10 +146,33 @@ def test_the_first_parameter_that_differs_is_named_on_every_rank_and_what_to_do(
 )
 def test_ranks_with_different_settings(different):
     def run(backend):
-        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 2"):
+        with pytest.raises(ValueError, match="settings or kernel providers differ between ranks: rank 2") as caught:
             OneBitAdam(Toy().parameters(), backend=backend, **(different if backend.rank == 2 else {}))
+        assert f"; the first that differs: {next(iter(different))!r}; give every rank " in str(caught.value)
 
     on_threads(3, run)
+
+
+@pytest.mark.parametrize(
+    ("make", "different"),
+    [
+        (NoLoCo, {"seed": 3}),
+        (NoLoCo, {"outer_momentum": 0.25}),
+        (DiLoCo, {"compressor": Int8(block=64)}),
+        (DiLoCo, {"betas": (0.9, 0.95)}),
+        (SignMomentum, {"sign": RandomSign(1)}),
+        (SparseLoCo, {"mean_over": "contributors"}),
+        (CSER, {"reset_compressor": RandomBlocks(2)}),
+    ],
+    ids=str,
+)
+def test_the_setting_that_differs_is_named(make, different):
+    def run(backend):
+        with pytest.raises(ValueError, match="differ between ranks: rank 1") as caught:
+            make(Toy().parameters(), backend=backend, **(different if backend.rank == 1 else {}))
+        assert f"; the first that differs: {next(iter(different))!r}; give every rank " in str(caught.value)
+
+    on_threads(2, run)
 
 
 def test_a_bad_late_group_is_refused_on_all_ranks_and_training_goes_on():

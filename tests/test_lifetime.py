@@ -125,7 +125,7 @@ def test_one_that_could_not_be_made(kind):
                 backends.append(weakref.ref(self.topology))
                 super().check_settings()
 
-            def own_settings(self) -> list[Any]:
+            def own_settings(self) -> dict[str, Any]:
                 backends.append(weakref.ref(self.topology))
                 return super().own_settings()
 

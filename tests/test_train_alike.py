@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from trainer_pair import Pair, run
@@ -64,3 +65,19 @@ def test_paths_may_differ(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     configs = [tiny(tmp_path / "run"), tiny(tmp_path / "mounted" / "run", data={"corpus": "/nowhere"})]
     summaries = pair.run(run_of, configs)
     assert summaries[0]["step"] == configs[0].train.steps
+
+
+def test_a_run_folder_that_is_not_one_for_all_is_an_error_before_a_step(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    """As with a disk of each machine's own: else it would be found out at the first checkpoint."""
+    errors = pair.errors(run_elsewhere, [tiny(tmp_path / "a"), tiny(tmp_path / "b")])
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "FolderError"
+    assert message.startswith(f"train.run_dir={tmp_path / 'b'} on ")
+    assert message.endswith("to one folder, which machines must share (rank 1)")
+    assert not (tmp_path / "a").exists()
+
+
+def run_elsewhere(configs: list[Config]) -> Any:
+    with mock.patch("commopt.train.lock.SEEN", 0.2):
+        return run_of(configs)

@@ -176,9 +176,10 @@ class CommOptimizer(PackedOptimizer):
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
         checks.check_reduction(self.reduction)
 
-    def settings(self) -> list[Any]:
-        """Settings, besides the groups, that must be the same on every rank."""
-        return [self.compressor, self.max_grad_norm, self.bucket_mb, self.overlap, self.guard, self.reduction]
+    def settings(self) -> dict[str, Any]:
+        """Settings, besides the groups, that must be the same on every rank, by name."""
+        names = ("compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "reduction")
+        return {name: getattr(self, name) for name in names}
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
@@ -259,7 +260,8 @@ class CommOptimizer(PackedOptimizer):
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        binding.register_groups(self, groups, [*settings, type(self).__name__, *self.settings()], error, differ)
+        settings.append({"optimizer": type(self).__name__, **self.settings()})
+        binding.register_groups(self, groups, settings, error, differ)
         if self.overlap:
             self._open_channels()
             if self.topology.world_size > 1 and self._all_on_one_channel():

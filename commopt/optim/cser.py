@@ -195,8 +195,8 @@ class CSER(CommOptimizer):
         checks.check_bool("maximize", group["maximize"])
         checks.check_period(group["period"])
 
-    def settings(self) -> list[Any]:
-        return [*super().settings(), self.reset_compressor]
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "reset_compressor": self.reset_compressor}
 
     # state ------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ A difference is an error on every rank, instead of a hang or of replicas that dr
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -43,6 +44,8 @@ _REMEDIES = {
 }
 """What to do about facts that differ."""
 
+VALUE = re.compile(r"'([^']+)': (?:(?!, ')[^{}])*$")
+"""The key in whose value the text of a dict ends."""
 _DIGEST = 16
 _TEXT = 512
 
@@ -131,8 +134,10 @@ def _raise_different(backend: Backend, name: str, fact: str, rank: int, referenc
         odd, usual = next((a, b) for a, b in lines if a != b)
         where = f"; the first that differs: rank {rank} has {odd}, rank {reference} has {usual}"
         theirs, first = counts[rank], counts[reference]
+    at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
+    if name != LISTS and (key := VALUE.search(first[:at])):
+        where = f"; the first that differs: {key[1]!r}"
     if max(len(theirs), len(first)) > 500:  # show where they part
-        at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
         theirs, first = (f"... {text[max(0, at - 100) : at + 100]} ..." for text in (theirs, first))
     remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
     there, here = f"rank {rank} has {theirs}", f"rank {reference} has {first}"

@@ -70,8 +70,8 @@ class WarmupOptimizer(CommOptimizer):
         if self.warmup_compressor is not None:
             check_compressor(self.warmup_compressor, "warmup_compressor")
 
-    def settings(self) -> list[Any]:
-        return [*super().settings(), self.warmup_compressor]
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "warmup_compressor": self.warmup_compressor}
 
     def chunk_multiple(self) -> int | None:
         both = [c.chunk_multiple for c in (self.compressor, self.warmup_compressor) if c is not None]

@@ -209,10 +209,10 @@ class OuterOptimizer(PackedOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError if an outer hyper-parameter of ``group`` is out of range."""
 
-    def own_settings(self) -> list[Any]:
-        """Settings of ``self`` that must be the same on all ranks, with a repr that says so. Raises ValueError if it
-        is out of range."""
-        return []
+    def own_settings(self) -> dict[str, Any]:
+        """Settings of ``self`` that must be the same on all ranks, by name, with a repr that says so. Raises ValueError
+        if one is out of range."""
+        return {}
 
     def means_of(self, entries: Sequence[Entry], flats: list[Tensor]) -> Means:
         """How the means over all ranks come about of how far they have come: ``flats``, one of each entry."""
@@ -311,16 +311,10 @@ class OuterOptimizer(PackedOptimizer):
     def fixed_settings(self, error: Exception | None = None) -> list[Any]:
         """What ranks must have alike besides their groups; of one that has failed with ``error``, some of it."""
         base = name_of(self.base) if hasattr(self, "base") else None
-        settings: list[Any] = [
-            type(self).__name__,
-            base,
-            self.compressor,
-            self.max_grad_norm,
-            self.bucket_mb,
-            self.guard,
-        ]
-        settings += [self.reduction, self.state_period, self.streaming]
-        return settings + (self.own_settings() if error is None else [])
+        names = ("compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming")
+        own = self.own_settings() if error is None else {}
+        settings = {name: getattr(self, name) for name in names}
+        return [{"optimizer": type(self).__name__, "base": base, **settings, **own}]
 
     @torch.no_grad()
     def adopt_values(self) -> None:

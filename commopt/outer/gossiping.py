@@ -51,13 +51,13 @@ class GossipOptimizer(OuterOptimizer):
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Nothing: they are each rank's own."""
 
-    def own_settings(self) -> list[Any]:
+    def own_settings(self) -> dict[str, Any]:
         if isinstance(self.streaming, Streaming) and self.streaming.is_eager:
             raise ValueError(
                 f"streaming={self.streaming!r} is not allowed with {type(self).__name__}: an eager merge goes by the "
                 "mean over all ranks; allowed are merge='corrected' and 'mix'"
             )
-        return []
+        return {}
 
     # rounds -----------------------------------------------------------------------------------------------------------
 

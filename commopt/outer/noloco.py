@@ -109,9 +109,9 @@ class NoLoCo(GossipOptimizer):
             process_group=process_group, backend=backend,
         )  # fmt: skip
 
-    def own_settings(self) -> list[Any]:
+    def own_settings(self) -> dict[str, Any]:
         checks.check_int("seed", self.seed)
-        return [*super().own_settings(), self.seed]
+        return {**super().own_settings(), "seed": self.seed}
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_at_least("outer_lr", group["outer_lr"], 0)

@@ -118,10 +118,10 @@ class SignMomentum(OuterOptimizer):
             process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
-    def own_settings(self) -> list[Any]:
+    def own_settings(self) -> dict[str, Any]:
         if not isinstance(self.sign, SignRule):
             raise ValueError(f"sign must be a commopt.outer.SignRule such as ExactSign(), got {self.sign!r}")
-        return [self.sign]
+        return {"sign": self.sign}
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_at_least("outer_lr", group["outer_lr"], 0)

@@ -127,7 +127,7 @@ class SparseLoCo(OuterOptimizer):
             process_group=process_group, backend=backend, members=members,
         )  # fmt: skip
 
-    def own_settings(self) -> list[Any]:
+    def own_settings(self) -> dict[str, Any]:
         if self.mean_over not in ("ranks", "contributors"):
             raise ValueError(f"mean_over must be 'ranks' or 'contributors', got {self.mean_over!r}")
         checks.check_bool("clip_to_median", self.clip_to_median)
@@ -141,7 +141,7 @@ class SparseLoCo(OuterOptimizer):
                 f"mean_over={self.mean_over!r}, clip_to_median={self.clip_to_median} do not fit members=, which "
                 "weights each rank's message, and leaves out those too large; with it they must be 'ranks' and False"
             )
-        return [self.mean_over, self.clip_to_median]
+        return {"mean_over": self.mean_over, "clip_to_median": self.clip_to_median}
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_at_least("outer_lr", group["outer_lr"], 0)

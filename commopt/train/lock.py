@@ -14,16 +14,19 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from commopt.train.errors import BusyError, writing
+from commopt.train.errors import BusyError, FolderError, writing
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 ATTEMPTS = 100
+SEEN = 15.0
+"""Seconds within which a rank must see what rank 0 has written: the file system of a network may be late."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -33,7 +36,7 @@ def hold(folder: Path, world: World) -> Iterator[None]:
 
     Raises:
         BusyError: on every rank, if another run has it; says who.
-        FolderError: on every rank, if nothing can be written there.
+        FolderError: on every rank, if nothing can be written there, or if it is not one folder for all ranks.
     """
 
     def take() -> Lock | None:
@@ -42,10 +45,31 @@ def hold(folder: Path, world: World) -> Iterator[None]:
 
     lock = world.together(take, name_rank=False)
     try:
+        written = world.once(lambda: _text(folder / LOCK))
+        world.together(lambda: _see(folder, written))
         yield
     finally:
         if lock is not None:
             lock.release()
+
+
+def _see(folder: Path, written: str | None) -> None:
+    """Raises FolderError unless this rank finds there what rank 0 has ``written``."""
+    until = time.monotonic() + SEEN
+    while _text(folder / LOCK) != written:
+        if time.monotonic() >= until:
+            raise FolderError(
+                f"train.run_dir={folder} on {socket.gethostname()} is not the folder that rank 0 has: all ranks write "
+                "their parts of a checkpoint to one folder, which machines must share"
+            )
+        time.sleep(0.1)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return None
 
 
 class Lock:
