@@ -663,7 +663,7 @@ def test_loco_is_resumed_to_the_bit_and_leaves_nothing_of_what_is_not_finite(hal
 
 def test_what_loco_is_not_given():
     for arguments, message in (
-        ({"beta": 1.0}, r"beta must be in \[0, 1\), got 1.0"),
+        ({"beta": 1.0}, r"beta must be a number in \[0, 1\), got 1.0"),
         ({"reset_every": 0}, "reset_every must be None or an int >= 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -238,7 +238,7 @@ def test_bad_arguments():
             SparseLoCo(model.parameters(), lr=1.0, members=Rendezvous().members(0, ranks=1), **wrong)
     members = world.members(1, ranks=1)
     optimizer = DiLoCo(model.parameters(), lr=1.0, members=members)
-    with pytest.raises(ValueError, match="weight must be"):
+    with pytest.raises(ValueError, match="amount must be"):
         members.add_weight(-1)
     for call in (optimizer.consolidate_state_dict, optimizer.rebind, lambda: optimizer.averaged(model),
                  lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})):  # fmt: skip

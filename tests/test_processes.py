@@ -656,7 +656,7 @@ def test_groups_and_arguments_that_cannot_work_are_refused(ranks):
         assert "rank 1 has 8 parameters" in errors["differ"]
         assert "lr must be a number >= 0, got -1.0" in errors["lr"]
         assert "hook" in errors["twice"]
-        assert "none of the model's parameters" in errors["not its parameters"]
+        assert "holds none of the 9 parameters of this DistributedDataParallel" in errors["not its parameters"]
     assert "rank 1 of the world is not a member" in ranks[1]["groups"]["errors"]["foreign"]
     assert "the model averages over ranks [0, 1], the optimizer over [0]" in ranks[0]["groups"]["errors"]["other ranks"]
 
