@@ -15,6 +15,7 @@ import torch.distributed as dist
 from oracle import compress
 from oracle_gossip import CompressedRingOracle, NoLoCoOracle, RingOracle, around
 from oracle_streaming import GossipStreamingOracle
+from streams import STREAMS
 from torch import Tensor, nn
 from worlds import (
     Toy,
@@ -171,13 +172,6 @@ def test_over_mpi():
 
 # streamed -------------------------------------------------------------------------------------------------------------
 
-STREAMS = {
-    "waits": (2, 0, "mix", 0.0, Streaming(2, 0)),
-    "one": (1, 2, "corrected", 0.0, Streaming(1, 2)),
-    "mix": (2, 1, "mix", 0.5, Streaming(2, merge="mix")),
-    "mix all": (3, 3, "mix", 0.25, Streaming(3, 3, "mix", 0.25)),  # two in flight at once
-    "corrected": (3, 2, "corrected", 0.0, Streaming(3, 2)),
-}
 every_stream = pytest.mark.parametrize("stream", STREAMS)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle_streaming import StreamingOracle
 from oracle_top_k import encode
+from streams import STREAMS
 from torch import Tensor, nn
 from worlds import (
     Toy,
@@ -49,15 +50,8 @@ OUTER = {
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
 SIZES = [(3, 7), (), (40,), (0, 2), (2, 5)]
-STREAMS = {
-    "waits": (2, 0, "mix", 0.0, Streaming(2, 0)),
-    "one": (1, 2, "corrected", 0.0, Streaming(1, 2)),
-    "mix": (2, 1, "mix", 0.5, Streaming(2, merge="mix")),
-    "mix all": (3, 3, "mix", 0.25, Streaming(3, 3, "mix", 0.25)),  # two in flight at once
-    "corrected": (3, 2, "corrected", 0.0, Streaming(3, 2)),
-    "eager": (2, None, "eager", 0.0, Streaming(2, merge="eager")),
-}
-EVERY_STREAM = pytest.mark.parametrize("stream", STREAMS)
+EVERY_WAY = {**STREAMS, "eager": (2, None, "eager", 0.0, Streaming(2, merge="eager"))}
+EVERY_STREAM = pytest.mark.parametrize("stream", EVERY_WAY)
 LATE = [Streaming(3, 2), Streaming(3, 4, "mix"), Streaming(2, merge="eager")]
 EVERY_LATE = pytest.mark.parametrize("streaming", LATE, ids=["corrected", "mix", "eager"])
 
@@ -80,7 +74,7 @@ def lr_of(step: int) -> float:
 
 
 def compare_with_oracle(world_size, method, stream, block=0, steps=12, ends=()):
-    fragments, delay, merge, alpha, streaming = STREAMS[stream]
+    fragments, delay, merge, alpha, streaming = EVERY_WAY[stream]
     ours, arguments = OUTER[method]
     period, params = 5, some_params(SIZES)
     settings = {"lr": 1.0, "period": period, "betas": (0.9, 0.99), "weight_decay": 0.1, **arguments}

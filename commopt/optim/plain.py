@@ -13,6 +13,7 @@ from commopt.bucket import buffer_dtype
 from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
+from commopt.optim.saving import check_shape
 from commopt.optim.torch_options import OF_LAMB, check_torch_options
 from commopt.sharding import is_sharded
 
@@ -139,11 +140,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
             for key in MOMENTS:
                 value = given["state"].get(i, {}).get(key)
-                if isinstance(value, Tensor) and value.shape != p.shape:
-                    raise ValueError(
-                        f"parameter {i}: {key} in the loaded state has shape {tuple(value.shape)}, but the parameter "
-                        f"{tuple(p.shape)}: it is of another model"
-                    )
+                if isinstance(value, Tensor):
+                    check_shape(i, key, value, p.shape, p)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -84,14 +84,14 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
     for i, p in zip(ids, params):
         for name, shape in own.get(id(p), {}).items():
             if isinstance(value := part.get(i, {}).get(name), Tensor):
-                _check_shape(i, name, value, shape, p)
+                check_shape(i, name, value, shape, p)
         for name, mine in state.get(id(p), {}).items():
             value = given["state"].get(i, {}).get(name)
             if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
                 continue
             if isinstance(value, OwnTensor):
                 continue
-            _check_shape(i, name, value, mine.shape, p)
+            check_shape(i, name, value, mine.shape, p)
             if not cut_alike(value, p):
                 raise ValueError(
                     f"parameter {i}: {name} in the loaded state is cut over ranks, and the parameter not like it: "
@@ -107,7 +107,8 @@ def _own_shapes(bucket: StateBucket, index: int) -> dict[str, torch.Size]:
     }
 
 
-def _check_shape(i: Any, name: str, value: Tensor, shape: torch.Size, p: Tensor) -> None:
+def check_shape(i: Any, name: str, value: Tensor, shape: torch.Size, p: Tensor) -> None:
+    """Raises ValueError unless ``value``, called ``name`` in the loaded state of parameter ``i``, has ``shape``."""
     if value.shape != shape:
         raise ValueError(
             f"parameter {i}: {name} in the loaded state has shape {tuple(value.shape)}, but the parameter "
