@@ -21,9 +21,9 @@ SIZES = (64, 48, 32)
 FROZEN = 10
 
 
-def make(backend, cls=OneBitAdam, **settings):
+def make(backend, cls=OneBitAdam, dtype=torch.float32, **settings):
     draw = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(n, generator=draw, dtype=torch.float64)) for n in SIZES]
+    params = [nn.Parameter(torch.randn(n, generator=draw, dtype=dtype)) for n in SIZES]
     stands = {"variance": VariancePolicy(4, FROZEN)} if cls is ZeroOneAdam else {"freeze_step": FROZEN}
     settings = {"betas": (0.9, 0.95), "lr": 1e-3, "thaw": "always", **stands, **settings}
     return params, cls([{"params": params[:1]}, {"params": params[1:]}], backend=backend, **settings)
@@ -34,9 +34,12 @@ def steps(params, optimizer, backend, which, grow=lambda t: 1.0, lr=lambda t: 1e
     for t in which:
         draw = torch.Generator().manual_seed(100 * t + backend.rank)
         for i, p in enumerate(params):
-            p.grad = None
-            size = grow(t) if i else 1.0
-            (p * size * torch.randn(p.shape, generator=draw, dtype=torch.float64)).sum().backward()
+            grad = torch.randn(p.shape, generator=draw, dtype=p.dtype) * (grow(t) if i else 1.0)
+            if optimizer.overlap:
+                p.grad = None
+                p.backward(grad)
+            else:
+                p.grad = grad
         for group in optimizer.param_groups:
             group["lr"] = lr(t)
         optimizer.step()
@@ -55,7 +58,7 @@ def what(optimizer):
 
 def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr():
     def run(backend):
-        params, optimizer = make(backend, max_grad_norm=0.5, eps=1e-3)
+        params, optimizer = make(backend, dtype=torch.float64, max_grad_norm=0.5, eps=1e-3)
         found = []
         steps(
             params, optimizer, backend, range(1, 31), lr=lambda t: 1e-3 * (FROZEN / t) ** 2,
@@ -91,7 +94,7 @@ def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr(
 
 def test_b_is_the_mean_log_of_the_mean_square_of_updates():
     def run(backend):
-        params, optimizer = make(backend, OneBitLamb, eps=1e-3, thaw="never")
+        params, optimizer = make(backend, OneBitLamb, torch.float64, eps=1e-3, thaw="never")
         found = {}
 
         def after(t):
@@ -137,7 +140,7 @@ def test_one_bit_lamb_goes_back_when_updates_become_too_long_though_lr_falls_as_
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
 def test_all_ranks_go_back_together_and_the_second_time_for_good(cls, caplog):
     def run(backend):
-        params, optimizer = make(backend, cls)
+        params, optimizer = make(backend, cls, torch.float64)
         history, before, raised = [], {}, []
 
         def after(t):
@@ -164,7 +167,7 @@ def test_all_ranks_go_back_together_and_the_second_time_for_good(cls, caplog):
         def twice(t):
             return blows_up(min(t, 40)) * blows_up(max(30, min(t, 170) - 120))
 
-        steps(params, optimizer, backend, range(1, 320), twice, after=after)
+        steps(params, optimizer, backend, range(1, 210), twice, after=after)
         assert any(raised)
         return history, [p.detach().clone() for p in params]
 
@@ -231,25 +234,36 @@ def test_what_auto_has_frozen_goes_back_but_for_never(caplog):
     assert stays == [[(60, 0)] * 2] * 2
 
 
-@pytest.mark.parametrize("half", [37, 38, 60, 110], ids=["frozen", "frozen, later", "gone back", "frozen again"])
-def test_a_resumed_run_goes_back_and_on_as_one_never_stopped(half):
-    def run(backend):
-        def grow(t):
-            return blows_up(min(t, 60))
+def stopped_and_never_stopped(begin, backend, stops, end):
+    """A run from ``begin()``, and one from what it has saved before each of the steps ``stops``: to the bit the same.
+    Returns what it came to."""
 
-        params, optimizer = make(backend)
-        steps(params, optimizer, backend, range(1, half), grow)
-        saved = through_a_file(optimizer.state_dict())
-        others, second = make(backend)
-        for p, q in zip(others, params):
-            p.data.copy_(q.data)
-        second.load_state_dict(saved)
-        for run_of in ((params, optimizer), (others, second)):
-            steps(*run_of, backend, range(half, 130), grow)
-        assert same_bits([*params], [*others])
-        assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict()))
-        assert optimizer.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-        return what(optimizer)
+    def grow(t):
+        return blows_up(min(t, 60))
+
+    def save(t):
+        if t + 1 in stops:
+            saved[t + 1] = through_a_file(optimizer.state_dict()), [p.detach().clone() for p in params]
+
+    saved, (params, optimizer) = {}, begin()
+    steps(params, optimizer, backend, range(1, end), grow, after=save)
+    for stop, (state, values) in saved.items():
+        others, second = begin()
+        for p, value in zip(others, values):
+            p.data.copy_(value)
+        second.load_state_dict(state)
+        steps(others, second, backend, range(stop, end), grow)
+        assert same_bits([*params], [*others]), stop
+        assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict())), stop
+        assert optimizer.state_dict()["param_groups"] == second.state_dict()["param_groups"], stop
+    return what(optimizer)
+
+
+def test_a_resumed_run_goes_back_and_on_as_one_never_stopped():
+    """Saved where it is frozen, soon after that, where it has gone back, and where it is frozen again."""
+
+    def run(backend):
+        return stopped_and_never_stopped(lambda: make(backend), backend, [37, 38, 60, 110], 120)
 
     first, second = on_threads(2, run)
     assert first == second
@@ -283,7 +297,7 @@ def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_unt
     T_v is counted from there. When it has ended again, so are the rounds."""
 
     def run(backend):
-        params, optimizer = make(backend, ZeroOneAdam, sync=sync, variance=VariancePolicy(4, FROZEN))
+        params, optimizer = make(backend, ZeroOneAdam, torch.float64, sync=sync, variance=VariancePolicy(4, FROZEN))
         kinds, raised = [optimizer.kind_of(optimizer.param_groups[0])], []
 
         def after(t):
@@ -299,7 +313,7 @@ def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_unt
                     raised.append(torch.isclose(v, state["exp_avg"].square(), rtol=1e-12).any())
                     assert not any(r.any() for r in optimizer.residuals[p].values())
 
-        steps(params, optimizer, backend, range(1, 320), lambda t: blows_up(min(t, 60)), after=after)
+        steps(params, optimizer, backend, range(1, 220), lambda t: blows_up(min(t, 60)), after=after)
         assert any(raised)
         return kinds, what(optimizer), [p.detach().clone() for p in params], optimizer.replicas_differ
 
@@ -308,41 +322,27 @@ def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_unt
     assert differ or same_bits(params, same)
     assert 30 < thawed <= 30 + 10 + 3 * sync.longest  # A grows by a half from one look to the next
     assert sync.synchronises(thawed - FROZEN), "at a round"
-    assert thawed < stood < 300
+    assert thawed < stood < 200
     policy = VariancePolicy(4, stood - thawed)
     expected = ["exact" if policy.refreshes(t - thawed) else "compressed" for t in range(thawed + 1, stood + 1)]
     assert kinds[thawed:stood] == expected
-    rounds = ["compressed" if sync.synchronises(t - stood) else "local" for t in range(stood + 1, 320)]
-    assert kinds[stood:319] == rounds
+    rounds = ["compressed" if sync.synchronises(t - stood) else "local" for t in range(stood + 1, 220)]
+    assert kinds[stood:219] == rounds
     assert caplog.text.count("all ranks refresh it again, in full precision") == 1
 
 
-@pytest.mark.parametrize("half", [37, 48, 110, 170])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_zero_one_adam_that_is_resumed_goes_back_and_on_as_one_never_stopped(half, overlap):
+def test_zero_one_adam_that_is_resumed_goes_back_and_on_as_one_never_stopped(overlap):
     def run(backend):
-        def grow(t):
-            return blows_up(min(t, 60))
-
         settings = {"sync": SyncPolicy(3), "overlap": overlap}
-        params, optimizer = make(backend, ZeroOneAdam, **settings)
-        steps(params, optimizer, backend, range(1, half), grow)
-        saved = through_a_file(optimizer.state_dict())
-        others, second = make(backend, ZeroOneAdam, **settings)
-        for p, q in zip(others, params):
-            p.data.copy_(q.data)
-        second.load_state_dict(saved)
-        for run_of in ((params, optimizer), (others, second)):
-            steps(*run_of, backend, range(half, 200), grow)
-        assert same_bits([*params], [*others])
-        assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(second.state_dict()))
-        assert optimizer.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-        return what(optimizer)
+        return stopped_and_never_stopped(
+            lambda: make(backend, ZeroOneAdam, **settings), backend, [37, 48, 110, 170], 190
+        )
 
     first, second = on_threads(2, run)
     assert first == second
     assert 30 < first[0][1] < 60
-    assert 60 < first[0][0] < 200, "and it stands again"
+    assert 60 < first[0][0] < 170, "and it stands again"
 
 
 def test_zero_one_adam_leaves_the_number_of_a_user_and_what_auto_has_stopped_goes_back(caplog):
@@ -413,13 +413,13 @@ def test_a_skipped_step_is_no_look():
 
 
 def test_frozen_at_step_one_the_digits_are_learnt_if_it_may_go_back(caplog):
-    """Else they are not (tests/digit_runs.py): by most of seven seeds, for one alone is lost on this processor and not
+    """Else they are not (tests/digit_runs.py): by most of five seeds, for one alone is lost on this processor and not
     on that one. A run with a warm-up of 60 steps comes to 0.12."""
     with caplog.at_level(logging.ERROR, "commopt"):
         never, always = (
             statistics.median(
                 learnt(of(commopt.OneBitAdam, freeze_step=1, thaw=when, **ADAM), 2e-2, seed=seed)[0]
-                for seed in range(7)
+                for seed in range(5)
             )
             for when in ("never", "always")
         )
