@@ -205,13 +205,13 @@ def test_a_mean_that_is_not_sound_leaves_what_is_owed():
             mean(mine, given.view(-1), None, dist.ReduceOp.SUM)
             return mine.clone()
 
-        assert mean.owed is not None
+        assert mean.residual is not None
         first = take()
         mean.end(sound=False)
-        nothing, nan = bool(mean.owed.read().any()), bool(group.trained[0].grad.isnan().all())
+        nothing, nan = bool(mean.residual.read().any()), bool(group.trained[0].grad.isnan().all())
         again, second = take(), take()
         mean.forget()
-        return first, again, second, nothing, nan, bool(mean.owed.read().any())
+        return first, again, second, nothing, nan, bool(mean.residual.read().any())
 
     for first, again, second, nothing, nan, after in on_threads(W, run):
         assert torch.equal(first, again)

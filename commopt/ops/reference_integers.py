@@ -225,9 +225,9 @@ def int_compress_momentum(
     x = torch.empty_like(m)
     momentum(m, grads, offsets, beta, alpha, x)
     cut = slice(start, stop)
-    rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    rows, residual, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
     mask = mask_of_columns(live, start, stop)
-    int_compress_with_feedback(rows, owed, after, wire, bits, block, stochastic, rotated, seed, mask)
+    int_compress_with_feedback(rows, residual, after, wire, bits, block, stochastic, rotated, seed, mask)
 
 
 def int_reduce(
