@@ -47,7 +47,7 @@ class TopBlocks:
             raise ValueError(f"block must be an int >= 1, got {block!r}")
 
     def kept(self, n: int) -> int:
-        """How many blocks of ``n`` elements are sent."""
+        """Number of blocks that are sent of ``n`` elements."""
         blocks = n // self.block
         return min(blocks, max(1, round(self.density * blocks)))
 

@@ -46,8 +46,8 @@ sharded are not; their handles refer to their modules, and so are held by them, 
 
 
 class CompressedGradients:
-    """What :func:`compress_gradients` returns. It lives as long as the model does, or, where that was not wrapped by
-    DistributedDataParallel, any module of it with trained parameters, or until :meth:`remove`.
+    """Handle that :func:`compress_gradients` returns. It lives as long as the model does, or, where that was not
+    wrapped by DistributedDataParallel, any module of it with trained parameters, or until :meth:`remove`.
 
     Attributes:
         compressor: of the gradients.
@@ -73,7 +73,7 @@ class CompressedGradients:
 
     @property
     def nodes(self) -> int:
-        """What :func:`commopt.optim.join_state_dict` wants as ``nodes`` for this handle."""
+        """The ``nodes`` that :func:`commopt.optim.join_state_dict` wants for this handle."""
         return nodes_of(self.mean, self._sharded)
 
     def comm_stats(self) -> dict[str, Any]:

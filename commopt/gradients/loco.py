@@ -88,7 +88,7 @@ class LoCoRows(Rows):
         return Feedback(self._decoded(bucket), self._residuals[id(bucket)].server, double_buffered=True)
 
     def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
-        """What is lost is made small at once: no other bucket waits for the memory."""
+        """Encode what is lost at once, in 8 bits: no other bucket waits for the memory."""
         residuals, beta = self._residuals[id(bucket)], self.loco.beta
         average = feedback.next_worker.lerp_(feedback.worker, beta)
         for at, values in spared[0]:

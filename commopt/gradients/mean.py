@@ -202,7 +202,7 @@ class GradientMean:
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def averages(self, p: Tensor) -> bool:
-        """Whether it takes the mean of the gradients of ``p`` here."""
+        """True if it takes the mean of the gradients of ``p`` here."""
         return id(p) in self._bucket_of
 
     def forget(self) -> None:
@@ -277,7 +277,7 @@ class GradientMean:
         return Received(bucket, torch.isfinite(ops.square_sum([mean])), write, commit)
 
     def _written(self, received: Received) -> list[Tensor]:
-        """Where the gradients were, with their mean; the gradients of those that had none here are new."""
+        """The tensors in which the gradients were, with their mean now; new ones for parameters that had none here."""
         bucket, here = received.bucket, self._gradients
         outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
         received.write(outs)
@@ -299,7 +299,7 @@ def why_unknown(params: Sequence[Tensor]) -> str:
 
 
 def _in_range(outs: Sequence[Tensor]) -> bool:
-    """Whether all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
+    """True if all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
     what is sent."""
     halves = [out for out in outs if out.dtype == torch.float16 and out.numel()]
     return not halves or bool(torch.stack(torch._foreach_norm(halves, math.inf)).isfinite().all())

@@ -1,4 +1,4 @@
-"""How the mean of a bucket is taken: what all ways have in common."""
+"""Ways to take the mean of a bucket: what all have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
 OfGradients = Compressor | LowRank | TopBlocks
-"""What :func:`commopt.compress_gradients` takes to compress with."""
+"""Compressors that :func:`commopt.compress_gradients` takes."""
 
 Brought = Sequence[tuple[Tensor, int]]
 """Gradients of this rank, each with where it starts in a flat buffer, ascending."""
@@ -69,7 +69,7 @@ class Method(Protocol):
         """The residuals of this rank, by the number of the parameter, as copies."""
 
     def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
-        """Where in whole parameters that lies: see :mod:`commopt.optim.places`."""
+        """Places of the residuals in whole parameters: see :mod:`commopt.optim.places`."""
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         """State that is the same on all ranks, by the number of the parameter, as copies."""
@@ -91,7 +91,7 @@ class Part(Protocol):
 
     @property
     def sound(self) -> Tensor | None:
-        """Whether the means taken since the last end are finite, on this rank; 0-d bool, None if there are none."""
+        """True if the means taken since the last end are finite, on this rank; 0-d bool, None if there are none."""
 
     def end(self, sound: bool) -> None:
         """Ends the means taken: residuals are those after them if all were ``sound``, else what they were.

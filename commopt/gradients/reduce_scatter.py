@@ -47,7 +47,7 @@ class GroupResidual(Protocol):
         """Forgets what was noted."""
 
     def state(self) -> dict[str, Any]:
-        """What tells it to the bit, beside its values; copies."""
+        """State that tells it to the bit, beside its values; copies."""
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
         """Makes it ``values``, (M, columns); to the bit, if there is ``state``."""

@@ -23,7 +23,7 @@ GROUPS = "groups"
 
 
 class ShardedDoor:
-    """What FSDP exchanges among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
+    """Exchanges of FSDP among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
 
     Args:
         model: all of it.
@@ -188,7 +188,7 @@ class ShardedDoor:
         return left_out
 
     def _all(self, yes: bool) -> bool:
-        """Whether all ranks say yes."""
+        """True if all ranks say yes."""
         row = torch.tensor([yes], dtype=torch.uint8, device=message_device(self._topology.world))
         return bool(gather_rows(self._topology.world, row, "whose weights were loaded").all())
 

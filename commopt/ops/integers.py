@@ -51,7 +51,7 @@ _ops = torch.ops.commopt
 E4M3, E5M2 = 43, 52
 """Floats of 8 bits, by their bits of exponent and of mantissa."""
 LARGEST_CODE = {8: 127.0, 4: 7.0, 2: 1.5, E4M3: 448.0, E5M2: 57344.0}
-"""What the largest code stands for, by ``bits``: that many scales."""
+"""Value of the largest code, by ``bits``: that many scales."""
 LARGEST_BLOCK = 8192
 """Elements of the largest block: what one team of threads of a GPU does in one pass."""
 

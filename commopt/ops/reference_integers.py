@@ -118,7 +118,7 @@ def _float_codes(t: Tensor, hashes: Tensor | None, kind: int) -> Tensor:
 
 
 def _floats(codes: Tensor, kind: int) -> Tensor:
-    """What codes, 0 to 255, stand for, as float32. (torch's own cast takes long on a CPU, and knows inf and NaN, of
+    """Values of codes, 0 to 255, as float32. (torch's own cast takes long on a CPU, and knows inf and NaN, of
     which there are no codes here.)"""
     mantissa, bias = kind % 10, 7 if kind == E4M3 else 15
     digits = codes & 0x7F

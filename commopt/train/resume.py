@@ -157,7 +157,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _same_ranks(world: World, shared: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
-    """Whether the ranks are those that have saved it."""
+    """True if the ranks are those that have saved it."""
     if world.mesh is None:
         return len(parts) == world.size
     return shared["mesh"] == list(world.mesh.shape)
@@ -228,7 +228,7 @@ def _apply(
 
 
 def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """Loads residuals of compressed gradients: this rank's own; on other ranks, nodes or meshes, its share of all."""
+    """Load residuals of compressed gradients: this rank's own; on other ranks, nodes or meshes, its share of all."""
     gradients, world = getattr(trainer.engine, "gradients", None), trainer.world
     states = [part["gradients"] for part in parts if "gradients" in part]
     if gradients is None or not states:
