@@ -249,8 +249,8 @@ def _of_piece(shape: torch.Size, dim: int, size: int) -> torch.Size:
 def _exchange(
     parts: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
 ) -> tuple[Tensor, ...]:
-    """Elements that every rank sends this one, by rank, flat. ``sent``, ``received``: their numbers by rank, of bfloat16
-    as in ``like``."""
+    """Elements that every rank sends this one, by rank, flat, of bfloat16 as ``like``. ``sent``, ``received``: their
+    numbers by rank."""
     flat = torch.cat([like.new_empty(0), *(part.reshape(-1) for part in parts)])  # who owns nothing sends nothing
     out = flat.new_empty(sum(received))
     dist.all_to_all_single(  # as bytes: not every backend has bfloat16
