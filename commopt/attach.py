@@ -223,8 +223,8 @@ class _BeforeStep:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """What frameworks have wrapped, that is the optimizer of commopt where there is one inside; also where the class of
-    the wrapper is derived from the optimizer's, as Lightning's and Fabric's are."""
+    """The optimizer that frameworks have wrapped, that is the one of commopt where there is one inside; also where the
+    class of the wrapper is derived from the optimizer's, as Lightning's and Fabric's are."""
     while hasattr(optimizer, "optimizer") and (not isinstance(optimizer, Ours) or "_optimizer" in vars(optimizer)):
         optimizer = optimizer.optimizer
     return optimizer
@@ -302,7 +302,7 @@ _LEAVE_OUT = (
 
 
 def _whose_hook(model: DistributedDataParallel, optimizer: Ours) -> str:
-    """What to do about the communication hook that ``model`` has: it takes one."""
+    """Advice about the communication hook that ``model`` has: it takes one."""
     if not model._comm_hooks:
         return f"it has a communication hook of its own, one of those built in; {_LEAVE_OUT}"
     hook, state = model._comm_hooks[0]
@@ -323,8 +323,8 @@ def _free(model: DistributedDataParallel) -> list[Attachment]:
 
 
 def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
-    """What attaches ``optimizer``, at its first step, to the one model that averages its gradients; or why it cannot
-    be."""
+    """The function that attaches ``optimizer``, at its first step, to the one model that averages its gradients; or why
+    it cannot be."""
     models = ddp_models_around(optimizer.params)
     if not models or not isinstance(optimizer, Ours):
         return None

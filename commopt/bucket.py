@@ -160,7 +160,7 @@ class Bucket:
         return out
 
     def start_of(self, i: int, rank: int, chunk: Tensor) -> int:
-        """Where in parameter ``i``, in elements, ``rank``'s shard of it starts, if shards are as long as ``chunk``."""
+        """Start of ``rank``'s shard in parameter ``i``, in elements, if shards are as long as ``chunk``."""
         return min(max(rank * chunk.numel() - self.offsets[i], 0), self.shapes[i].numel())
 
     def describe(self) -> str:

@@ -112,7 +112,7 @@ def give_back(taken: Sequence[TakenReplicas]) -> None:
 
 
 def has_replicas(model: nn.Module) -> bool:
-    """Whether FSDP2 averages gradients of ``model`` over replicas."""
+    """True if FSDP2 averages gradients of ``model`` over replicas."""
     return any(map(averages_over_replicas, _groups(model)))
 
 
@@ -131,7 +131,7 @@ def groups_in(module: Any) -> list[Any]:
 
 
 def averages_over_replicas(group: Any) -> bool:
-    """Whether FSDP cuts this group of its own over some ranks, and averages it over others."""
+    """True if FSDP cuts this group of its own over some ranks, and averages it over others."""
     return {"FSDPMeshInfo", "DDPMeshInfo"} <= {kind.__name__ for kind in type(group.mesh_info).__mro__}
 
 

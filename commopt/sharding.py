@@ -25,7 +25,7 @@ def is_sharded(t: Any) -> bool:
 
 
 def local(t: Tensor) -> Tensor:
-    """What this rank holds of ``t``: the same memory, without gradient; ``t`` itself if it is a plain tensor."""
+    """This rank's piece of ``t``: the same memory, without gradient; ``t`` itself if it is a plain tensor."""
     if not is_sharded(t):
         return t
     piece = t._local_tensor  # type: ignore[attr-defined]
@@ -39,18 +39,18 @@ def leave_dims(p: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def left_dims(p: Tensor) -> tuple[int, ...]:
-    """What :func:`leave_dims` has noted."""
+    """Dimensions that :func:`leave_dims` has noted."""
     return getattr(p, "_commopt_left_dims", ())
 
 
 def covers(p: Tensor, mesh: Any) -> bool:
-    """Whether ``p`` is on as many dimensions of ranks as ``mesh`` has, so that none is left to average it over; not
+    """True if ``p`` is on as many dimensions of ranks as ``mesh`` has, so that none is left to average it over; not
     where there is no mesh."""
     return mesh is not None and is_sharded(p) and p.device_mesh.ndim - len(left_dims(p)) == mesh.ndim  # type: ignore[attr-defined]
 
 
 def is_cut(p: Tensor) -> bool:
-    """Whether several ranks hold pieces of ``p``: the same on all of them, also on one that has all of it."""
+    """True if several ranks hold pieces of ``p``: the same on all of them, also on one that has all of it."""
     return is_sharded(p) and any(
         ranks > 1 and getattr(placement, "dim", None) is not None
         for ranks, placement in zip(p.device_mesh.shape, p.placements)  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def as_cut(whole: Tensor, p: Tensor) -> Tensor:
 
 
 def global_offset(p: Tensor) -> tuple[int, ...]:
-    """Where this rank's piece of ``p`` starts in it."""
+    """Start of this rank's piece of ``p`` in it."""
     if not is_sharded(p):
         return (0,) * p.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

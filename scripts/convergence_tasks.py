@@ -69,7 +69,7 @@ def blocks(ratio: float, block: int) -> dict[str, Any]:
 
 LOCAL = "each rank takes 4 steps on a quarter of the batch; Adam makes the noise of that as large as the signal"
 LATE = "what is not sent at once acts later; a lower lr does not help"
-SHORTER = "Adam's variance has what is owed in it, so that its steps are shorter; the digits want twice the lr"
+SHORTER = "Adam's variance has the residual in it, so that its steps are shorter; the digits want twice the lr"
 FASTER = "the digits want 2.5 times Lamb's lr here, and at that it is ahead of Lamb"
 NOISY = "a quarter of the momentum's direction is lost, and Adam's variance has that noise in it"
 RARELY = "4 of 256 elements a step: in 200 to 600 steps an element moves 3 to 10 times"

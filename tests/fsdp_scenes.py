@@ -261,14 +261,14 @@ def conserved(rank: int, world_size: int, compressor: Any, feedback: Any, nodes:
                     (0.0 if came[i] is None else came[i]) + g,
                 )
         stats[step] = handle.comm_stats()
-    owed: list[Any] = [0.0] * len(came)
+    residuals: list[Any] = [0.0] * len(came)
     trained = [i for i, p in enumerate(net.parameters()) if p.requires_grad]
     for i, entry in handle.state_dict()["residuals"]["state"].items():
         if isinstance(i, int):
             error = entry["worker_error"].clone()
             dist.all_reduce(error)
-            owed[trained[i]] = (error / world_size).view(exact.get_parameter(_names(exact)[trained[i]]).shape)
-    return {"came": came, "true": true, "owed": owed, "stats": stats[5], "fewer": stats[4]}
+            residuals[trained[i]] = (error / world_size).view(exact.get_parameter(_names(exact)[trained[i]]).shape)
+    return {"came": came, "true": true, "residuals": residuals, "stats": stats[5], "fewer": stats[4]}
 
 
 def _names(net: nn.Module) -> list[str]:
@@ -294,7 +294,7 @@ def not_finite(rank: int, world_size: int, feedback: Any, assign: bool = False) 
     if assign:
         net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
     backward(net, 1, rank)
-    before = owed_of(handle)
+    before = residuals_of(handle)
     net.zero_grad()
     spoils = net.block.out.register_forward_hook(lambda module, args, y: y.register_hook(_with_inf) and None)
     if rank != 1:
@@ -302,7 +302,7 @@ def not_finite(rank: int, world_size: int, feedback: Any, assign: bool = False) 
     backward(net, 3, rank)
     finite = [bool(local(p.grad).isfinite().all()) for p in net.parameters() if p.grad is not None and p.grad.numel()]
     pieces = [local(p.grad).numel() for p in net.parameters() if p.grad is not None]
-    after = owed_of(handle)
+    after = residuals_of(handle)
     spoils.remove()
     net.zero_grad()
     backward(net, 5, rank)
@@ -317,7 +317,7 @@ def _with_inf(gradient: Tensor) -> Tensor:
     return out
 
 
-def owed_of(handle: Any) -> dict[Any, Tensor]:
+def residuals_of(handle: Any) -> dict[Any, Tensor]:
     return residuals_in(handle.state_dict())
 
 
@@ -383,10 +383,10 @@ def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: b
     handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=mesh)
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
     handle.load_state_dict(joined)
-    return owed_of(handle)
+    return residuals_of(handle)
 
 
-def paid(net: nn.Module, rank: int) -> list[Tensor]:
+def folded(net: nn.Module, rank: int) -> list[Tensor]:
     """All that is owed to the means, of whole parameters: what comes out where nothing more goes in."""
     out = [torch.zeros(p.shape, dtype=p.dtype) for p in net.parameters()]
     for _ in range(6):
@@ -411,7 +411,7 @@ def saved_on_mesh(rank: int, world_size: int, shape: Any, *how: Any) -> tuple[di
     for step in range(4):
         backward(net, step, rank)
     state = handle.state_dict()
-    return state, paid(net, rank)
+    return state, folded(net, rank)
 
 
 def loaded_on_mesh(
@@ -423,7 +423,7 @@ def loaded_on_mesh(
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
     handle.load_state_dict(joined)
     state = handle.state_dict()
-    return paid(net, rank), state
+    return folded(net, rank), state
 
 
 def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
@@ -435,7 +435,7 @@ def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=on_nodes(world_size))
     handle.load_state_dict(saved_at(rank, world_size, False))
     logging.getLogger("commopt").removeHandler(watching)
-    return any(bool(owed.any()) for owed in owed_of(handle).values()), told
+    return any(bool(residuals.any()) for residuals in residuals_of(handle).values()), told
 
 
 def not_grouped(rank: int, world_size: int) -> dict[str, Any]:

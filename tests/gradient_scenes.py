@@ -138,7 +138,7 @@ def scaled(rank: int, world_size: int) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     moved, trace = [], []
     for step in range(5):
-        before, owed = bits(net), handle.state_dict()["residuals"]["state"]
+        before, residuals = bits(net), handle.state_dict()["residuals"]["state"]
         optimizer.zero_grad()
         loss = net(batch(step, rank), False).square().mean()
         scaler.scale(loss * (torch.inf if step == 2 and rank == 1 else 1.0)).backward()
@@ -146,7 +146,7 @@ def scaled(rank: int, world_size: int) -> dict[str, Any]:
         scaler.update()
         moved.append(not all(torch.equal(p, q) for p, q in zip(before, bits(net))))
         after = handle.state_dict()["residuals"]["state"]
-        trace.append(any(not torch.equal(after[i][n], owed[i][n]) for i in owed for n in owed[i]))
+        trace.append(any(not torch.equal(after[i][n], residuals[i][n]) for i in residuals for n in residuals[i]))
     return {"moved": moved, "trace": trace, "scale": scaler.get_scale(), "bits": bits(net)}
 
 
@@ -203,7 +203,7 @@ def sharded(rank: int, world_size: int) -> dict[str, Any]:
     other.load_state_dict(given[0])
     assert_same(other.state_dict()["residuals"], handle.state_dict()["residuals"])
 
-    owed = handle.state_dict()["residuals"]["state"]
+    residuals = handle.state_dict()["residuals"]["state"]
     optimizer.zero_grad()
     loss = net(images(5, rank)).square().mean()
     handle.mean.arrive, real = _spoiling(handle.mean.arrive, rank), handle.mean.arrive
@@ -211,7 +211,7 @@ def sharded(rank: int, world_size: int) -> dict[str, Any]:
     handle.mean.arrive = real
     out["finite"] = [bool(local(p.grad).isfinite().all()) for p in net.parameters() if local(p.grad).numel()]
     after = handle.state_dict()["residuals"]["state"]
-    out["trace"] = any(not torch.equal(after[i][n], owed[i][n]) for i in owed for n in owed[i])
+    out["trace"] = any(not torch.equal(after[i][n], residuals[i][n]) for i in residuals for n in residuals[i])
 
     nodes = init_device_mesh("cpu", (2, 2))
     whole = Plain()

@@ -194,14 +194,14 @@ def moved(rank: int, world_size: int) -> dict[str, Any]:
     for name, mesh in meshes.items():
         for kind, state in (("joined", joined), ("own", parts[rank])):
             handle = commopt.compress_gradients(net_on(mesh), Int8())
-            owed = [0.0]
+            total = [0.0]
 
-            def load(handle: Any = handle, state: Any = state, owed: list[float] = owed) -> None:
+            def load(handle: Any = handle, state: Any = state, total: list[float] = total) -> None:
                 handle.load_state_dict(state)
                 own = handle.state_dict()["residuals"]["state"]
-                owed[0] = sum(float(t.abs().sum()) for e in own.values() for t in e.values())
+                total[0] = sum(float(t.abs().sum()) for e in own.values() for t in e.values())
 
-            out[f"{name}, {kind}"] = error_of(load) or owed[0]
+            out[f"{name}, {kind}"] = error_of(load) or total[0]
             if (name, kind) == ("(1, 4)", "joined"):  # on one replica nothing stays: it is to come out, or to be saved
                 again: list[Any] = [None] * world_size
                 dist.all_gather_object(again, handle.state_dict())

@@ -133,14 +133,14 @@ def check_columns(
     grads, offsets = tensors_in(rows * width, sizes, [torch.float32, torch.bfloat16, torch.float16], rng)
     results = []
     for provider, place in ((run, device), (reference, "cpu")):
-        m_, owed, live_ = (None if t is None else t.to(place) for t in (m, error.clone(), live))
+        m_, residual, live_ = (None if t is None else t.to(place) for t in (m, error.clone(), live))
         wire = new_wire(rows, stop - start, bits, block).to(place)
-        rest = owed if in_place else torch.full_like(m_, 7.0)
+        rest = residual if in_place else torch.full_like(m_, 7.0)
         mine, outs = [g.to(place) for g in grads], [torch.full_like(g, 7.0).to(place) for g in grads]
-        provider.int_compress_momentum(m_, mine, offsets, 0.5, 0.25, owed, rest, wire, *coding, live_, start, stop)
+        provider.int_compress_momentum(m_, mine, offsets, 0.5, 0.25, residual, rest, wire, *coding, live_, start, stop)
         provider.int_decompress_to(wire, outs, offsets, rows * width, bits, block, rotated, live_, start, stop)
         assert same(m_, m)
-        assert in_place or same(owed, error)
+        assert in_place or same(residual, error)
         results.append((wire, rest, *outs))
     for mine, expected in zip(*results):
         assert same(mine, expected)

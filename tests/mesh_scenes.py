@@ -142,7 +142,7 @@ def lossy(name: str) -> dict[str, Any]:
     return {"compressor": Sign(16)} if name.startswith(("OneBit", "ZeroOne", "DiLoCo", "QSparse")) else {}
 
 
-def owed(optimizer: Any) -> dict[int, list[tuple[str, Any, Tensor]]]:
+def residuals(optimizer: Any) -> dict[int, list[tuple[str, Any, Tensor]]]:
     """What compression owes on this rank: by parameter, name, place and values."""
     names = ("worker_error", "server_error")
     state = optimizer.state_dict()["state"]
@@ -164,7 +164,7 @@ def saved(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         learn(net, optimizer, range(SAVED), rank)
         for flat in (False, True) if name in KINDS else (False,):
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{folder}/{name} {flat}")
-        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
+        out[name] = {"residuals": residuals(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         learn(net, optimizer, range(SAVED, LATER), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
     return out
@@ -194,7 +194,7 @@ def loaded(
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         set_model_state_dict(net, state["model"])
         set_optimizer_state_dict(net, optimizer, state["optim"], options=options)
-        out[name] = {"owed": owed(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
+        out[name] = {"residuals": residuals(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         if back:
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
             continue

@@ -113,9 +113,9 @@ class OneBitLambOracle:
         if self.scaling == "element":
             self.k = [[1 / (math.sqrt(b) + self.eps) for b in v] for v in self.v]
         self.f = [list(v) for v in self.v]
-        if self.lossy_warmup:  # what is owed is of the momentum, which is scaled from now on
+        if self.lossy_warmup:  # the residual is of the momentum, which is scaled from now on
             factors = self._flat(self.k)
-            self.worker = [[f * e for f, e in zip(factors, owed)] for owed in self.worker]
+            self.worker = [[f * e for f, e in zip(factors, residual)] for residual in self.worker]
             self.server = [f * e for f, e in zip(factors, self.server)]
 
     def _takes_part(self, here: list[int]) -> list[float]:

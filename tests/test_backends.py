@@ -222,7 +222,7 @@ def inputs(world: int, rank: int, step: int, n: int, dtype: torch.dtype) -> torc
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("compressor", [Sign(block=16), Sign(block=None, norm="l1"), Identity()], ids=repr)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_what_comes_out_plus_what_is_owed_is_what_went_in(world_size, compressor, dtype, tolerance):
+def test_what_comes_out_plus_the_residuals_is_what_went_in(world_size, compressor, dtype, tolerance):
     """Sum over steps of mean x = sum over steps of the result + mean worker error + server error; same bits
     everywhere."""
     n, steps = 64 * world_size, 25
@@ -240,12 +240,12 @@ def test_what_comes_out_plus_what_is_owed_is_what_went_in(world_size, compressor
     for results, _ in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results, ranks[0][0]))
     given = sum(inputs(world_size, r, s, n, dtype) for r in range(world_size) for s in range(steps)) / world_size
-    owed = sum(f.worker for _, f in ranks) / world_size + torch.cat([f.server for _, f in ranks])
-    torch.testing.assert_close(sum(ranks[0][0]) + owed, given, rtol=tolerance, atol=tolerance * steps)
+    residuals = sum(f.worker for _, f in ranks) / world_size + torch.cat([f.server for _, f in ranks])
+    torch.testing.assert_close(sum(ranks[0][0]) + residuals, given, rtol=tolerance, atol=tolerance * steps)
     if isinstance(compressor, Identity):
-        assert not owed.any()
+        assert not residuals.any()
     else:
-        assert owed.any()
+        assert residuals.any()
         row = ranks[0][0][-1][: n // world_size]
         if compressor.block is None:
             assert row.abs().unique().numel() == 1, "a row has one scale"

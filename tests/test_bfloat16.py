@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_definition(dtype, mask):
         assert rest[r * n : (r + 1) * n].tolist() == [a - b for a, b in zip(z, sent)]
 
 
-def test_a_mean_is_that_of_the_rows_and_what_is_owed():
+def test_a_mean_is_that_of_the_rows_and_the_residual():
     n, rng = 21, np.random.default_rng(6)
     error, after, sent = values("normal", (n,), rng).double(), torch.empty(n, dtype=F64), new_wire(1, n)[0]
     wires = torch.cat([new_wire(1, n) for _ in range(3)])
@@ -113,14 +113,14 @@ def check_native(
     grads, offsets = tensors_in(rows * n, sizes, [torch.float32, torch.bfloat16, torch.float16], rng)
     results = []
     for provider in (torch.ops.commopt, reference):
-        wire, own, owed = new_wire(rows, stop - start), new_wire(1, stop - start)[0], error.clone()
-        rest, outs = owed if in_place else torch.full_like(m, 7.0), [torch.full_like(g, 7.0) for g in grads]
+        wire, own, residual = new_wire(rows, stop - start), new_wire(1, stop - start)[0], error.clone()
+        rest, outs = residual if in_place else torch.full_like(m, 7.0), [torch.full_like(g, 7.0) for g in grads]
         left = rest[start:stop].clone()
-        provider.bf16_compress_momentum(m, grads, offsets, 0.5, 0.25, owed, rest, wire, live, start, stop)
+        provider.bf16_compress_momentum(m, grads, offsets, 0.5, 0.25, residual, rest, wire, live, start, stop)
         provider.bf16_decompress_to(wire, outs, offsets, rows * n, live, start, stop)
         bits = None if live is None else live[0, start // 8 : (stop + 7) // 8].clone()
         provider.bf16_reduce(wire, left, left, own, bits)
-        assert in_place or same(owed, error)
+        assert in_place or same(residual, error)
         sent = (wire.view(torch.bfloat16), own.view(torch.bfloat16)) if own.numel() else ()
         results.append((*sent, rest, left, *outs))
     for mine, expected in zip(*results):

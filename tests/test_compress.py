@@ -100,7 +100,7 @@ def test_sent_plus_new_error_is_input_plus_old_error(compressor, dtype, toleranc
 @every_case
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes)
-def test_feedback_is_compress_of_the_sum_and_a_dead_element_owes_nothing(compressor, shape):
+def test_feedback_is_compress_of_the_sum_and_a_dead_element_has_no_residual(compressor, shape):
     x, error, live = draw(*shape, torch.float32)
     alive = unpack_bits(live, x.shape[1])
     wire, sent, old = wire_for(compressor, x), torch.empty_like(x), error.clone()

@@ -246,8 +246,8 @@ def test_state_of_one_rank_has_no_residuals():
 def test_the_residuals_take_one_and_a_wth_of_a_buffer():
     def run(backend):
         optimizer = OneBitAdam([nn.Parameter(torch.zeros(4096))], backend=backend)
-        owed = optimizer.state_dict()["residuals"]["state"][0]
-        return owed["worker_error"].numel(), owed["server_error"].numel()
+        residuals = optimizer.state_dict()["residuals"]["state"][0]
+        return residuals["worker_error"].numel(), residuals["server_error"].numel()
 
     assert on_threads(4, run) == [(4096, 1024)] * 4
 

@@ -247,13 +247,13 @@ METHODS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("EF", "QSparse"))])
-def test_the_residual_norm_is_that_of_the_error_that_is_owed(method):
+def test_the_residual_norm_is_that_of_the_error(method):
     ours, theirs = METHODS[method]
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    oracle, owed = theirs(flat(start()), 2, **settings), []
+    oracle, residuals = theirs(flat(start()), 2, **settings), []
     for step in range(STEPS):
         oracle.step([flat(target(step, rank)) for rank in range(2)])
-        owed.append([sum(a * a for a in e) ** 0.5 for e in oracle.e])
+        residuals.append([sum(a * a for a in e) ** 0.5 for e in oracle.e])
 
     def run(backend):
         params = start()
@@ -265,8 +265,8 @@ def test_the_residual_norm_is_that_of_the_error_that_is_owed(method):
             norms.append(optimizer.comm_stats()["residual_norm"])
         return norms
 
-    assert min(owed[-1]) > 0.1
-    assert_same(list(zip(*on_threads(2, run))), owed)
+    assert min(residuals[-1]) > 0.1
+    assert_same(list(zip(*on_threads(2, run))), residuals)
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "heavy ball"), (4, "nesterov")])

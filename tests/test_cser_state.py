@@ -299,7 +299,7 @@ def test_no_gradient_here_is_zeros_and_no_gradient_anywhere_is_no_update(variant
             mean = model.weight.detach().clone()
         optimizer.step()
         with optimizer.averaged():
-            if variant != "qsparse":  # which pays now what it owes
+            if variant != "qsparse":  # which folds its residual in now
                 torch.testing.assert_close(model.weight.detach(), mean, rtol=1e-14, atol=1e-15)
         assert torch.equal(before, optimizer.state[model.weight]["momentum_buffer"])
         assert optimizer.state[model.weight]["step"] == count == 8
@@ -499,11 +499,11 @@ def test_synchronize_makes_all_models_the_mean_and_leaves_no_error(variant, dtyp
         train(model, optimizer, range(5), backend.rank, 2)
         with optimizer.averaged():
             mean = params_of(model)
-        owed = optimizer.comm_stats()["residual_norm"]
+        norm = optimizer.comm_stats()["residual_norm"]
         optimizer.synchronize()
         assert same_bits(mean, params_of(model))
-        if variant == "qsparse":  # what is kept apart from the models is still to be paid
-            assert optimizer.comm_stats()["residual_norm"] == owed > 0
+        if variant == "qsparse":  # what is kept apart from the models is still to be folded in
+            assert optimizer.comm_stats()["residual_norm"] == norm > 0
         elif variant != "blocks":
             assert optimizer.comm_stats()["residual_norm"] == 0
         train(model, optimizer, range(5, 6), backend.rank, 2)

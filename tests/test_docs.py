@@ -180,7 +180,7 @@ def test_the_lines_that_save_and_resume_do_so(tmp_path: Path, first_block: int) 
         assert all(same_bits(results[0], other) for other in results)
 
 
-def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
+def test_the_lines_that_save_residuals_do_so(tmp_path: Path) -> None:
     block = programs("saving.md")[4]
 
     def run(backend: ThreadBackend) -> None:
@@ -192,9 +192,9 @@ def test_the_lines_that_save_what_is_owed_do_so(tmp_path: Path) -> None:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(4), backend.rank, backend.world_size)
         both = SimpleNamespace(state_dict=handle.state_dict, load_state_dict=other.load_state_dict)
         exec(block, {"torch": torch, "folder": tmp_path, "rank": backend.rank, "handle": both})
-        owed = tensors_in(handle.state_dict()["residuals"])
-        assert same_bits(owed, tensors_in(other.state_dict()["residuals"]))
-        assert any(bool(x.any()) for x in owed)
+        residuals = tensors_in(handle.state_dict()["residuals"])
+        assert same_bits(residuals, tensors_in(other.state_dict()["residuals"]))
+        assert any(bool(x.any()) for x in residuals)
 
     on_threads(2, run)
 

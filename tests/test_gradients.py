@@ -35,7 +35,7 @@ def incomplete(step: int, rank: int) -> list[Tensor | None]:
     return [*grads[:-1], some_grads(SIZES, step, rank)[-1]]
 
 
-def owed(parts: Sequence[dict[str, Any]]) -> list[Tensor]:
+def residuals(parts: Sequence[dict[str, Any]]) -> list[Tensor]:
     """By parameter, what all ranks together owe: the mean of the workers', and what the servers do."""
     merged = join_state_dict(*split_all(parts), 0, len(parts) + 1)["residuals"]["state"]
     return [
@@ -181,7 +181,7 @@ def test_bytes_are_the_closed_form(compressor: Compressor, bucket_mb):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("compressor", [Sign(16), Sign(16, "l1"), Int8(16), Int4(16, rotate=True), Int2(16)], ids=repr)
-def test_what_came_out_plus_what_is_owed_is_what_went_in(world_size, compressor):
+def test_what_came_out_plus_the_residuals_is_what_went_in(world_size, compressor):
     """Also with gradients that some, or all, ranks lack: nothing is lost."""
 
     def run(backend: ThreadBackend) -> tuple[list[Tensor], dict[str, Any]]:
@@ -195,7 +195,7 @@ def test_what_came_out_plus_what_is_owed_is_what_went_in(world_size, compressor)
         return total, handle.state_dict()
 
     results = on_threads(world_size, run)
-    left = owed([state for _, state in results])
+    left = residuals([state for _, state in results])
     for i, size in enumerate(SIZES):
         went_in = torch.zeros(size, dtype=torch.float64)
         for step in range(12):
@@ -306,7 +306,7 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("old", "new"), [(old, new) for old in WAYS for new in WAYS if old != new])
-def test_what_one_way_owes_another_takes_or_says_that_it_does_not(old, new, world_size, caplog):
+def test_the_residuals_of_one_way_another_takes_or_says_that_it_does_not(old, new, world_size, caplog):
     def run(backend: ThreadBackend, name: str, states: Any = None) -> Any:
         compressor, feedback = WAYS[name]
         model = Toy()
@@ -333,18 +333,18 @@ def test_what_one_way_owes_another_takes_or_says_that_it_does_not(old, new, worl
     caplog.clear()
     after = on_threads(world_size, lambda backend: run(backend, new, before))
     said = [record for record in caplog.records if "residuals in the loaded state" in record.getMessage()]
-    owes, owed_then = whole(after), whole(before)
-    assert bool(owed_then) == (old != "none")
+    residuals, residuals_then = whole(after), whole(before)
+    assert bool(residuals_then) == (old != "none")
     if said:
         assert world_size == 2 or new == "none"
     elif new != "averaged":  # which rounds it
-        assert owes.keys() == owed_then.keys()
-        for i, t in owes.items():
-            torch.testing.assert_close(t, owed_then[i], rtol=1e-5, atol=1e-6)
+        assert residuals.keys() == residuals_then.keys()
+        for i, t in residuals.items():
+            torch.testing.assert_close(t, residuals_then[i], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
-def test_another_number_of_ranks_owes_the_same(after):
+def test_another_number_of_ranks_has_the_same_residuals(after):
     """From a file of each rank, or one that has all of theirs."""
 
     def before(backend: ThreadBackend) -> dict[str, Any]:
@@ -378,11 +378,11 @@ def test_another_number_of_ranks_owes_the_same(after):
         return model.take(), kept
 
     results = on_threads(after, again)
-    if after == 1:  # one rank alone compresses nothing: what was owed comes out at once
-        for g, left in zip(results[0][0], owed(states)):
+    if after == 1:  # one rank alone compresses nothing: residuals come out at once
+        for g, left in zip(results[0][0], residuals(states)):
             torch.testing.assert_close(g.reshape(-1)[: left.numel()], left, rtol=0, atol=1e-12)
         return
-    for mine, theirs in zip(owed([kept for _, kept in results]), owed(states)):
+    for mine, theirs in zip(residuals([kept for _, kept in results]), residuals(states)):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
@@ -673,7 +673,7 @@ def test_what_loco_is_not_given():
             commopt.compress_gradients(Given(), compressor, backend=LocalBackend(), feedback=feedback)
 
 
-def test_under_loco_what_is_owed_to_an_absent_parameter_stays():
+def test_under_loco_the_residual_of_an_absent_parameter_stays():
     def run(backend: ThreadBackend) -> None:
         sizes = [(128,), (128,)]  # whole blocks of what it is kept in
         model = Given(sizes)

@@ -110,19 +110,19 @@ def test_on_two_levels(pool):
         assert not any(found["finite"])
 
 
-def test_on_two_levels_what_is_owed_is_what_is_missing(pool):
+def test_on_two_levels_the_residuals_are_what_is_missing(pool):
     """Full precision inside, and feedback between."""
     for found in pool.over_gloo(4, fsdp_scenes.conserved, Int4(block=8), True, True):
-        for came, owed, true in zip(found["came"], found["owed"], found["true"]):
-            assert not isinstance(true, torch.Tensor) or torch.allclose(came + owed, true, rtol=0, atol=1e-12)
+        for came, residuals, true in zip(found["came"], found["residuals"], found["true"]):
+            assert not isinstance(true, torch.Tensor) or torch.allclose(came + residuals, true, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("compressor", fsdp_scenes.COMPRESSORS, ids=repr)
-def test_what_came_out_and_what_is_owed_is_what_went_in(pool, compressor):
+def test_what_came_out_and_the_residuals_is_what_went_in(pool, compressor):
     """Also of a parameter that has a gradient now and then, and of uneven pieces; and the bytes."""
     for found in pool.over_gloo(3, fsdp_scenes.conserved, compressor, True):
-        for came, owed, true in zip(found["came"], found["owed"], found["true"]):
-            assert not isinstance(true, torch.Tensor) or torch.allclose(came + owed, true, rtol=0, atol=1e-12)
+        for came, residuals, true in zip(found["came"], found["residuals"], found["true"]):
+            assert not isinstance(true, torch.Tensor) or torch.allclose(came + residuals, true, rtol=0, atol=1e-12)
         rows = {True: (3 * 8 + 3, 14 * 7 + 14 + 3 * 40 + 3 + 7), False: (27, 14 * 7 + 14 + 3 * 40 + 3)}
         for stats, too in ((found["stats"], True), (found["fewer"], False)):
             expected = sum(2 * compressor.nbytes(n, torch.float64) for n in rows[too]) + 2  # and whether all is finite
@@ -160,7 +160,7 @@ def test_a_run_on_two_levels_that_was_stopped_continues_to_the_bit(pool, feedbac
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(False, False), (True, False), (False, True)], ids=str)
-def test_another_world_owes_the_same_together(pool, saved, loaded):
+def test_another_world_has_the_same_residuals_together(pool, saved, loaded):
     """Its ranks alike, or as nodes."""
     states = pool.over_gloo(3 if loaded else 4, fsdp_scenes.saved_at, saved)
     there = [fsdp_scenes.residuals_in(state) for state in states]
@@ -181,15 +181,15 @@ def test_another_world_owes_the_same_together(pool, saved, loaded):
     ],
     ids=repr,
 )
-def test_any_mesh_owes_what_another_did(pool, saved, loaded, compressor):
+def test_any_mesh_has_the_residuals_that_another_had(pool, saved, loaded, compressor):
     """(replicas, shards); None: cut over all ranks, by FSDP2's reduce-scatters."""
     ranks = pool.over_gloo(4 if saved is None else math.prod(saved), fsdp_scenes.saved_on_mesh, saved, compressor)
-    states, owed = [state for state, _ in ranks], ranks[0][1]
-    assert any(each.any() for each in owed)
+    states, residuals = [state for state, _ in ranks], ranks[0][1]
+    assert any(each.any() for each in residuals)
     for shape in loaded:
         world_size = 4 if shape is None else math.prod(shape)
         for there, _ in pool.over_gloo(world_size, fsdp_scenes.loaded_on_mesh, states, shape, compressor):
-            for mine, theirs in zip(there, owed):
+            for mine, theirs in zip(there, residuals):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
@@ -209,8 +209,8 @@ def test_what_does_not_come_out_at_once_lies_where_it_did(pool, compressor, feed
 
 
 def test_the_same_ranks_otherwise_grouped_begin_again(pool):
-    for owes, told in pool.over_gloo(4, fsdp_scenes.regrouped):
-        assert not owes
+    for residuals, told in pool.over_gloo(4, fsdp_scenes.regrouped):
+        assert not residuals
         assert "they start again from 0" in told[-1]
 
 

@@ -133,7 +133,7 @@ def test_it_is_the_algorithm_on_plain_lists(method, world_size):
 
 
 @both
-def test_what_came_out_plus_what_is_owed_is_what_went_in(method):
+def test_what_came_out_plus_the_residuals_is_what_went_in(method):
     """Also where a matrix has no gradient on one rank, or on none: then nothing of it is sent."""
 
     def brought(step: int, rank: int) -> list[Tensor | None]:
@@ -359,7 +359,7 @@ def test_a_resumed_run_is_the_one_never_stopped(method, half):
 
 @both
 @pytest.mark.parametrize("after", [1, 2, 4])
-def test_another_number_of_ranks_owes_the_same(method, after):
+def test_another_number_of_ranks_has_the_same_residuals(method, after):
     def before(backend: ThreadBackend) -> dict[str, Any]:
         model = Given(SIZES)
         handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
@@ -379,12 +379,12 @@ def test_another_number_of_ranks_owes_the_same(method, after):
 
     results = on_threads(after, again)
     for i in (0, 2):
-        owed = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 3
+        residuals = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 3
         if after == 1:
             now = results[0][0][i].flatten()  # one rank alone compresses nothing
         else:
             now = sum(kept[i]["worker_error"] for _, kept in results) / after
-        torch.testing.assert_close(now, owed, rtol=0, atol=1e-12)
+        torch.testing.assert_close(now, residuals, rtol=0, atol=1e-12)
 
 
 def test_what_is_not_allowed():
@@ -448,9 +448,9 @@ def test_of_ranks_in_nodes_other_ranks_and_nodes_owe_the_same(method, world_size
 
     kept = on_threads(world_size, again)
     for i in (0, 2):
-        owed = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 4
+        residuals = sum(state["residuals"]["state"][i]["worker_error"] for state in states) / 4
         now = sum(state[i]["worker_error"] for state in kept) / world_size
-        torch.testing.assert_close(now, owed, rtol=0, atol=1e-12)
+        torch.testing.assert_close(now, residuals, rtol=0, atol=1e-12)
         if world_size == 4:
             for mine, theirs in zip(kept, states):
                 assert torch.equal(mine[i]["worker_error"], theirs["residuals"]["state"][i]["worker_error"])

@@ -176,8 +176,8 @@ def test_residuals_keep_what_ranks_owe_when_they_become_more_or_fewer():
         (bucket,) = optimizer.buckets
         whole = torch.empty(bucket.padded, dtype=torch.float64)
         bucket.replicas.world.all_gather(whole.view(3, -1), bucket.feedback.server).wait()
-        owed = _residuals(optimizer, 5, False)
-        after = torch.cat([owed[p]["worker_error"].flatten() for p in bucket.params])
+        left = _residuals(optimizer, 5, False)
+        after = torch.cat([left[p]["worker_error"].flatten() for p in bucket.params])
         return bucket.feedback.worker[: bucket.numel], whole[: bucket.numel], after
 
     found = on_threads(3, run)

@@ -173,14 +173,14 @@ def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
 # saving ---------------------------------------------------------------------------------------------------------------
 
 
-def owes(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
+def residuals(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
     """By parameter, the mean over the replicas of what workers owe, plus what servers do."""
     out: dict[int, Tensor] = {}
-    for i in ranks[0][name]["owed"]:
+    for i in ranks[0][name]["residuals"]:
         for which in ("worker_error", "server_error"):
             rows: dict[tuple[int, ...], Tensor] = {}
             for rank in ranks:
-                for found, place, values in rank[name]["owed"][i]:
+                for found, place, values in rank[name]["residuals"][i]:
                     if found == which:
                         whole = rows.setdefault((place.row, place.rows), torch.zeros(place.shape, dtype=torch.float64))
                         at = 0
@@ -229,9 +229,9 @@ def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path,
     once = mesh_scenes.SAVED + 1
     back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat, "", mesh_scenes.KINDS, once)
     for name in mesh_scenes.KINDS:
-        before = owes(saved, name)
+        before = residuals(saved, name)
         for ranks in (there, back) if replicas > 1 else ():
-            after = owes(ranks, name)
+            after = residuals(ranks, name)
             assert before.keys() == after.keys()
             for i in before:
                 torch.testing.assert_close(after[i], before[i], rtol=1e-12, atol=1e-14)

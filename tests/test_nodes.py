@@ -310,8 +310,8 @@ def sent(backend: Any, numel: int, freeze_step: int) -> tuple[int, int, int, flo
     stats = optimizer.comm_stats()
     world = optimizer.topology.world_size
     leaving = stats["step"]["bytes"] - (world - 1) * AGREEMENT_BYTES
-    owed = sum(t.numel() for t in optimizer.residuals[x].values()) / numel
-    return leaving, stats["step"].get("intra_node", {"bytes": 0})["bytes"], stats["fp32_bytes"], owed
+    residuals = sum(t.numel() for t in optimizer.residuals[x].values()) / numel
+    return leaving, stats["step"].get("intra_node", {"bytes": 0})["bytes"], stats["fp32_bytes"], residuals
 
 
 @pytest.mark.parametrize(("nodes", "places"), [(2, 2), (2, 4), (3, 2)])
@@ -328,14 +328,14 @@ def test_what_leaves_a_node_is_divided_by_its_ranks(nodes, places, freeze_step):
     # of what a node's ranks send in a flat world, W - L of W - 1 rows go to other nodes
     flat_world = on_threads(world, lambda backend: sent(backend, numel, freeze_step))[0][0]
     crossing = places * flat_world * (world - places) / (world - 1)
-    for leaving, inside, fp32, owed in on_threads(
+    for leaving, inside, fp32, residuals in on_threads(
         world, lambda backend: sent(backend.nodes(places), numel, freeze_step)
     ):
         assert leaving * places == alone[0]
         assert leaving * places == crossing / places
         assert inside > 0
         assert fp32 * places == alone[2]
-        assert owed == 1 / places + 1 / world
+        assert residuals == 1 / places + 1 / world
 
 
 @pytest.mark.parametrize(("nodes", "places"), GRIDS)
@@ -385,7 +385,7 @@ def test_a_resumed_run_equals_one_never_stopped(overlap, bucket_mb):
 
 @pytest.mark.parametrize("old", [(2, 2), (3, 2), (4, None)])
 @pytest.mark.parametrize("new", [(2, 2), (2, 3), (4, None), (1, 2), (1, None)])
-def test_with_other_nodes_what_compression_owes_is_kept(old, new):
+def test_with_other_nodes_residuals_are_kept(old, new):
     """The mean over nodes of what workers owe, plus what servers owe, is the same before and after."""
     settings = {"lr": 1e-2, "freeze_step": 3, "compressor": Sign(block=16)}  # one bucket, which every place has part of
 
@@ -398,7 +398,7 @@ def test_with_other_nodes_what_compression_owes_is_kept(old, new):
         train(model, optimizer, range(8), backend.rank, backend.world_size)
         return model.state_dict(), *split_state_dict(optimizer.state_dict())
 
-    def owed(parts: list[tuple[int, dict[str, Tensor]]], nodes: int) -> Tensor:
+    def residuals(parts: list[tuple[int, dict[str, Tensor]]], nodes: int) -> Tensor:
         parts = [part for _, part in sorted(parts, key=lambda pair: pair[0])]
         places = [parts[i : i + nodes] for i in range(0, len(parts), nodes)]
         worker = torch.cat([torch.stack([p["worker_error"].flatten() for p in place]).mean(0) for place in places])
@@ -422,10 +422,10 @@ def test_with_other_nodes_what_compression_owes_is_kept(old, new):
     assert all(same_bits(loaded[0][2], params) for _, _, params in loaded)
     total = 0.0
     for i, entry in replicated["state"].items():
-        before = owed([(part["shard_index"], part["state"][i]) for part in rank_locals], old[0])
+        before = residuals([(part["shard_index"], part["state"][i]) for part in rank_locals], old[0])
         if new[0] > 1:
-            after = owed([(share, state[i]) for share, state, _ in loaded], new[0])
-        else:  # one node compresses nothing: what was owed is paid
+            after = residuals([(share, state[i]) for share, state, _ in loaded], new[0])
+        else:  # one node compresses nothing: residuals are folded in
             after = (loaded[0][1][i]["exp_avg"] - entry["exp_avg"]).flatten()
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-15)
         total += before.abs().sum().item()

@@ -152,8 +152,8 @@ def test_every_step_is_that_of_the_paper_on_lists(
             optimizer.step()
             history.append(flat(mine) + flat([optimizer.state[p]["exp_avg"] for p in mine]))
         residuals = [optimizer.residuals[p] for p in mine]
-        owed = flat([r["worker_error"] for r in residuals]), flat([r["server_error"] for r in residuals])
-        for ours, theirs in zip(owed, (oracle.worker[backend.rank], oracle.server[backend.rank])):
+        errors = flat([r["worker_error"] for r in residuals]), flat([r["server_error"] for r in residuals])
+        for ours, theirs in zip(errors, (oracle.worker[backend.rank], oracle.server[backend.rank])):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs[: len(ours)]), rtol=0, atol=atol)
         return history
 
@@ -602,7 +602,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors():
     assert on_threads(2, lambda b: run(b, 1)) == on_threads(2, lambda b: run(b, 500)) == [4, 4]
 
 
-def test_stats_tell_how_much_compression_owes():
+def test_stats_tell_the_norm_of_the_residual():
     def run(backend):
         model = Toy()
         optimizer = OneBitAdam(model.parameters(), freeze_step=2, backend=backend)
@@ -611,7 +611,7 @@ def test_stats_tell_how_much_compression_owes():
         assert before["residual_norm"] == 0
         train(model, optimizer, range(2, 6), backend.rank, 2)
         stats = optimizer.comm_stats()
-        errors = torch.cat([owed["worker_error"].flatten() for owed in optimizer.residuals.values()])
+        errors = torch.cat([residuals["worker_error"].flatten() for residuals in optimizer.residuals.values()])
         momenta = torch.cat([t.flatten() for t in state_of(optimizer, "exp_avg")])
         assert stats["residual_norm"] == pytest.approx(errors.norm().item(), rel=1e-5)
         assert stats["residual_norm"] > 0

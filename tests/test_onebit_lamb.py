@@ -394,19 +394,19 @@ def test_the_factor_moves_by_at_most_its_threshold_and_stays_within_its_bounds()
     on_threads(2, run)
 
 
-def test_a_second_warm_up_learns_new_scales_and_keeps_what_is_owed():
+def test_a_second_warm_up_learns_new_scales_and_keeps_the_residuals():
     def run(backend):
         model = Toy()
         optimizer = make(model, backend)
         train(model, optimizer, range(8), backend.rank, 2)
-        state, owed = optimizer.state[model.weight], optimizer.residuals[model.weight]["worker_error"].clone()
+        state, residuals = optimizer.state[model.weight], optimizer.residuals[model.weight]["worker_error"].clone()
         k = state["scaling_coeff"].item()
         state["factor"].fill_(3.0)
         optimizer.param_groups[0]["freeze_step"] = 11
         assert optimizer.phase == "warmup"
         train(model, optimizer, range(8, 11), backend.rank, 2)
         assert state["scaling_coeff"] == 0
-        assert torch.equal(optimizer.residuals[model.weight]["worker_error"], owed)
+        assert torch.equal(optimizer.residuals[model.weight]["worker_error"], residuals)
         v = state["exp_avg_sq"].clone()
         train(model, optimizer, range(11, 12), backend.rank, 2)
         assert state["scaling_coeff"].item() not in (0.0, k)
@@ -809,7 +809,7 @@ def test_a_resumed_run_equals_one_never_stopped(world_size, dtype, half, overlap
 
 
 @pytest.mark.parametrize(("old", "new"), [((2, 1), (3, 1)), ((3, 1), (1, 1)), ((2, 2), (3, 1)), ((2, 1), (2, 2))])
-def test_in_another_world_what_compression_owes_is_kept(old, new):
+def test_in_another_world_residuals_are_kept(old, new):
     """The mean of the worker residuals plus the server residuals, in the units of the momentum."""
 
     def save(backend):
@@ -828,11 +828,11 @@ def test_in_another_world_what_compression_owes_is_kept(old, new):
         optimizer = make(model, backend.nodes(new[1]), bucket_mb=3e-4)
         joined = join_state_dict(replicated, parts, backend.rank, size, new[0])
         optimizer.load_state_dict(joined)
-        owed = joined["residuals"]["state"]
-        if new[0] == 1:  # what was owed is paid
+        residuals = joined["residuals"]["state"]
+        if new[0] == 1:  # residuals are folded in
             for i, p in enumerate(model.parameters()):
-                if i in owed:
-                    total = owed[i]["worker_error"].view(p.shape) + owed[i]["server_error"].view(p.shape)
+                if i in residuals:
+                    total = residuals[i]["worker_error"].view(p.shape) + residuals[i]["server_error"].view(p.shape)
                     expected = replicated["state"][i]["exp_avg"] + total
                     torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-12, atol=1e-15)
         assert all(
@@ -840,14 +840,14 @@ def test_in_another_world_what_compression_owes_is_kept(old, new):
             for i, p in enumerate(model.parameters()) if i in replicated["state"] for key in OneBitLamb.scalars
         )  # fmt: skip
         train(model, optimizer, range(8, 12), backend.rank, size)
-        return params_of(model), sum(float(o["worker_error"].abs().sum()) for o in owed.values())
+        return params_of(model), sum(float(o["worker_error"].abs().sum()) for o in residuals.values())
 
     loaded = on_threads(size, load)
     assert all(same_bits(loaded[0][0], params) for params, _ in loaded)
-    assert all(owed > 0 for _, owed in loaded)
+    assert all(residuals > 0 for _, residuals in loaded)
 
 
-def test_what_is_sent_and_what_is_owed_add_up_over_a_run():
+def test_what_is_sent_and_the_residuals_add_up_over_a_run():
     """Sum of the communicated gradients + what is owed in the end = sum of all mean gradients, in float64.
 
     The momentum received is that formed from the last one, plus what was owed, minus what is owed now.
@@ -862,23 +862,23 @@ def test_what_is_sent_and_what_is_owed_add_up_over_a_run():
                 g = torch.Generator().manual_seed(100 * step + 10 * i + backend.rank)
                 p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64) * 100.0**i
             before = [optimizer.state[p]["exp_avg"].clone() for p in model]
-            owed = [{k: v.clone() for k, v in optimizer.residuals[p].items()} for p in model]
+            residuals = [{k: v.clone() for k, v in optimizer.residuals[p].items()} for p in model]
             optimizer.step()
             now = [{k: v.clone() for k, v in optimizer.residuals[p].items()} for p in model]
             after = [optimizer.state[p]["exp_avg"].clone() for p in model]
-            history.append((before, after, owed, now, [p.grad.clone() for p in model]))
+            history.append((before, after, residuals, now, [p.grad.clone() for p in model]))
         return history
 
     a, b = on_threads(2, run)
     for step in range(3, 12):
         for i in range(2):
             mean = 0.9 * a[step][0][i] + 0.1 * (a[step][4][i] + b[step][4][i]) / 2
-            owed, now = (
+            residuals, now = (
                 (a[step][when][i]["worker_error"] + b[step][when][i]["worker_error"]) / 2
                 + torch.cat([r[step][when][i]["server_error"] for r in (a, b)])
                 for when in (2, 3)
             )
-            torch.testing.assert_close(a[step][1][i] + now, mean + owed, rtol=1e-12, atol=1e-13 * 100**i)
+            torch.testing.assert_close(a[step][1][i] + now, mean + residuals, rtol=1e-12, atol=1e-13 * 100**i)
 
 
 def test_a_deep_copy_goes_on_as_the_original_would():

@@ -117,8 +117,8 @@ def test_every_step_is_that_of_the_loop_on_lists(
         if inside == 1:
             residuals = [optimizer.residuals[p] for p in mine]
             for name, right in (("worker_error", oracle.worker), ("server_error", oracle.server)):
-                owed = flat([r[name] for r in residuals])
-                assert max((abs(a - b) for a, b in zip(owed, right[backend.rank])), default=0) <= atol, name
+                errors = flat([r[name] for r in residuals])
+                assert max((abs(a - b) for a, b in zip(errors, right[backend.rank])), default=0) <= atol, name
 
     on_threads(world_size, run)
 
@@ -168,7 +168,7 @@ def test_replicas_are_bit_identical_after_every_step(world_size: int, dtype: tor
     assert not same_bits(rank_0[0], rank_0[-1])
 
 
-def test_the_momentum_is_lions_but_for_what_compression_owes() -> None:
+def test_the_momentum_is_lions_but_for_the_residuals() -> None:
     """However long the run, m stays where Lion's momentum on the same gradients is, and residuals are no larger than
     what is sent. Without residuals it is off by half of itself."""
     b1, b2 = 0.9, 0.99
@@ -256,15 +256,15 @@ def saved_by(world_size: int) -> Any:
     return ranks[0][0], ranks[0][1], [mine for _, _, mine in ranks]
 
 
-def test_at_other_world_sizes_what_is_owed_goes_on() -> None:
+def test_at_other_world_sizes_residuals_go_on() -> None:
     """One rank owes nobody: it takes what is left into its momentum, as the next c would have brought it there."""
     weights, replicated, parts = saved_by(2)
-    owed = {
+    residuals = {
         i: (parts[0]["state"][i]["worker_error"] + parts[1]["state"][i]["worker_error"]) / 2
         + torch.cat([part["state"][i]["server_error"] for part in parts]).view(entry["exp_avg"].shape)
         for i, entry in replicated["state"].items()
     }
-    assert any(bool(e.any()) for e in owed.values())
+    assert any(bool(e.any()) for e in residuals.values())
 
     def run(backend: Any) -> Any:
         joined = join_state_dict(replicated, parts, backend.rank, backend.world_size)
@@ -274,14 +274,14 @@ def test_at_other_world_sizes_what_is_owed_goes_on() -> None:
 
     ((state, _),) = on_threads(1, run)
     for i, entry in replicated["state"].items():
-        right = entry["exp_avg"] + (1 - 0.95) / (1 - 0.8) * owed[i]
+        right = entry["exp_avg"] + (1 - 0.95) / (1 - 0.8) * residuals[i]
         torch.testing.assert_close(state[i]["exp_avg"], right, rtol=0, atol=1e-14)
     ranks = on_threads(3, run)
     for i, entry in replicated["state"].items():
         assert torch.equal(ranks[0][0][i]["exp_avg"], entry["exp_avg"])
         workers = sum(mine[i]["worker_error"] for _, mine in ranks) / 3
-        servers = torch.cat([mine[i]["server_error"] for _, mine in ranks]).view(owed[i].shape)
-        torch.testing.assert_close(workers + servers, owed[i], rtol=0, atol=1e-14)
+        servers = torch.cat([mine[i]["server_error"] for _, mine in ranks]).view(residuals[i].shape)
+        torch.testing.assert_close(workers + servers, residuals[i], rtol=0, atol=1e-14)
 
 
 def test_residuals_that_are_missing_are_told_and_those_that_never_were_are_not(

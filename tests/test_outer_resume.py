@@ -89,10 +89,10 @@ def test_at_another_world_size_the_mean_of_what_is_each_ranks_own_is_kept(cls, o
         start = params_of(model)
         anchors = [optimizer.state[p]["anchor"].clone() for p in model.parameters() if p.requires_grad]
         moments = [t.clone() for t in all_tensors(optimizer.base.state_dict()["state"])]
-        owed = [t.clone() for t in all_tensors([list(e.values()) for e in optimizer.residuals.values()])]
+        residuals = [t.clone() for t in all_tensors([list(e.values()) for e in optimizer.residuals.values()])]
         train(model, optimizer, range(6, 8), backend.rank, new)
         assert not optimizer.replicas_differ
-        return start, moments, params_of(model), owed, anchors
+        return start, moments, params_of(model), residuals, anchors
 
     loaded = on_threads(new, load)
     mean = [torch.stack(group).mean(0) for group in zip(*(s[0] for s in saved))]
@@ -109,7 +109,7 @@ def test_at_another_world_size_the_mean_of_what_is_each_ranks_own_is_kept(cls, o
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 1)])
 @pytest.mark.parametrize("bucket_mb", [None, 3e-4])
 @pytest.mark.parametrize("cls", [DiLoCo, SparseLoCo])
-def test_at_another_world_size_what_compression_owes_is_kept(cls, old, new, bucket_mb):
+def test_at_another_world_size_residuals_are_kept(cls, old, new, bucket_mb):
     """anchor - (mean of worker residuals + server residuals) is the same before and after."""
 
     def worth(anchor, worker, server):
@@ -128,9 +128,9 @@ def test_at_another_world_size_what_compression_owes_is_kept(cls, old, new, buck
         model = Toy(torch.float64)
         optimizer = make(cls, model, backend, compressor=Sign(block=64), bucket_mb=bucket_mb)
         optimizer.load_state_dict(join_state_dict(saved[0][0], [p for _, p in saved], backend.rank, new))
-        owed = optimizer.residuals
+        residuals = optimizer.residuals
         state = optimizer.state
-        return {i: (state[p]["anchor"], owed.get(p)) for i, p in enumerate(model.parameters()) if p.requires_grad}
+        return {i: (state[p]["anchor"], residuals.get(p)) for i, p in enumerate(model.parameters()) if p.requires_grad}
 
     loaded = on_threads(new, load)
     total = 0.0
@@ -223,7 +223,7 @@ def test_moving_or_casting_the_model_between_synchronisations_moves_the_state(cl
         optimizer = make(cls, model, backend, compressor=Sign(block=64))
         train(model, optimizer, range(6), backend.rank, 2)
         before = all_tensors(optimizer.state_dict()["state"])
-        owed = all_tensors(optimizer.state_dict()["residuals"]["state"])
+        residuals = all_tensors(optimizer.state_dict()["residuals"]["state"])
         model.double()
         model.zero_grad()
         optimizer.step()
@@ -231,7 +231,8 @@ def test_moving_or_casting_the_model_between_synchronisations_moves_the_state(cl
         after = all_tensors(optimizer.state_dict()["state"])
         assert all(torch.equal(a.double(), b) for a, b in zip(before, after))
         assert all(
-            torch.equal(a.double(), b) for a, b in zip(owed, all_tensors(optimizer.state_dict()["residuals"]["state"]))
+            torch.equal(a.double(), b)
+            for a, b in zip(residuals, all_tensors(optimizer.state_dict()["residuals"]["state"]))
         )
         for entry in optimizer.base.state.values():
             entry.update({k: v.double() for k, v in entry.items() if k != "step"})

@@ -104,7 +104,7 @@ def test_a_row_is_cut_only_where_a_compressor_says_so():
 @every_case
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_what_comes_out_plus_what_is_owed_is_what_went_in(world_size, compressor, dtype, tolerance):
+def test_what_comes_out_plus_the_residuals_is_what_went_in(world_size, compressor, dtype, tolerance):
     """Sum over steps of mean x = sum over steps of the result + mean worker error + server error; same bits
     everywhere."""
     n, steps = 72 * world_size, 8
@@ -124,9 +124,9 @@ def test_what_comes_out_plus_what_is_owed_is_what_went_in(world_size, compressor
     for results, _ in ranks[1:]:
         assert all(bits_equal(a, b) for a, b in zip(results, ranks[0][0]))
     given = sum(inputs(r, s) for r in range(world_size) for s in range(steps)) / world_size
-    owed = sum(f.worker for _, f in ranks) / world_size + torch.cat([f.server for _, f in ranks])
-    torch.testing.assert_close(sum(ranks[0][0]) + owed, given, rtol=tolerance, atol=tolerance * steps)
-    assert owed.any()
+    residuals = sum(f.worker for _, f in ranks) / world_size + torch.cat([f.server for _, f in ranks])
+    torch.testing.assert_close(sum(ranks[0][0]) + residuals, given, rtol=tolerance, atol=tolerance * steps)
+    assert residuals.any()
 
 
 def model_of() -> nn.Sequential:

@@ -91,7 +91,7 @@ def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: An
     """By step and rank, the sum that it gets; on lists. Padding is no part of anything, but has a place on the wire."""
     columns = places()[-1].stop
     used = torch.cat([p.columns(torch.ones(p.shape.numel()), W) for p in places()], 1).bool().tolist()
-    owed = [[[0.0] * columns for _ in range(W)] for _ in range(W)]  # by rank and row
+    residuals = [[[0.0] * columns for _ in range(W)] for _ in range(W)]  # by rank and row
     out = []
     for step, present in enumerate(STEPS):
         at = [c for i in present for c in range(places()[i].start, places()[i].stop)]
@@ -105,7 +105,7 @@ def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: An
                 flat = [decoded(inside, row) for row in flat]
             mean = [sum(values) / len(peers) for values in zip(*flat)]
             for i, row in enumerate(rows):
-                e, before = owed[rank][row], list(owed[rank][row])
+                e, before = residuals[rank][row], list(residuals[rank][row])
                 local = mean[i * len(at) : (i + 1) * len(at)]
                 z = [g + (e[c] if used[row][c] else 0.0) for g, c in zip(local, at)]
                 sent = decoded(compressor, z)
@@ -116,10 +116,10 @@ def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: An
                     if isinstance(feedback, LoCo):
                         e[c] = feedback.beta * before[c] + (1 - feedback.beta) * lost
             if isinstance(feedback, LoCo):
-                kept = decoded(Int8(), [v for row in rows for v in owed[rank][row]])
+                kept = decoded(Int8(), [v for row in rows for v in residuals[rank][row]])
                 again = feedback.reset_every is not None and (step + 1) % feedback.reset_every == 0
                 for i, row in enumerate(rows):
-                    owed[rank][row] = [0.0] * columns if again else kept[i * columns : (i + 1) * columns]
+                    residuals[rank][row] = [0.0] * columns if again else kept[i * columns : (i + 1) * columns]
         out.append(sums)
     return out
 
@@ -191,7 +191,7 @@ def test_rows_are_gathered_in_the_order_of_ranks(grid):
         assert sent == 16 * max(node for node, _ in grid)
 
 
-def test_a_mean_that_is_not_sound_leaves_what_is_owed():
+def test_a_mean_that_is_not_sound_leaves_the_residual():
     """And gradients are NaN then; a second mean before the end goes on from the first."""
 
     def run(backend):
@@ -205,13 +205,13 @@ def test_a_mean_that_is_not_sound_leaves_what_is_owed():
             mean(mine, given.view(-1), None, dist.ReduceOp.SUM)
             return mine.clone()
 
-        assert mean.owed is not None
+        assert mean.residual is not None
         first = take()
         mean.end(sound=False)
-        nothing, nan = bool(mean.owed.read().any()), bool(group.trained[0].grad.isnan().all())
+        nothing, nan = bool(mean.residual.read().any()), bool(group.trained[0].grad.isnan().all())
         again, second = take(), take()
         mean.forget()
-        return first, again, second, nothing, nan, bool(mean.owed.read().any())
+        return first, again, second, nothing, nan, bool(mean.residual.read().any())
 
     for first, again, second, nothing, nan, after in on_threads(W, run):
         assert torch.equal(first, again)

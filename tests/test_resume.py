@@ -99,7 +99,7 @@ def test_a_saved_view_does_not_carry_its_whole_buffer():
 
 @pytest.mark.parametrize("old", [2, 3, 4])
 @pytest.mark.parametrize("new", [1, 2, 3, 4])
-def test_at_another_world_size_what_compression_owes_is_kept(old, new):
+def test_at_another_world_size_residuals_are_kept(old, new):
     """The mean of the worker residuals plus the server residuals is the same before and after (exact at old = new)."""
 
     def save(backend):
@@ -112,7 +112,7 @@ def test_at_another_world_size_what_compression_owes_is_kept(old, new):
     replicated, rank_locals = saved[0][1], [s[2] for s in saved]
     assert all(torch.equal(a, b) for a, b in zip(tensors_in(saved[0][1]), tensors_in(saved[1][1])))
 
-    def owed(parts, shape):
+    def residuals(parts, shape):
         worker = torch.stack([p["worker_error"] for p in parts]).mean(0)
         return worker + torch.cat([p["server_error"] for p in parts]).view(shape)
 
@@ -130,9 +130,9 @@ def test_at_another_world_size_what_compression_owes_is_kept(old, new):
     assert all(same_bits(loaded[0][1], params) for _, params in loaded)
     total = 0.0
     for i, entry in replicated["state"].items():
-        before = owed([part["state"][i] for part in rank_locals], entry["exp_avg"].shape)
+        before = residuals([part["state"][i] for part in rank_locals], entry["exp_avg"].shape)
         states = [state[i] for state, _ in loaded]
-        after = owed(states, entry["exp_avg"].shape) if new > 1 else states[0]["exp_avg"] - entry["exp_avg"]
+        after = residuals(states, entry["exp_avg"].shape) if new > 1 else states[0]["exp_avg"] - entry["exp_avg"]
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-15)
         total += before.abs().sum().item()
     assert total > 0

@@ -152,7 +152,7 @@ def test_with_nothing_lost_it_is_an_outer_step_without_momentum(world_size):
     assert on_threads(world_size, run) == [world_size == 1] * world_size  # some rows have a gradient on one rank only
 
 
-def test_what_is_sent_and_what_is_owed_is_what_there_was():
+def test_what_is_sent_and_the_residuals_is_what_there_was():
     """e_new = b e + D - s, on every rank; and x moves by the mean of what was sent."""
 
     def run(backend):
@@ -160,15 +160,15 @@ def test_what_is_sent_and_what_is_owed_is_what_there_was():
         p = nn.Parameter(torch.zeros(700, dtype=torch.float64))
         settings = {"lr": 1.0, "period": 1, "error_decay": 0.5, "outer_lr": 1.0}
         optimizer = SparseLoCo([p], torch.optim.SGD, backend=backend, **settings)
-        owed, moved = torch.zeros_like(p), []
+        residuals, moved = torch.zeros_like(p), []
         for _ in range(4):
             p.grad, before = torch.randn(700, generator=g, dtype=torch.float64), p.detach().clone()
             way = p.grad.clone()
             optimizer.step()
             left = optimizer.residuals[p]["worker_error"].view(700)
-            sent = 0.5 * owed + way - left
+            sent = 0.5 * residuals + way - left
             assert 0 < int((sent.abs() > 1e-6).sum()) <= 4 * 3  # 4 of each of 3 chunks
-            owed = left.clone()
+            residuals = left.clone()
             moved.append((before - p.detach(), sent))
         return moved
 
@@ -231,15 +231,15 @@ def test_replicas_are_bit_identical_after_every_synchronisation_and_only_then(wo
         for bucket in optimizer.buckets:
             assert not any(buffer[bucket.numel :].any() for buffer in bucket.buffers.values())
             assert not bucket.feedback.server.any()
-        owed = [t.clone() for entry in optimizer.residuals.values() for t in entry.values()]
-        assert all(t.isfinite().all() for t in history[-1] + owed)
-        return history, [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()], owed
+        residuals = [t.clone() for entry in optimizer.residuals.values() for t in entry.values()]
+        assert all(t.isfinite().all() for t in history[-1] + residuals)
+        return history, [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()], residuals
 
-    (rank_0, state_0, owed_0), *others = on_threads(world_size, run)
-    for history, state, owed in others:
+    (rank_0, state_0, residuals_0), *others = on_threads(world_size, run)
+    for history, state, residuals in others:
         assert [same_bits(a, b) for a, b in zip(rank_0, history)] == [False, False, True] * 3
         assert same_bits(state_0, state)
-        assert not same_bits(owed_0, owed)
+        assert not same_bits(residuals_0, residuals)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -307,19 +307,19 @@ def test_a_gradient_that_is_not_finite_is_its_ranks_own_and_such_a_parameter_ski
             optimizer.step()
         assert (optimizer.skipped_steps, optimizer.comm_stats()["rounds"]) == (backend.rank, 1)
         train(model, optimizer, range(3, 5), backend.rank, 2)
-        owed, kept = [t.clone() for t in owed_of(optimizer)], model.weight.detach().clone()
+        residuals, kept = [t.clone() for t in residuals_of(optimizer)], model.weight.detach().clone()
         if backend.rank == 1:
             model.weight.data[0, 0] = bad
         anchors = [optimizer.state[p]["anchor"].clone() for p in optimizer.params if p.requires_grad]
         optimizer.zero_grad()
         optimizer.step()
         assert (optimizer.skipped_rounds, optimizer.comm_stats()["rounds"]) == (1, 1)
-        assert same_bits(owed, owed_of(optimizer))
+        assert same_bits(residuals, residuals_of(optimizer))
         assert same_bits(anchors, [optimizer.state[p]["anchor"] for p in optimizer.params if p.requires_grad])
         model.weight.data.copy_(kept)
         optimizer.step()
         assert optimizer.comm_stats()["rounds"] == 2
-        assert not same_bits(owed, owed_of(optimizer))
+        assert not same_bits(residuals, residuals_of(optimizer))
         return params_of(model)
 
     a, b = on_threads(2, run)
@@ -327,11 +327,11 @@ def test_a_gradient_that_is_not_finite_is_its_ranks_own_and_such_a_parameter_ski
     assert all(p.isfinite().all() for p in a)
 
 
-def owed_of(optimizer: SparseLoCo) -> list[Tensor]:
+def residuals_of(optimizer: SparseLoCo) -> list[Tensor]:
     return [entry["worker_error"] for entry in optimizer.residuals.values()]
 
 
-def test_one_rank_that_is_left_takes_what_is_owed_at_the_outer_learning_rate():
+def test_one_rank_that_is_left_takes_the_residual_at_the_outer_learning_rate():
     def save(backend):
         model = Toy(torch.float64)
         optimizer = SparseLoCo(model.parameters(), lr=1e-2, period=2, outer_lr=0.5, backend=backend)
@@ -341,14 +341,14 @@ def test_one_rank_that_is_left_takes_what_is_owed_at_the_outer_learning_rate():
     (replicated, first), (_, second) = on_threads(2, save)
     optimizer = SparseLoCo(Toy(torch.float64).parameters(), lr=1e-2, period=2, backend=LocalBackend())
     optimizer.load_state_dict(join_state_dict(replicated, [first, second], 0, 1))
-    owed = 0.0
+    total = 0.0
     for i, p in enumerate(p for p in optimizer.params if p.requires_grad):
         i = list(first["state"])[i]
         mean = (first["state"][i]["worker_error"] + second["state"][i]["worker_error"]).view(p.shape) / 2
         expected = replicated["state"][i]["anchor"] - 0.5 * mean
         torch.testing.assert_close(optimizer.state[p]["anchor"], expected, rtol=0, atol=1e-15)
-        owed += float(mean.abs().sum())
-    assert owed > 0
+        total += float(mean.abs().sum())
+    assert total > 0
 
 
 # what is refused ------------------------------------------------------------------------------------------------------

@@ -483,11 +483,11 @@ def test_a_fragment_with_nan_on_one_rank_is_not_merged_by_any_and_made_up_for(st
             assert rounds == 0
             assert same_bits(anchor, [b["anchor"] for b, _ in optimizer.entries([last])])
             assert optimizer.param_groups[0]["fragment_steps"][last] == 11
-        owed = [b.feedback.worker.clone() for b, _ in optimizer.entries([last])]
+        residuals = [b.feedback.worker.clone() for b, _ in optimizer.entries([last])]
         train(model, optimizer, range(11, 12), backend.rank, 2)
-        if streaming.is_eager:  # what was lost of a message that nobody has taken is not owed
+        if streaming.is_eager:  # what was lost of a message that nobody has taken is in no residual
             assert optimizer.skipped_rounds == 1
-            assert same_bits(owed, [b.feedback.worker for b, _ in optimizer.entries([last])])
+            assert same_bits(residuals, [b.feedback.worker for b, _ in optimizer.entries([last])])
         train(model, optimizer, range(12, 20), backend.rank, 2)
         assert optimizer.skipped_rounds == 1
         optimizer.synchronize()

@@ -53,12 +53,12 @@ class Loop:
         self.places = [
             (number[id(p)], o, o + s.numel()) for p, o, s in zip(bucket.params, bucket.offsets, bucket.shapes)
         ]
-        self.owed = [[0.0] * bucket.padded for _ in range(ranks)]
+        self.residuals = [[0.0] * bucket.padded for _ in range(ranks)]
         self.density = density
 
     def step(self, everyone: list[list[Tensor | None]]) -> dict[int, list[float] | None]:
         """The means, by parameter."""
-        a, kept, absent = [list(e) for e in self.owed], [list(e) for e in self.owed], set[int]()
+        a, kept, absent = [list(e) for e in self.residuals], [list(e) for e in self.residuals], set[int]()
         nowhere = {i for i, *_ in self.places if all(g[i] is None for g in everyone)}
         for i, start, stop in self.places:
             if i in nowhere:
@@ -68,7 +68,7 @@ class Loop:
                     x[at] += v
         a = [[0.0 if at in absent else v for at, v in enumerate(x)] for x in a]
         mean, rest = mean_of_blocks(a, self.density, 20)
-        self.owed = [[old[at] if at in absent else v for at, v in enumerate(new)] for new, old in zip(rest, kept)]
+        self.residuals = [[old[at] if at in absent else v for at, v in enumerate(new)] for new, old in zip(rest, kept)]
         return {i: None if i in nowhere else mean[start:stop] for i, start, stop in self.places}
 
 
@@ -92,8 +92,8 @@ def test_it_is_the_algorithm_on_plain_lists(world_size, density):
                     wanted = torch.tensor(expected, dtype=torch.float64)
                     torch.testing.assert_close(found[i].flatten(), wanted, rtol=1e-12, atol=1e-14)
         for bucket, loop in zip(handle.mean.buckets, loops):
-            owed = torch.tensor(loop.owed[backend.rank], dtype=torch.float64)
-            torch.testing.assert_close(bucket.feedback.worker, owed, rtol=1e-12, atol=1e-14)
+            residuals = torch.tensor(loop.residuals[backend.rank], dtype=torch.float64)
+            torch.testing.assert_close(bucket.feedback.worker, residuals, rtol=1e-12, atol=1e-14)
             assert not bucket.feedback.server.any()
 
     on_threads(world_size, run)
@@ -119,14 +119,14 @@ def test_all_blocks_are_the_exact_mean(spec):
     on_threads(3, run)
 
 
-def owed_by_all(states: list[dict[str, Any]]) -> dict[int, Tensor]:
+def residuals_of_all(states: list[dict[str, Any]]) -> dict[int, Tensor]:
     """By parameter: the mean of the workers' residuals, and the servers'."""
     merged = join_state_dict(*split_all(states), 0, len(states) + 1)["residuals"]["state"]
     return {i: entry["worker_error"].flatten() + entry["server_error"].flatten() for i, entry in merged.items()}
 
 
 @pytest.mark.parametrize("nodes", [None, 2])
-def test_what_came_out_plus_what_is_owed_is_what_went_in(nodes):
+def test_what_came_out_plus_the_residuals_is_what_went_in(nodes):
     """Also between nodes of two ranks, where each place has blocks of its own."""
     world_size = 4 if nodes else 3
 
@@ -141,7 +141,7 @@ def test_what_came_out_plus_what_is_owed_is_what_went_in(nodes):
 
     results = on_threads(world_size, (lambda backend: run(backend.nodes(2))) if nodes else run)
     assert all(same_bits(results[0][0], total) for total, _ in results)
-    left = owed_by_all([state for _, state in results])
+    left = residuals_of_all([state for _, state in results])
     assert any(e.any() for e in left.values())
     for i, size in enumerate(SIZES):
         gs = [g for step in range(12) for rank in range(world_size) if (g := grads(step, rank)[i]) is not None]
@@ -269,7 +269,7 @@ def test_a_resumed_run_is_the_one_never_stopped(half):
 
 @pytest.mark.parametrize("spec", [SPEC, Sign(16)], ids=repr)
 @pytest.mark.parametrize("after", [1, 2, 4])
-def test_another_number_of_ranks_owes_the_same(after, spec):
+def test_another_number_of_ranks_has_the_same_residuals(after, spec):
     """Also what another compressor has left, of means too."""
 
     def before(backend: ThreadBackend) -> dict[str, Any]:
@@ -287,12 +287,12 @@ def test_another_number_of_ranks_owes_the_same(after, spec):
         return model.take(), handle.state_dict()
 
     results = on_threads(after, again)
-    owed = owed_by_all(states)
-    left = owed_by_all([state for _, state in results]) if after > 1 else {}
+    residuals = residuals_of_all(states)
+    left = residuals_of_all([state for _, state in results]) if after > 1 else {}
     for i, came_out in enumerate(results[0][0]):
         if came_out.numel():
             total = came_out.flatten() + left.get(i, 0)
-            torch.testing.assert_close(total, owed[i], rtol=0, atol=1e-12)
+            torch.testing.assert_close(total, residuals[i], rtol=0, atol=1e-12)
 
 
 # what cannot be -------------------------------------------------------------------------------------------------------

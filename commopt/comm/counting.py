@@ -73,7 +73,7 @@ class Traffic:
         self.step = Tally()
         self._running, self._before = Tally(), Tally()
         self.in_step = True
-        """Whether what is sent now is of a step; else it is in ``total`` only."""
+        """True if what is sent now is of a step; else it is in ``total`` only."""
 
     @property
     def total(self) -> Tally:

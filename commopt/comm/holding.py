@@ -22,7 +22,7 @@ from commopt.comm.grid import check_grid
 
 @dataclass(frozen=True)
 class Holding:
-    """How the ranks hold a parameter.
+    """Distribution of a parameter over the ranks.
 
     Attributes:
         replicas: those that hold the same of it as this one, and average it.

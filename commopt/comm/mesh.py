@@ -179,7 +179,7 @@ class MeshBackend(OfWorld):
         return NodesBackend(ranks, self._over(dims[1:]), self._over(dims[:1]))
 
     def has_nodes(self, group: dist.ProcessGroup) -> bool:
-        """Whether :meth:`as_nodes` has any. Communicates nothing."""
+        """True if :meth:`as_nodes` has any. Communicates nothing."""
         return len(self._along(group)) > 1
 
     def _along(self, group: dist.ProcessGroup) -> tuple[int, ...]:

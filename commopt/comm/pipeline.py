@@ -29,7 +29,7 @@ next ones may start theirs."""
 
 
 ASIDES = re.compile(r"\[/\S*\] ?|\.? This is typically caused by a remote worker.*?GLHF!( [^\w\s:]+)?")
-"""What torch adds to an error of Gloo's: the place in its sources, and advice."""
+"""Text that torch adds to an error of Gloo's: the place in its sources, and advice."""
 
 
 class CollectiveError(RuntimeError):

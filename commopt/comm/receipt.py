@@ -49,7 +49,7 @@ class Receipt:
 
     def __init__(self) -> None:
         self.waited_for: list[tuple[tuple[int, int], _Entry]] = []
-        """What is complete, with its place in the order that is the same on every rank."""
+        """Entries that are complete, each with its place in the order that is the same on every rank."""
         self._orders = 0
 
     def new_order(self) -> Order:
@@ -135,12 +135,12 @@ def confirm(backend: CountingBackend, sound: bool, where: str) -> None:
 
 
 def confirmation(backend: CountingBackend, sound: bool) -> Tensor:
-    """What this rank has to say in :func:`confirm`, (2,) int64."""
+    """This rank's row of :func:`confirm`, (2,) int64."""
     return torch.tensor([backend.receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
 
 
 def refuse_damaged(backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
-    """What follows from the confirmations of all ranks, by rank; as :func:`confirm` raises it."""
+    """Raise what follows from the confirmations of all ranks, by rank, as :func:`confirm` does."""
     receipt = backend.receipt
     if sum(balance for balance, _ in rows) % 2**64:
         told = _tell(receipt, backend)

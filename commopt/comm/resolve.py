@@ -22,7 +22,7 @@ class NobodyElse(LocalBackend):
     """One rank alone because there was no process group, and not because somebody has asked for it."""
 
     told = False
-    """Whether it was said that a launcher has started others."""
+    """True if it was said that a launcher has started others."""
 
 
 def resolve_backend(process_group: Any = None, backend: Backend | None = None, params: Any = ()) -> Backend:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _SLICE = 1.0
 _ABSENT = "\0"
-"""What nothing is set to. A store returns what was expected of a key that is not there."""
+"""Value that nothing is set to. A store returns what was expected of a key that is not there."""
 _Questions = queue.SimpleQueue[Any]
 
 
@@ -34,7 +34,7 @@ class StoreLost(CollectiveError):
 
 
 class StoreAnother(StoreLost):
-    """What answers is a store begun anew, which knows nothing of what was there."""
+    """A store begun anew has answered, which knows nothing of what was there."""
 
 
 class StoreClient:
@@ -78,11 +78,11 @@ class StoreClient:
         raise AssertionError
 
     def get(self, key: str) -> str | None:
-        """What is under ``key``; None if nothing is."""
+        """The value under ``key``; None if there is none."""
         return self.ask(lambda store: _read(store, key))
 
     def get_all(self, keys: Iterable[str]) -> dict[str, str]:
-        """What is under those of ``keys`` under which something is."""
+        """The values under those of ``keys`` that have one."""
         wanted = list(keys)
         found = self.ask(lambda store: [(key, _read(store, key)) for key in wanted])
         return {key: value for key, value in found if value is not None}
@@ -121,7 +121,7 @@ class StoreClient:
 
 
 def _read(store: Any, key: str) -> str | None:
-    """What is under ``key``, in one question: between check() and get() another rank may take it away, and get() then
+    """The value under ``key``, in one question: between check() and get() another rank may take it away, and get() then
     waits for it, or gives nothing as a value."""
     found = str(store.compare_set(key, _ABSENT, _ABSENT).decode())
     return None if found == _ABSENT else found

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class LowRank:
-    """What both have in common. See :class:`PowerSGD` and :class:`ACP`.
+    """Base of :class:`PowerSGD` and :class:`ACP`: see there.
 
     Args:
         rank: r, columns of the factors, >= 1.

@@ -57,7 +57,7 @@ class ThresholdTopK(Compressor):
         check_rounds(self.rounds)
 
     def entries(self, n: int) -> int:
-        """How many of ``n`` elements are sent: density n, rounded to nearest (ties to even), but at least 1."""
+        """Number of elements that are sent of ``n``: density n, rounded to nearest (ties to even), but at least 1."""
         return min(n, max(1, round(self.density * n)))
 
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:

@@ -1,10 +1,10 @@
 """Blocks that matter most, the same on every rank: the structured sparsity of TASC (Dong, Liu and Keutzer). Not for
 rows of bytes, which a rank makes alone: for gradients (:func:`commopt.compress_gradients`), whose ranks agree first.
 
-    c_b = mean_i |a_i,b|^2 / |b|       a_i: the gradient of rank i, and what it owes; of block b, in a small all-reduce
+    c_b = mean_i |a_i,b|^2 / |b|       a_i: the gradient of rank i, plus its residual; of block b, in a small all-reduce
     S   = the K blocks of the largest c_b
     the mean of gradients ~ mean_i a_i in the blocks of S, 0 elsewhere: an all-reduce, with no index and nothing lost
-    what rank i owes <- a_i, with the blocks of S 0
+    residual of i <- a_i, with the blocks of S 0
 
 Of TASC little is published: this is what its abstract says. It weighs c_b by a Hessian, which on small networks is no
 better than without; and it plans all-reduces for the wires at hand, which here the backend does.
@@ -47,7 +47,7 @@ class TopBlocks:
             raise ValueError(f"block must be an int >= 1, got {block!r}")
 
     def kept(self, n: int) -> int:
-        """How many blocks of ``n`` elements are sent."""
+        """Number of blocks that are sent of ``n`` elements."""
         blocks = n // self.block
         return min(blocks, max(1, round(self.density * blocks)))
 

@@ -133,7 +133,7 @@ class GroupWeights:
     # state ------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What this rank adds to make the next gather what it would be; copies."""
+        """State that this rank adds to make the next gather what it would be; copies."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What compress_gradients allows, each rank for itself: raises ValueError before anything is communicated."""
+"""Checks of what compress_gradients allows, each rank for itself: ValueError before anything is communicated."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check_model(
 
 
 def _is_wrapped(params: Sequence[Tensor], topology: Topology) -> bool:
-    """Whether a DistributedDataParallel averages gradients of ``params``. Takes a while."""
+    """True if a DistributedDataParallel averages gradients of ``params``. Takes a while."""
     if not ddp_may_average(topology) or not ddp_models_around(params):
         return False
     gc.collect()  # one that nobody has any more may be in a cycle
@@ -171,12 +171,12 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
 
 
 def is_cut_whole(p: Tensor, topology: Topology) -> bool:
-    """Whether ``p`` is on all dimensions of the mesh of the ranks."""
+    """True if ``p`` is on all dimensions of the mesh of the ranks."""
     return covers(p, getattr(topology.backend, "mesh", None))
 
 
 def _has_nodes(whole: Sequence[Group], params: Sequence[Tensor], topology: Topology, grouped: bool) -> bool:
-    """Whether parameters are averaged over nodes of several ranks."""
+    """True if parameters are averaged over nodes of several ranks."""
     backend = topology.backend
     if isinstance(backend, MeshBackend):
         if whole:

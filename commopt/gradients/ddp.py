@@ -29,8 +29,8 @@ def _laid_out_as(p: Tensor, gradient: Tensor) -> Tensor:
 
 
 class CopiedHook:
-    """What a copy of a DistributedDataParallel model has in place of a :class:`DDPHook`. DDP has no hook there, but
-    averages by itself."""
+    """Stand-in for a :class:`DDPHook` in a copy of a DistributedDataParallel model. DDP has no hook there, but averages
+    by itself."""
 
 
 class DDPHook:

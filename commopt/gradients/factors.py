@@ -1,4 +1,4 @@
-"""What a bucket of matrices owes, and their factors: see :mod:`commopt.gradients.low_rank`."""
+"""Residual and factors of a bucket of matrices: see :mod:`commopt.gradients.low_rank`."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Exact:
 
 
 @dataclass
-class Owed:
+class LowRankState:
     """State of a bucket.
 
     Attributes:
         matrices: those that are sent as factors.
         exact: all others.
-        error: (padded,), what this rank owes; None without feedback.
+        error: (padded,), the residual of this rank; None without feedback.
         spare: (padded,), where the next error is made.
-        loaded: indices of parameters that are sent in full, to which something is owed that was loaded.
+        loaded: indices of parameters that are sent in full, whose residual was loaded.
     """
 
     matrices: list[Factors]
@@ -79,14 +79,14 @@ class Owed:
     loaded: set[int] = field(default_factory=set)
 
     def errors(self, bucket: StateBucket) -> Iterator[tuple[int, Tensor]]:
-        """What is owed, by the index of a parameter, as views: to matrices, and to what is sent in full with the next
+        """Residuals, by the index of a parameter, as views: of matrices, and of what is sent in full with the next
         mean, where that was loaded."""
         if self.error is not None:
             indices = sorted({factors.index for factors in self.matrices} | self.loaded)
             yield from zip(indices, bucket.views(self.error, indices))
 
     def plus_error(self, brought: Brought) -> Tensor:
-        """``spare``, with the gradients plus what is owed."""
+        """``spare``, with the gradients plus the residual."""
         before = self.spare.zero_() if self.error is None else self.error
         ops.momentum(before, [g for g, _ in brought], [start for _, start in brought], 1.0, 1.0, self.spare)
         return self.spare

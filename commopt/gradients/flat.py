@@ -1,4 +1,4 @@
-"""What ways to take means have in common that keep what a rank owes in flat buffers, as compressed optimizers do."""
+"""Base of ways to take means that keep a rank's residuals in flat buffers, as compressed optimizers do."""
 
 from __future__ import annotations
 

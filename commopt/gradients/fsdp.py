@@ -24,7 +24,7 @@ from commopt.hsdp import averages_over_replicas, groups_in, modules_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in each row of a flat tensor of its group.
+    """Place of a parameter in each row of a flat tensor of its group.
 
     Attributes:
         shape: of the parameter, whole.
@@ -125,7 +125,7 @@ class Group:
 
     @property
     def averages(self) -> bool:
-        """Whether a backward ends in a mean; else gradients add up, whole."""
+        """True if a backward ends in a mean; else gradients add up, whole."""
         return bool(self._theirs.reduce_grads)
 
     @averages.setter
@@ -248,6 +248,6 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def _is_cut(group: Any) -> bool:
-    """Whether FSDP averages it over the ranks that it is cut over, and over no others."""
+    """True if FSDP averages it over the ranks that it is cut over, and over no others."""
     cut = any(kind.__name__ == "FSDPMeshInfo" for kind in type(group.mesh_info).__mro__)
     return cut and not averages_over_replicas(group) and group.mesh_info.shard_mesh_size > 1

@@ -46,8 +46,8 @@ sharded are not; their handles refer to their modules, and so are held by them, 
 
 
 class CompressedGradients:
-    """What :func:`compress_gradients` returns. It lives as long as the model does, or, where that was not wrapped by
-    DistributedDataParallel, any module of it with trained parameters, or until :meth:`remove`.
+    """Handle that :func:`compress_gradients` returns. It lives as long as the model does, or, where that was not
+    wrapped by DistributedDataParallel, any module of it with trained parameters, or until :meth:`remove`.
 
     Attributes:
         compressor: of the gradients.
@@ -73,7 +73,7 @@ class CompressedGradients:
 
     @property
     def nodes(self) -> int:
-        """What :func:`commopt.optim.join_state_dict` wants as ``nodes`` for this handle."""
+        """The ``nodes`` that :func:`commopt.optim.join_state_dict` wants for this handle."""
         return nodes_of(self.mean, self._sharded)
 
     def comm_stats(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class CompressedGradients:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes: its residuals, as copies. Communicates nothing.
+        """The residuals of this rank, as copies. Communicates nothing.
 
         All of it is this rank's own (``"residuals"``): save that of every rank, and give each its own back, or, in a
         world of another size, with other nodes (:attr:`nodes`) or on another mesh, what
@@ -114,8 +114,9 @@ class CompressedGradients:
         return saved_residuals(self.mean, self._sharded)
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """:meth:`state_dict`, on rank ``to`` with what every rank owes: for whoever saves one file for all ranks, such
-        as Lightning. Each rank takes its own when it loads that. All ranks must call it, between two backward passes.
+        """:meth:`state_dict`, on rank ``to`` with the residuals of every rank: for whoever saves one file for all
+        ranks, such as Lightning. Each rank takes its own when it loads that. All ranks must call it, between two
+        backward passes.
 
         Rank ``to`` has the residuals of all ranks in host memory then.
 
@@ -143,7 +144,7 @@ class CompressedGradients:
 
     def remove(self) -> None:
         """Ends it: a DistributedDataParallel model averages by itself again, and so does FSDP2; of any other model each
-        rank keeps its gradients. What is owed is forgotten."""
+        rank keeps its gradients. Residuals are forgotten."""
         self._door.remove()
         if self._sharded is not None:
             self._sharded.remove()
@@ -175,7 +176,7 @@ def compress_gradients(
 
     After ``backward()`` every rank has the same gradients, to the bit, so that clipping, a GradScaler, schedulers and
     any optimizer work as they do with exact means. Where the means are inf or NaN on any rank, they are so on all of
-    them, in the same elements, and what is owed stays as it was.
+    them, in the same elements, and residuals stay as they were.
 
     ================================  ==================================================================================
     model                             what is averaged
@@ -190,7 +191,7 @@ def compress_gradients(
     Memory of a rank, for N elements of gradients that it holds: residuals of 4 N bytes and 4 N / W (8 for float64), and
     while means are taken (on a CPU always) as much again. Without ``feedback`` nothing is kept, and while means are
     taken it is 8 N bytes and 8 N / W. With LoCo: N bytes, N more while means are taken, 4 N / W, and 8 bytes an element
-    of the largest bucket. By FSDP2's reduce-scatters N is all of the model: what a rank owes is of what it compresses,
+    of the largest bucket. By FSDP2's reduce-scatters N is all of the model: a rank's residual is of what it compresses,
     gradients before they are cut.
 
     Args:

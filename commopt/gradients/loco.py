@@ -1,4 +1,4 @@
-"""LoCo's error feedback (arXiv 2407.04480): what is owed in 8 bits, as a moving average, and forgotten now and then.
+"""LoCo's error feedback (arXiv 2407.04480): a residual in 8 bits, a moving average, that is forgotten now and then.
 
     h = g + e;  C[h] is sent;  e <- Q8[ beta e + (1 - beta) (h - C[h]) ];  every T means e <- 0
 
@@ -27,10 +27,10 @@ from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
 MEMORY = Int8()
-"""How what is owed is kept."""
+"""Encoding in which the residual is kept."""
 
 EXACTLY = "exactly"
-"""Key of what is owed as it is, beside what it stands for."""
+"""Key of the encoded residual, beside the values that it stands for."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LoCo:
 
     Args:
         beta: share of the old in the moving average, in [0, 1).
-        reset_every: means after which what is owed is forgotten, >= 1; None: never.
+        reset_every: means after which the residual is forgotten, >= 1; None: never.
 
     Raises:
         ValueError: for an argument out of range.
@@ -55,12 +55,12 @@ class LoCo:
 
 
 @dataclass
-class Owed:
+class LoCoResiduals:
     """State of a bucket.
 
     Attributes:
-        bytes: (1, nbytes) uint8, what this rank owes of what it compresses.
-        server: of the means that this rank takes.
+        bytes: (1, nbytes) uint8, the encoded residual of what this rank compresses.
+        server: residual of the means that this rank takes.
         means: taken so far.
     """
 
@@ -75,40 +75,40 @@ class LoCoRows(Rows):
     def __init__(self, compressor: Compressor, loco: LoCo, inside: Compressor | None = None) -> None:
         super().__init__(compressor, True, inside)
         self.loco = loco
-        self._owed: dict[int, Owed] = {}
+        self._residuals: dict[int, LoCoResiduals] = {}
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
         bucket.chunks = bucket.split(capacity, self.compressor.chunk_multiple)
         numel = bucket.padded // bucket.local_world_size
         payload = torch.zeros(1, MEMORY.nbytes(numel, bucket.dtype), dtype=torch.uint8, device=bucket.device)
         server = torch.zeros(numel // bucket.replicas.nodes, dtype=bucket.dtype, device=bucket.device)
-        self._owed[id(bucket)] = Owed(payload, server)
+        self._residuals[id(bucket)] = LoCoResiduals(payload, server)
 
     def residuals(self, bucket: StateBucket) -> Feedback:
-        return Feedback(self._decoded(bucket), self._owed[id(bucket)].server, double_buffered=True)
+        return Feedback(self._decoded(bucket), self._residuals[id(bucket)].server, double_buffered=True)
 
     def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
-        """What is lost is made small at once: no other bucket waits for the memory."""
-        owed, beta = self._owed[id(bucket)], self.loco.beta
+        """Encode what is lost at once, in 8 bits: no other bucket waits for the memory."""
+        residuals, beta = self._residuals[id(bucket)], self.loco.beta
         average = feedback.next_worker.lerp_(feedback.worker, beta)
         for at, values in spared[0]:
             average[at] = values
-        new = torch.empty_like(owed.bytes)
+        new = torch.empty_like(residuals.bytes)
         MEMORY.compress(average.unsqueeze(0), new)
         feedback.drop_worker()
 
         def keep() -> None:
             feedback.commit(([], spared[1]))
             every = self.loco.reset_every
-            owed.bytes, owed.server, owed.means = new, feedback.server, owed.means + 1
-            if every is not None and owed.means % every == 0:
-                owed.bytes.zero_()
+            residuals.bytes, residuals.server, residuals.means = new, feedback.server, residuals.means + 1
+            if every is not None and residuals.means % every == 0:
+                residuals.bytes.zero_()
 
         return keep
 
     def _decoded(self, bucket: StateBucket) -> Tensor:
         e = torch.empty(bucket.padded // bucket.local_world_size, dtype=bucket.dtype, device=bucket.device)
-        MEMORY.decompress(self._owed[id(bucket)].bytes, e.unsqueeze(0))
+        MEMORY.decompress(self._residuals[id(bucket)].bytes, e.unsqueeze(0))
         return e
 
     # state ------------------------------------------------------------------------------------------------------------
@@ -117,9 +117,9 @@ class LoCoRows(Rows):
         with self._unpacked(buckets):
             out: dict[Any, dict[str, Any]] = dict(super().own(buckets, params))
         # decoded and encoded again, a scale may differ by its last bit
-        owed = [self._owed[id(bucket)] for bucket in buckets]
-        out[EXACTLY] = {f"bytes {i}": each.bytes.clone() for i, each in enumerate(owed)}
-        out[EXACTLY] |= {f"means {i}": each.means for i, each in enumerate(owed)}
+        residuals = [self._residuals[id(bucket)] for bucket in buckets]
+        out[EXACTLY] = {f"bytes {i}": each.bytes.clone() for i, each in enumerate(residuals)}
+        out[EXACTLY] |= {f"means {i}": each.means for i, each in enumerate(residuals)}
         return out
 
     def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
@@ -138,13 +138,13 @@ class LoCoRows(Rows):
             left_out = super().load(buckets, entries, origin, here, fold)
             for bucket in buckets:
                 if bucket.feedback is not None:
-                    MEMORY.compress(bucket.feedback.worker.unsqueeze(0), self._owed[id(bucket)].bytes)
+                    MEMORY.compress(bucket.feedback.worker.unsqueeze(0), self._residuals[id(bucket)].bytes)
         for i, bucket in enumerate(buckets):
-            exactly, owed = entries.get(EXACTLY, {}), self._owed[id(bucket)]
+            exactly, residuals = entries.get(EXACTLY, {}), self._residuals[id(bucket)]
             if f"means {i}" in exactly:
-                owed.means = exactly[f"means {i}"]
+                residuals.means = exactly[f"means {i}"]
             if origin == here and f"bytes {i}" in exactly:
-                owed.bytes.copy_(exactly[f"bytes {i}"])
+                residuals.bytes.copy_(exactly[f"bytes {i}"])
         return left_out
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ class LoCoRows(Rows):
         """Meanwhile buckets have residuals as with error feedback, which may be read, and written."""
         for bucket in buckets:
             if bucket.replicas.nodes > 1:
-                bucket.feedback = Feedback(self._decoded(bucket), self._owed[id(bucket)].server)
+                bucket.feedback = Feedback(self._decoded(bucket), self._residuals[id(bucket)].server)
         try:
             yield
         finally:

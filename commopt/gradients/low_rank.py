@@ -1,12 +1,12 @@
-"""The mean of a bucket by factors of low rank. A_i is the gradient of rank i, as a matrix, plus what it owes:
+"""The mean of a bucket by factors of low rank. A_i is the gradient of rank i, as a matrix, plus its residual:
 
     PowerSGD    P_i = A_i Q;  P = orth(mean P_i);  Q_i = A_i' P;  Q = mean Q_i;  mean of gradients ~ P Q'
     ACP, even   Q <- orth(Q);  P_i = A_i Q;   P = mean P_i;                      mean of gradients ~ P Q'
     ACP, odd    P <- orth(P);  Q_i = A_i' P;  Q = mean Q_i;                      mean of gradients ~ P Q'
 
-    what rank i owes <- A_i - P_i Q'   (ACP, odd, and PowerSGD: A_i - P Q_i')
+    residual of i <- A_i - P_i Q'   (ACP, odd, and PowerSGD: A_i - P Q_i')
 
-(arXiv 1905.13727 and 2306.08881.) What a rank owes is what its own factors have missed, and not what the mean has: the
+(arXiv 1905.13727 and 2306.08881.) A rank's residual is what its own factors have missed, and not what the mean has: the
 mean over the ranks is the same, but a rank's own does not grow without bound. torch's hook takes the other. A matrix of
 zeros leaves the factors as they are. What is no matrix, or too small, is in the same message, in full.
 """
@@ -25,7 +25,7 @@ from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
 from commopt.compress.low_rank import LowRank
-from commopt.gradients.factors import Exact, Factors, Owed
+from commopt.gradients.factors import Exact, Factors, LowRankState
 from commopt.gradients.method import Brought, Received
 from commopt.optim.masks import absent_runs
 from commopt.optim.own import MIXED, Origin
@@ -49,7 +49,7 @@ class Thin:
 
     def __init__(self, spec: LowRank, feedback: bool) -> None:
         self.spec, self.feedback = spec, feedback
-        self._of: dict[int, Owed] = {}
+        self._of: dict[int, LowRankState] = {}
         self._made = 0
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
@@ -68,35 +68,35 @@ class Thin:
             p, q = (torch.randn(k, r, generator=draw, dtype=torch.float64) for k in (n, m))
             matrices.append(Factors(i, start, p.to(bucket.device, bucket.dtype), q.to(bucket.device, bucket.dtype)))
         error = bucket.zeros() if self.feedback else None
-        self._of[id(bucket)] = Owed(matrices, exact, error, bucket.zeros())
+        self._of[id(bucket)] = LowRankState(matrices, exact, error, bucket.zeros())
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
-        owed = self._of[id(bucket)]
-        a = owed.plus_error(brought)
+        state = self._of[id(bucket)]
+        a = state.plus_error(brought)
         runs = absent_runs(bucket, absent)
         for start, stop in runs:
             a[start:stop] = 0
-        exact = [a[run.start : run.stop] for run in owed.exact]
+        exact = [a[run.start : run.stop] for run in state.exact]
         take = _power if isinstance(self.spec, PowerSGD) else _alternating
-        new, later, exact, sound = yield from take(owed, a, exact, bucket, send, reply)
+        new, later, exact, sound = yield from take(state, a, exact, bucket, send, reply)
 
         def write(outs: Sequence[Tensor]) -> None:
             for f in new:
                 _write_product(f, outs[f.index])
-            for run, mean in zip(owed.exact, exact):
+            for run, mean in zip(state.exact, exact):
                 pieces = [(outs[i], mean[start : start + outs[i].numel()]) for i, start in run.params]
                 torch._foreach_copy_([out for out, _ in pieces], [x.view(out.shape) for out, x in pieces])
 
         def commit() -> None:
-            both = zip(owed.matrices, later)
-            owed.matrices = [f if f.index in absent else replace(now, turn=f.turn + 1) for f, now in both]
-            if owed.error is not None:
-                owed.loaded &= set(absent)
+            both = zip(state.matrices, later)
+            state.matrices = [f if f.index in absent else replace(now, turn=f.turn + 1) for f, now in both]
+            if state.error is not None:
+                state.loaded &= set(absent)
                 for start, stop in runs:
-                    a[start:stop] = owed.error[start:stop]
-                owed.error, owed.spare = a, owed.error
+                    a[start:stop] = state.error[start:stop]
+                state.error, state.spare = a, state.error
 
         return Received(bucket, sound, write, commit)
 
@@ -122,11 +122,11 @@ class Thin:
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         number, out = {id(p): i for i, p in enumerate(params)}, {}
         for bucket in buckets:
-            owed = self._of[id(bucket)]
-            for factors in owed.matrices:
+            state = self._of[id(bucket)]
+            for factors in state.matrices:
                 p, q = (x.clone(memory_format=torch.contiguous_format) for x in (factors.p, factors.q))
-                state: dict[str, Any] = {"p": p, "q": q, "turn": factors.turn}
-                out[number[id(bucket.params[factors.index])]] = state
+                entry: dict[str, Any] = {"p": p, "q": q, "turn": factors.turn}
+                out[number[id(bucket.params[factors.index])]] = entry
         return out
 
     def load(
@@ -139,18 +139,18 @@ class Thin:
     ) -> bool:
         left_out = False
         for bucket in buckets:
-            owed = self._of[id(bucket)]
-            for k, factors in enumerate(owed.matrices):
+            state = self._of[id(bucket)]
+            for k, factors in enumerate(state.matrices):
                 entry = entries.get(p := bucket.params[factors.index], {})
                 if "p" in entry and (origin == here or not is_sharded(p)):  # of other pieces, these begin anew
-                    owed.matrices[k] = factors.loaded(entry)
-            if owed.error is not None:
-                owed.error.zero_()
-                thin = {factors.index for factors in owed.matrices}
+                    state.matrices[k] = factors.loaded(entry)
+            if state.error is not None:
+                state.error.zero_()
+                thin = {factors.index for factors in state.matrices}
                 has = {i for i, p in enumerate(bucket.params) if "worker_error" in entries.get(p, {})}
-                owed.loaded = has - thin
+                state.loaded = has - thin
                 for i, p in enumerate(bucket.params):
-                    left_out = _take_error(bucket, i, owed.error, entries.get(p, {}), origin, here, fold) or left_out
+                    left_out = _take_error(bucket, i, state.error, entries.get(p, {}), origin, here, fold) or left_out
         return left_out
 
 
@@ -163,8 +163,8 @@ def _take_error(
     here: Origin,
     fold: Callable[[Tensor, Tensor], None],
 ) -> bool:
-    """Puts what is owed to parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left out,
-    because it is another rank's, or owed for all ranks by another way to take means."""
+    """Puts the residual of parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left out,
+    because it is another rank's, or of the means of all ranks, of another way to take them."""
     given, server, p, shape = entry.get("worker_error"), entry.get("server_error"), bucket.params[i], bucket.shapes[i]
     if given is None:
         return False
@@ -193,36 +193,36 @@ Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]
 
 
 def _power(
-    owed: Owed, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
+    state: LowRankState, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
 ) -> Generator[Work, None, Taken]:
     """PowerSGD: takes the means, of ``exact`` too, which is part of ``a``; that becomes what is lost."""
-    of_a = [f.matrix(a) for f in owed.matrices]
-    ps = [_times(x, _unit(f.q)) for x, f in zip(of_a, owed.matrices)]
+    of_a = [f.matrix(a) for f in state.matrices]
+    ps = [_times(x, _unit(f.q)) for x, f in zip(of_a, state.matrices)]
     ps, exact, sound = yield from _mean_of(ps, exact, bucket, send, reply, None if of_a else STARTED)
     ps, mine = [_orthonormal(p) for p in ps], list[Tensor]()
     for x, p in zip(of_a, ps):  # a matrix at a time: it stays in the cache
         mine.append(_transposed_times(x, p))
         x.addmm_(p, mine[-1].t(), alpha=-1)
     qs, _, also = yield from _mean_of(mine, [], bucket, reply, reply, STARTED)
-    new = [replace(f, p=p, q=q) for f, p, q in zip(owed.matrices, ps, qs)]
-    return new, [_learnt(f, before, "q") for f, before in zip(new, owed.matrices)], exact, sound & also
+    new = [replace(f, p=p, q=q) for f, p, q in zip(state.matrices, ps, qs)]
+    return new, [_learnt(f, before, "q") for f, before in zip(new, state.matrices)], exact, sound & also
 
 
 def _alternating(
-    owed: Owed, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
+    state: LowRankState, a: Tensor, exact: list[Tensor], bucket: StateBucket, send: Channel, reply: Channel
 ) -> Generator[Work, None, Taken]:
     """ACP: as :func:`_power`, one factor in a turn. A matrix without gradients does not have its turn: else one that
     has some in every second step only would never learn its other factor."""
-    of_a, evens = [f.matrix(a) for f in owed.matrices], [f.turn % 2 == 0 for f in owed.matrices]
-    bases = [_orthonormal(f.q if even else f.p) for f, even in zip(owed.matrices, evens)]
+    of_a, evens = [f.matrix(a) for f in state.matrices], [f.turn % 2 == 0 for f in state.matrices]
+    bases = [_orthonormal(f.q if even else f.p) for f, even in zip(state.matrices, evens)]
     mine = list[Tensor]()
     for x, basis, even in zip(of_a, bases, evens):  # a matrix at a time: it stays in the cache
         mine.append(_times(x, basis) if even else _transposed_times(x, basis))
         x.addmm_(*((mine[-1], basis.t()) if even else (basis, mine[-1].t())), alpha=-1)
     means, exact, sound = yield from _mean_of(mine, exact, bucket, send, reply, STARTED)
-    each = zip(owed.matrices, means, bases, evens)
+    each = zip(state.matrices, means, bases, evens)
     new = [replace(f, p=mean, q=basis) if even else replace(f, p=basis, q=mean) for f, mean, basis, even in each]
-    learnt = [_learnt(f, before, "p" if even else "q") for f, before, even in zip(new, owed.matrices, evens)]
+    learnt = [_learnt(f, before, "p" if even else "q") for f, before, even in zip(new, state.matrices, evens)]
     return new, learnt, exact, sound
 
 

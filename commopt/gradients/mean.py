@@ -56,8 +56,8 @@ class GradientMean:
         buckets: in the order in which they are sent.
         steps: how many means were taken.
         not_finite: how many of these were not finite, and left the residuals as they were.
-        owed: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay none where
-            one node compresses nothing.
+        loaded_residuals: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay
+            none where one node compresses nothing.
         zeros_are_absent: whether a gradient of zeros counts as none, as of a parameter that DDP has found unused.
     """
 
@@ -74,7 +74,7 @@ class GradientMean:
         self.parts: list[Part] = []
         self.zeros_are_absent = False
         self.steps = self.not_finite = 0
-        self.owed: dict[int, Tensor] = {}
+        self.loaded_residuals: dict[int, Tensor] = {}
         self._here = [p for p in self.params if id(p) not in elsewhere]
         capacity = bucket_bytes(bucket_mb, self._here)
         held = {id(p): topology.held(p) for p in self._here}
@@ -202,7 +202,7 @@ class GradientMean:
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def averages(self, p: Tensor) -> bool:
-        """Whether it takes the mean of the gradients of ``p`` here."""
+        """True if it takes the mean of the gradients of ``p`` here."""
         return id(p) in self._bucket_of
 
     def forget(self) -> None:
@@ -259,17 +259,17 @@ class GradientMean:
     def _in_full(
         self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
-        """On one node nothing is compressed; what other numbers of nodes have owed comes out at once."""
+        """On one node nothing is compressed; the residuals of other numbers of nodes are folded in at once."""
         mean = packed(bucket, brought)
         yield from mean_over_all(mean, send, reply, STARTED)
-        paid = [i for i in map(id, bucket.params) if i in self.owed and i not in self._nowhere]
+        folded = [i for i in map(id, bucket.params) if i in self.loaded_residuals and i not in self._nowhere]
         for p, there in zip(bucket.params, bucket.views(mean)):
-            if id(p) in paid:
-                there.add_(self.owed[id(p)])
+            if id(p) in folded:
+                there.add_(self.loaded_residuals[id(p)])
 
         def commit() -> None:
-            for i in paid:
-                del self.owed[i]
+            for i in folded:
+                del self.loaded_residuals[i]
 
         def write(outs: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(outs), bucket.views(mean))
@@ -277,7 +277,7 @@ class GradientMean:
         return Received(bucket, torch.isfinite(ops.square_sum([mean])), write, commit)
 
     def _written(self, received: Received) -> list[Tensor]:
-        """Where the gradients were, with their mean; the gradients of those that had none here are new."""
+        """The tensors in which the gradients were, with their mean now; new ones for parameters that had none here."""
         bucket, here = received.bucket, self._gradients
         outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
         received.write(outs)
@@ -299,7 +299,7 @@ def why_unknown(params: Sequence[Tensor]) -> str:
 
 
 def _in_range(outs: Sequence[Tensor]) -> bool:
-    """Whether all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
+    """True if all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
     what is sent."""
     halves = [out for out in outs if out.dtype == torch.float16 and out.numel()]
     return not halves or bool(torch.stack(torch._foreach_norm(halves, math.inf)).isfinite().all())

@@ -1,4 +1,4 @@
-"""How the mean of a bucket is taken: what all ways have in common."""
+"""Ways to take the mean of a bucket: what all have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
 
 OfGradients = Compressor | LowRank | TopBlocks
-"""What :func:`commopt.compress_gradients` takes to compress with."""
+"""Compressors that :func:`commopt.compress_gradients` takes."""
 
 Brought = Sequence[tuple[Tensor, int]]
 """Gradients of this rank, each with where it starts in a flat buffer, ascending."""
@@ -50,26 +50,26 @@ class Method(Protocol):
     """A way to take means between several nodes.
 
     Attributes:
-        of_whole: whether each rank owes of all that its node brings, and not of its part.
+        of_whole: whether each rank has residuals of all that its node brings, and not of its part.
     """
 
     of_whole: bool
 
     def prepare(self, bucket: StateBucket, capacity: int) -> None:
-        """Makes what a new bucket owes, all zeros; ``capacity`` is the most bytes of a bucket."""
+        """Makes the residuals of a new bucket, all zeros; ``capacity`` is the most bytes of a bucket."""
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
     ) -> Generator[Work, None, Received]:
         """Takes the mean of what the ranks have ``brought``. ``absent``: indices of the parameters that no rank has a
-        gradient of, ascending; what is owed to them stays. Yields :data:`commopt.comm.STARTED` when its last collective
+        gradient of, ascending; their residuals stay. Yields :data:`commopt.comm.STARTED` when its last collective
         has started."""
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
-        """What this rank owes, by the number of the parameter, as copies."""
+        """The residuals of this rank, by the number of the parameter, as copies."""
 
     def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
-        """Where in whole parameters that lies: see :mod:`commopt.optim.places`."""
+        """Places of the residuals in whole parameters: see :mod:`commopt.optim.places`."""
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         """State that is the same on all ranks, by the number of the parameter, as copies."""
@@ -82,8 +82,8 @@ class Method(Protocol):
         here: Origin,
         fold: Callable[[Tensor, Tensor], None],
     ) -> bool:
-        """Takes what was saved, by parameter, of ``origin``; ``fold`` takes what one node alone owes. Returns whether
-        something of another rank was left out."""
+        """Takes what was saved, by parameter, of ``origin``; ``fold`` takes residuals where there is one node alone.
+        Returns whether something of another rank was left out."""
 
 
 class Part(Protocol):
@@ -91,10 +91,10 @@ class Part(Protocol):
 
     @property
     def sound(self) -> Tensor | None:
-        """Whether the means taken since the last end are finite, on this rank; 0-d bool, None if there are none."""
+        """True if the means taken since the last end are finite, on this rank; 0-d bool, None if there are none."""
 
     def end(self, sound: bool) -> None:
-        """Ends the means taken: what is owed is what it is after them if all were ``sound``, else what it was.
+        """Ends the means taken: residuals are those after them if all were ``sound``, else what they were.
         Gradients become NaN if they were not, on whichever rank: none takes a step that others do not."""
 
     def forget(self) -> None:

@@ -2,8 +2,8 @@
 
     z = g + e;  row r of C[z] goes to rank r;  e <- z - C[z];   rank r takes the mean of the rows it gets
 
-One phase, as in LoCo (arXiv 2407.04480): what a rank has averaged is its own, and not sent again. So nothing is owed on
-the way back. What a rank owes has the size of the gradient of the whole group, for that is what it compresses.
+One phase, as in LoCo (arXiv 2407.04480): what a rank has averaged is its own, and not sent again. So the way
+back has no residual. That of a rank has the size of the gradient of the whole group, for that is what it compresses.
 
 On nodes of L ranks, two levels, as in SDP4Bit (arXiv 2410.15526):
 
@@ -31,14 +31,14 @@ from commopt.gradients.shard_group import ShardGroup
 from commopt.sharding import local
 
 
-class Owed(Protocol):
-    """What a rank owes of a flat tensor of a group, (M, columns), of M ranks; changes with :meth:`commit` only."""
+class GroupResidual(Protocol):
+    """A rank's residual of a flat tensor of a group, (M, columns), of M ranks; changes with :meth:`commit` only."""
 
     def read(self) -> Tensor:
         """It, with what the mean under way has changed; not to be written to."""
 
     def write(self, lost: Tensor, before: Tensor) -> None:
-        """Notes what is ``lost`` on top of what was owed ``before``. Takes ``lost`` over."""
+        """Notes what is ``lost`` where the residual was ``before``. Takes ``lost`` over."""
 
     def commit(self) -> None:
         """Makes what was noted the present."""
@@ -47,7 +47,7 @@ class Owed(Protocol):
         """Forgets what was noted."""
 
     def state(self) -> dict[str, Any]:
-        """What tells it to the bit, beside its values; copies."""
+        """State that tells it to the bit, beside its values; copies."""
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
         """Makes it ``values``, (M, columns); to the bit, if there is ``state``."""
@@ -135,7 +135,7 @@ class GroupMean:
 
     Attributes:
         sound: whether what this rank has received since the last end is finite; 0-d bool, or None for nothing.
-        owed: by this rank; None without feedback.
+        residual: of this rank; None without feedback.
         fp32_bytes: what reduce-scatters of float32 would have sent since that was set to 0.
     """
 
@@ -152,12 +152,12 @@ class GroupMean:
         self._ranks, self._begin = ranks, begin
         self.sound: Tensor | None = None
         self.fp32_bytes = 0
-        self.owed: Owed | None = None
+        self.residual: GroupResidual | None = None
         of = (len(ranks.rows), group.columns), group.dtype, group.device
         if isinstance(feedback, LoCo):
-            self.owed = Averaged(*of, feedback)
+            self.residual = Averaged(*of, feedback)
         elif feedback:
-            self.owed = Kept(*of, exactly=ranks.has_nodes)
+            self.residual = Kept(*of, exactly=ranks.has_nodes)
 
     # for FSDP ---------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class GroupMean:
         divided = self.group.divided_by(input_tensor.dtype)
         x = input_tensor.view(world, -1).to(self.group.dtype)
         if divided != 1:
-            x = x * divided  # what is owed is of gradients as they are
+            x = x * divided  # the residual is of gradients as they are
         mean = output_tensor if output_tensor.dtype == x.dtype else x.new_empty(x.shape[1])
         for work in self._mean_of_rows(x, mean):
             wait(work, f"reduce-scatter of the gradients of {self.group.name}")
@@ -200,50 +200,50 @@ class GroupMean:
         )
 
     def _compress(self, x: Tensor, payload: Tensor) -> None:
-        if self.owed is None:
+        if self.residual is None:
             self.compressor.compress(x, payload)
             return
         present = self.group.with_gradient(x.shape[1])
-        before = self.owed.read()
+        before = self.residual.read()
         mask = self.group.mask(present)
         mask = None if mask is None else self._ranks.of_place(mask)
         if len(present) == len(self.group.places):
             lost = torch.empty_like(before)
             self.compressor.compress_with_feedback(x, before, payload, mask, lost)
-        else:  # what is owed to the others stays
+        else:  # the residual of the others stays
             places = [self.group.places[i] for i in present]
             part = torch.cat([before[:, place.start : place.stop] for place in places], 1)
             self.compressor.compress_with_feedback(x, part, payload, mask)
             lost = before.clone()
             for place, mine in zip(places, part.split([place.stop - place.start for place in places], 1)):
                 lost[:, place.start : place.stop] = mine
-        self.owed.write(lost, before)
+        self.residual.write(lost, before)
 
     # state ------------------------------------------------------------------------------------------------------------
 
     def share(self) -> Tensor:
-        """What this rank owes, (W, columns), so that the mean of it over all ranks is owed to the mean of gradients."""
-        assert self.owed is not None
-        owed, ranks = self.owed.read(), self._ranks
+        """This rank's residual, (W, columns), so that its mean over all ranks is that of the mean of gradients."""
+        assert self.residual is not None
+        residual, ranks = self.residual.read(), self._ranks
         if not ranks.has_nodes:
-            return owed
-        share = owed.new_zeros(ranks.world_size, owed.shape[1])
-        share[ranks.rows] = ranks.inside.world_size * owed  # of the other rows, other ranks of the node
+            return residual
+        share = residual.new_zeros(ranks.world_size, residual.shape[1])
+        share[ranks.rows] = ranks.inside.world_size * residual  # of the other rows, other ranks of the node
         return share
 
     def load(self, mean: Tensor, exactly: dict[str, Any]) -> None:
-        """Makes what this rank owes its part of ``mean``, (W, columns), the mean of all ranks' shares; to the bit, if
+        """Makes this rank's residual its part of ``mean``, (W, columns), the mean of all ranks' shares; to the bit, if
         there is what tells it ``exactly``."""
-        assert self.owed is not None
-        self.owed.load(self._ranks.of_place(mean), exactly)
+        assert self.residual is not None
+        self.residual.load(self._ranks.of_place(mean), exactly)
 
     # at the end of a backward -----------------------------------------------------------------------------------------
 
     def end(self, sound: bool) -> None:
-        """Ends the means taken: what is owed is what it is after them if all were ``sound``, else what it was.
+        """Ends the means taken: residuals are those after them if all were ``sound``, else what they were.
         Gradients become NaN if they were not, on whichever rank: none takes a step that others do not."""
-        if self.owed is not None and self.sound is not None:
-            (self.owed.commit if sound else self.owed.forget)()
+        if self.residual is not None and self.sound is not None:
+            (self.residual.commit if sound else self.residual.forget)()
         if not sound:
             for p in self.group.trained:
                 if p.grad is not None:
@@ -252,6 +252,6 @@ class GroupMean:
 
     def forget(self) -> None:
         """Forgets the means taken: the backward has failed."""
-        if self.owed is not None:
-            self.owed.forget()
+        if self.residual is not None:
+            self.residual.forget()
         self.sound = None

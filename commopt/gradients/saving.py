@@ -35,31 +35,31 @@ def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str
         part[PLACES] = mean.method.places(mean.buckets, mean.params)
         for i in [i for i in common if is_sharded(mean.params[i])]:
             part["state"].setdefault(i, {}).update(common.pop(i))
-    _add_owed(part, mean)
+    _add_loaded_residuals(part, mean)
     part["digest"] = digest_of(part)
     groups = [{"params": list(range(len(mean.params)))}]
     return {"param_groups": groups, "state": common, "residuals": part}
 
 
 def nodes_of(mean: GradientMean, sharded: ShardedDoor | None) -> int:
-    """By how many nodes ranks owe of parts of the whole; where each owes of all of it, each is as a node. One node owes
-    nothing: what it takes comes out, the same on all of its ranks."""
+    """Number of nodes whose ranks have residuals of parts of the whole; where each has one of all of it, each is as a
+    node. One node has no residual: what it takes comes out, the same on all of its ranks."""
     whole = mean.method.of_whole or (sharded is not None and sharded.whole)
     return mean.topology.world_size if whole and mean.topology.nodes > 1 else mean.topology.nodes
 
 
-def _add_owed(part: dict[str, Any], mean: GradientMean) -> None:
+def _add_loaded_residuals(part: dict[str, Any], mean: GradientMean) -> None:
     """Adds what was loaded on one node and has not come out yet: of parameters that have had no gradient since. It is
     the same on all ranks, and of the whole."""
     for i, p in enumerate(mean.params):
-        if id(p) not in mean.owed:
+        if id(p) not in mean.loaded_residuals:
             continue
-        owed, entry = mean.owed[id(p)].flatten().clone(), part["state"].setdefault(i, {})
+        residual, entry = mean.loaded_residuals[id(p)].flatten().clone(), part["state"].setdefault(i, {})
         if PLACES in part:
             replicas, _ = mean.topology.held(p)
-            place = Place.of(p, mean.owed[id(p)].shape, 0, replicas.rank, replicas.world_size)
+            place = Place.of(p, mean.loaded_residuals[id(p)].shape, 0, replicas.rank, replicas.world_size)
             part[PLACES].setdefault(i, {})["worker_error"] = astuple(place)
-        entry.update(worker_error=owed, server_error=owed[:0])
+        entry.update(worker_error=residual, server_error=residual[:0])
 
 
 @torch.no_grad()
@@ -79,11 +79,11 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
     if origin is not None and origin[0] != MERGED and nodes != nodes_of(mean, sharded):
         why = f"of {nodes} nodes, and there are {nodes_of(mean, sharded)} here; they start again from 0"
         origin = (MIXED, *origin[1:])  # of another part, or not the same on all ranks of a node
-    mean.owed.clear()
+    mean.loaded_residuals.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
         if residual.any():
-            mean.owed[id(p)] = mean.owed.get(id(p), torch.zeros_like(residual)) + residual
+            mean.loaded_residuals[id(p)] = mean.loaded_residuals.get(id(p), torch.zeros_like(residual)) + residual
 
     left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
     if sharded is not None:

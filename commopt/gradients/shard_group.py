@@ -47,7 +47,7 @@ class ShardGroup:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether nodes have several ranks."""
+        """True if nodes have several ranks."""
         return self.inside.world_size > 1
 
     def of_place(self, rows: Tensor) -> Tensor:

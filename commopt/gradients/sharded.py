@@ -23,7 +23,7 @@ GROUPS = "groups"
 
 
 class ShardedDoor:
-    """What FSDP exchanges among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
+    """Exchanges of FSDP among the ranks that a model is cut over: a :class:`commopt.gradients.method.Part`.
 
     Args:
         model: all of it.
@@ -136,17 +136,19 @@ class ShardedDoor:
     # state ------------------------------------------------------------------------------------------------------------
 
     def own(self, params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
-        """What this rank owes, by the number of the parameter, whole; and by group, what else makes the next exchange
-        what it would be. Copies."""
+        """The residuals of this rank, by the number of the parameter, whole; and by group, what else makes the next
+        exchange what it would be. Copies."""
         number, out = {id(p): i for i, p in enumerate(params)}, dict[Any, dict[str, Any]]()
         for mean in self.means:
-            if mean.owed is None:
+            if mean.residual is None:
                 continue
-            owed = mean.share()
+            residual = mean.share()
             for p, place in zip(mean.group.params, mean.group.places):
-                mine = place.whole(owed[:, place.start : place.stop]).clone()
+                mine = place.whole(residual[:, place.start : place.stop]).clone()
                 out[number[id(p)]] = {"worker_error": mine, "server_error": mine.new_zeros(0)}
-        exactly = {f"gradients {i}": mean.owed.state() for i, mean in enumerate(self.means) if mean.owed is not None}
+        exactly = {
+            f"gradients {i}": mean.residual.state() for i, mean in enumerate(self.means) if mean.residual is not None
+        }
         exactly |= {f"weights {i}": gather.state() for i, gather in enumerate(self.weights)}
         out[GROUPS] = {name: state for name, state in exactly.items() if state}
         return out
@@ -157,7 +159,7 @@ class ShardedDoor:
         exactly = entries.get(GROUPS, {}) if mine else {}
         left_out = False
         for i, mean in enumerate(self.means):
-            if mean.owed is None:
+            if mean.residual is None:
                 continue
             now = torch.zeros_like(mean.share())
             for p, place in zip(mean.group.params, mean.group.places):
@@ -186,7 +188,7 @@ class ShardedDoor:
         return left_out
 
     def _all(self, yes: bool) -> bool:
-        """Whether all ranks say yes."""
+        """True if all ranks say yes."""
         row = torch.tensor([yes], dtype=torch.uint8, device=message_device(self._topology.world))
         return bool(gather_rows(self._topology.world, row, "whose weights were loaded").all())
 

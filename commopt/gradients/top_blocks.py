@@ -1,7 +1,8 @@
 """The mean of a bucket in blocks that all ranks agree on: :class:`commopt.compress.TopBlocks`.
 
-A rank owes what it has outside of the blocks that are sent; of the means nothing is lost. With nodes of several ranks
-these take their mean in full, and each then agrees on blocks of its part with those of its place in the other nodes.
+A rank's residual is what it has outside of the blocks that are sent; of the means nothing is lost. With nodes of
+several ranks these take their mean in full, and each then agrees on blocks of its part with those of its place in the
+other nodes.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class AgreedBlocks(Flat):
 
 
 def _with_residuals(brought: Brought, feedback: Feedback, node: int) -> Tensor:
-    """The next residual of the worker, with gradients plus what is owed; also of means, as another way to take them may
-    have left it: W times what is owed of a mean is so in one of W ranks. Of those nothing is owed any more."""
+    """The next residual of the worker: gradients plus its residual; also plus that of means, which another way to take
+    them may have left: it counts W times in one of W ranks. The next one of means becomes 0."""
     a = feedback.next_worker.copy_(feedback.worker)
     for g, start in brought:
         a[start : start + g.numel()].view(g.shape).add_(g)

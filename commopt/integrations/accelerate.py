@@ -18,7 +18,7 @@ from commopt.integrations import common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
 
 _connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many optimizers of each are connected."""
+"""Number of optimizers of each that are connected."""
 
 
 def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:

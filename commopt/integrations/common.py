@@ -1,4 +1,4 @@
-"""What the doors share: who the optimizer is, its DDP model, and who has called."""
+"""Common parts of the doors: who the optimizer is, its DDP model, and who has called."""
 
 from __future__ import annotations
 

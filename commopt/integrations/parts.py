@@ -72,7 +72,7 @@ def _agree(topology: Topology, found: bool, error: ValueError | None, folder: st
 
 
 def _found(topology: Topology, state_dict: StateDict, folder: Path, index: int) -> StateDict:
-    """What :func:`join` gives, as far as this rank knows."""
+    """The state that :func:`join` gives, as far as this rank knows."""
     replicated, _ = split_state_dict(state_dict)
     moment = _moment(state_dict)
     files = sorted(folder.glob(f"commopt-{index}-rank-*.pt"))

@@ -25,7 +25,7 @@ RECEIVED: list[tuple[str, Any]] = [
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Where the elements of ``x`` are; None for no tensor."""
+    """Address of the elements of ``x``; None for no tensor."""
     return None if x is None else x.data_ptr()
 
 
@@ -45,7 +45,7 @@ def layout(kind: type[ctypes.Structure], row: Any) -> ctypes.Structure:
 
 
 def address(values: array[Any]) -> int:
-    """Where the numbers are."""
+    """Address of the numbers."""
     return values.buffer_info()[0]
 
 

@@ -43,7 +43,7 @@ def bf16_compress_momentum(
     start: int = 0,
     stop: int | None = None,
 ) -> None:
-    """:func:`commopt.ops.momentum`, compressed with what is owed, in one pass:
+    """:func:`commopt.ops.momentum`, compressed with the residual, in one pass:
 
         x = beta m + alpha g;  z = x + error;  wire = z as bfloat16;  new_error <- z - wire
 
@@ -70,7 +70,7 @@ def bf16_compress_momentum(
 
 
 def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:
-    """The mean of rows, compressed with what is owed, in one pass:
+    """The mean of rows, compressed with the residual, in one pass:
 
         z = ((w_0 + w_1) + ...) / W + error;  own = z as bfloat16;  new_error <- z - own
 

@@ -51,7 +51,7 @@ _ops = torch.ops.commopt
 E4M3, E5M2 = 43, 52
 """Floats of 8 bits, by their bits of exponent and of mantissa."""
 LARGEST_CODE = {8: 127.0, 4: 7.0, 2: 1.5, E4M3: 448.0, E5M2: 57344.0}
-"""What the largest code stands for, by ``bits``: that many scales."""
+"""Value of the largest code, by ``bits``: that many scales."""
 LARGEST_BLOCK = 8192
 """Elements of the largest block: what one team of threads of a GPU does in one pass."""
 
@@ -124,7 +124,7 @@ def int_compress_with_feedback(
     live: Tensor | None = None,
     new_error: Tensor | None = None,
 ) -> None:
-    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+    """Sends the residual too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
 
     Args:
         x: (r, n) float32 or float64, contiguous; unchanged unless it is ``new_error``.

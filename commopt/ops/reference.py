@@ -130,9 +130,9 @@ def sign_compress_momentum(
     x = torch.empty_like(m)
     momentum(m, grads, offsets, beta, alpha, x)
     cut = slice(start, stop)
-    rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    rows, residual, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
     mask = mask_of_columns(live, start, stop)
-    sign_compress_with_feedback(rows, owed, after, wire, block, norm, mask)
+    sign_compress_with_feedback(rows, residual, after, wire, block, norm, mask)
 
 
 def sign_reduce(

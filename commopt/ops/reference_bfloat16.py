@@ -39,8 +39,8 @@ def bf16_compress_momentum(
     if grads or beta != 1.0:
         x = torch.empty_like(m)
         momentum(m, grads, offsets, beta, alpha, x)
-    rows, owed, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
-    _send(masked(rows + owed, mask_of_columns(live, start, stop)), after, wire)
+    rows, residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
+    _send(masked(rows + residual, mask_of_columns(live, start, stop)), after, wire)
 
 
 def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:

@@ -118,7 +118,7 @@ def _float_codes(t: Tensor, hashes: Tensor | None, kind: int) -> Tensor:
 
 
 def _floats(codes: Tensor, kind: int) -> Tensor:
-    """What codes, 0 to 255, stand for, as float32. (torch's own cast takes long on a CPU, and knows inf and NaN, of
+    """Values of codes, 0 to 255, as float32. (torch's own cast takes long on a CPU, and knows inf and NaN, of
     which there are no codes here.)"""
     mantissa, bias = kind % 10, 7 if kind == E4M3 else 15
     digits = codes & 0x7F
@@ -225,9 +225,9 @@ def int_compress_momentum(
     x = torch.empty_like(m)
     momentum(m, grads, offsets, beta, alpha, x)
     cut = slice(start, stop)
-    rows, owed, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    rows, residual, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
     mask = mask_of_columns(live, start, stop)
-    int_compress_with_feedback(rows, owed, after, wire, bits, block, stochastic, rotated, seed, mask)
+    int_compress_with_feedback(rows, residual, after, wire, bits, block, stochastic, rotated, seed, mask)
 
 
 def int_reduce(

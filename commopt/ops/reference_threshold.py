@@ -128,7 +128,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _parts(wire: Tensor, row: ThresholdRow) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the segments but the first start, (r, segments - 1) int64; values, (r, k) bfloat16; indices, int64."""
+    """Starts of the segments but the first, (r, segments - 1) int64; values, (r, k) bfloat16; indices, int64."""
     starts = wire[:, : row.values_at].contiguous().view(torch.int32).to(torch.int64)
     value = wire[:, row.values_at : row.indices_at].contiguous().view(torch.bfloat16)
     index = wire[:, row.indices_at : row.used].contiguous().view(torch.uint16).to(torch.int64)

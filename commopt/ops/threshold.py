@@ -92,7 +92,7 @@ def threshold_compress_with_feedback(
     live: Tensor | None = None,
     new_error: Tensor | None = None,
 ) -> None:
-    """Sends what was owed too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+    """Sends the residual too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
 
     Args:
         x: (r, n) float32 or float64, rows contiguous; unchanged unless it is ``new_error``.

@@ -31,7 +31,7 @@ AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 
 @dataclass(frozen=True)
 class Holders:
-    """What each rank holds, where not all hold the whole model.
+    """Parts that each rank holds, where not all hold the whole model.
 
     Attributes:
         rank: this one.

@@ -195,7 +195,7 @@ class CommOptimizer(PackedOptimizer):
         return self.phase_of(group) != "compressed"
 
     def sends_in(self, phase: str) -> str:
-        """How gradients or momenta are sent in ``phase``, as it is said to a user."""
+        """Way in which gradients or momenta are sent in ``phase``, in words for a user."""
         return str(self.compressor)
 
     def lets_average(self, group: dict[str, Any]) -> bool:

@@ -125,7 +125,7 @@ def check_held(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
 
 
 def _error_in_groups(optimizer: PackedOptimizer) -> Exception | None:
-    """What is wrong with the parameters in the groups."""
+    """The error of the parameters in the groups, if there is one."""
     try:
         for group in optimizer.param_groups:
             check_held(optimizer, group["params"])
@@ -192,7 +192,7 @@ def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[A
 def _setup(
     groups: list[dict[str, Any]], settings: list[Any], error: Exception | None
 ) -> tuple[dict[str, str], Exception | None, str]:
-    """What ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes it."""
+    """Facts that ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes them."""
     params = [p for group in groups for p in group["params"]]
     # providers may differ in the last bit of an update; instruction sets of one provider do not
     devices = sorted({p.device.type for p in params})

@@ -120,7 +120,7 @@ def check_compressor(compressor: Any, name: str = "compressor") -> None:
 
 
 def no_compressor(value: Any) -> str:
-    """What ``value`` is in place of a compressor, and how it would be one, or where it belongs."""
+    """Description of ``value`` in place of a compressor, and how it would be one, or where it belongs."""
     if isinstance(value, RandomBlocks):
         return f"{value!r}, which is for CSER and QSparseLocalSGD"
     if isinstance(value, _OF_GRADIENTS):

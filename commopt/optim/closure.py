@@ -9,7 +9,7 @@ import torch
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, called once, with gradients enabled; None without one."""
+    """The result of ``closure``, called once, with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():

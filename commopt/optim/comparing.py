@@ -1,5 +1,5 @@
-"""What must be the same, to the bit, on all ranks that hold the same: its digests, what follows where they differ, and
-the repair. Functions of an optimizer."""
+"""Values that must be the same, to the bit, on all ranks that hold the same: their digests, what follows where these
+differ, and the repair. Functions of an optimizer."""
 
 from __future__ import annotations
 

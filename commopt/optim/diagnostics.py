@@ -25,7 +25,7 @@ _DOORS = (
 """Frameworks that are imported, and the module, of those in ``commopt.integrations``, that has a line for each."""
 
 IN_A_ROW = 3
-"""How often norms must be alike before it is no chance."""
+"""Times in a row that norms must be alike before it is no chance."""
 
 
 class Diagnostics:
@@ -98,7 +98,7 @@ class Diagnostics:
         )
 
     def norms(self, alike: bool, norm: float) -> None:
-        """Whether the gradients of all ranks were ``alike`` in norm, which by chance happens once in ten thousand
+        """Note whether the gradients of all ranks were ``alike`` in norm, which by chance happens once in ten thousand
         times."""
         self._alike = self._alike + 1 if alike else 0
         if self._alike == IN_A_ROW and self._once("clipped"):
@@ -255,8 +255,8 @@ class Diagnostics:
 
 
 def by_a_door() -> str:
-    """What does by itself, in a framework that this program uses, what a warning asks for; "" if nothing, or if that is
-    imported already."""
+    """Hint at the door that does by itself, in a framework that this program uses, what a warning asks for; "" if there
+    is none, or if that is imported already."""
     for framework, door, name, line in _DOORS:
         if framework in sys.modules and f"commopt.integrations.{door}" not in sys.modules:
             return f" In {name} that is done by {line} of commopt.integrations.{door}."

@@ -79,7 +79,7 @@ def check_family(
 
 
 def momenta_lost(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to say of groups that take a momentum of 0 from ``given``, where they had one."""
+    """Messages about groups that take a momentum of 0 from ``given``, where they had one."""
     lost = [
         (i, theirs["momentum"], mine["momentum"])
         for i, (theirs, mine) in enumerate(zip(given["param_groups"], groups))

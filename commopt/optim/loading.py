@@ -1,4 +1,4 @@
-"""What is loaded -> an optimizer's buffers, and what is said of what cannot be. Functions of an optimizer."""
+"""Loaded state -> an optimizer's buffers, and what is said of what cannot be. Functions of an optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = "own_"
 
 
 def read(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> tuple[Entries, Origin | None]:
-    """What is loaded, by parameter, and whose own part is in it."""
+    """Loaded state, by parameter, and whose own part is in it."""
     entries, origin = saving.read(given, optimizer.params, optimizer.topology.rank, optimizer.topology.world_size)
     return _placed(optimizer, entries, origin)
 

@@ -1,4 +1,4 @@
-"""What a model has beside the parameters of its optimizer, such as BatchNorm's running statistics, which every rank
+"""The rest of a model beside the parameters of its optimizer, such as BatchNorm's running statistics, which every rank
 has of its own data, or a moving average of the parameters: made the same on all ranks for a while."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_how(how: HowBuffers) -> None:
 
 
 class Rest:
-    """What ``model`` has beside the parameters of its optimizer: its buffers, and parameters that are not ``held`` (by
-    their ids). Made the same on all ranks: buffers of floats their ``"mean"``, or rank 0's, by ``"broadcast"``; numbers
+    """The rest of ``model`` beside the parameters of its optimizer: its buffers, and parameters not ``held`` (by their
+    ids). Made the same on all ranks: buffers of floats their ``"mean"``, or rank 0's, by ``"broadcast"``; numbers
     of steps and the like rank 0's in any case; parameters their mean, where they differ. All ranks must do so at the
     same point, with the same buffers.
 
@@ -122,7 +122,7 @@ def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None)
 
 
 def _has_begun(average: nn.Module) -> bool:
-    """Whether a moving average has averaged anything, as far as it tells. One that another thread is making has not."""
+    """True if a moving average has averaged anything, as far as it tells. One that another thread is making has not."""
     if "_modules" not in vars(average):
         return False
     return not isinstance(average, AveragedModel) or bool(getattr(average, "n_averaged", False))

@@ -156,7 +156,7 @@ def newton_schulz(
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """Who orthogonalises which matrix: the costliest first, each to the rank that has least to do so far."""
+    """The rank that orthogonalises each matrix: the costliest first, each to the rank that has least to do so far."""
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
     load, out = [0] * ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -166,7 +166,7 @@ def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
 
 
 def _orthogonalized(todo: Sequence[_Matrix]) -> list[Tensor]:
-    """What this rank holds of X, of each matrix."""
+    """This rank's part of X, of each matrix."""
     out: list[Tensor | None] = [None] * len(todo)
     shared: dict[tuple[Any, int], list[int]] = {}
     for i, matrix in enumerate(todo):
@@ -204,7 +204,7 @@ def _put_together(matrix: _Matrix) -> Tensor:
 
 
 def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: int) -> list[Tensor]:
-    """What this rank holds of X of ``matrices``, all cut over the ranks of ``group``: two exchanges."""
+    """This rank's part of X of ``matrices``, all cut over the ranks of ``group``: two exchanges."""
     ranks, rank, like = group.size(), group.rank(), matrices[0].update
     owners = owners_of([m.param.shape for m in matrices], ranks)
     dims: list[int] = [m.param.placements[mesh_dim].dim for m in matrices]  # type: ignore[attr-defined]
@@ -237,7 +237,7 @@ def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: 
 
 
 def _pieces(size: int, ranks: int) -> list[int]:
-    """How much each rank holds of a dimension: as DTensor cuts it."""
+    """Length of each rank's piece of a dimension, as DTensor cuts it."""
     chunk = -(-size // ranks)
     return [max(0, min(chunk, size - rank * chunk)) for rank in range(ranks)]
 
@@ -249,8 +249,8 @@ def _of_piece(shape: torch.Size, dim: int, size: int) -> torch.Size:
 def _exchange(
     parts: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
 ) -> tuple[Tensor, ...]:
-    """What every rank sends this one, by rank, flat. ``sent``, ``received``: elements by rank, of bfloat16 as in
-    ``like``."""
+    """Elements that every rank sends this one, by rank, flat, of bfloat16 as ``like``. ``sent``, ``received``: their
+    numbers by rank."""
     flat = torch.cat([like.new_empty(0), *(part.reshape(-1) for part in parts)])  # who owns nothing sends nothing
     out = flat.new_empty(sum(received))
     dist.all_to_all_single(  # as bytes: not every backend has bfloat16

@@ -1,4 +1,4 @@
-"""What is a rank's own of the state of a sharded parameter, in a form that torch.distributed.checkpoint keeps.
+"""A rank's own part of the state of a sharded parameter, in a form that torch.distributed.checkpoint keeps.
 
 Tools for distributed checkpoints write a plain tensor once, whichever rank's it is, and look at nothing beside
 ``state`` and ``param_groups``. So where a model is on a device mesh, what ranks have of their own (residuals; with
@@ -24,12 +24,12 @@ from torch import Tensor
 from commopt.sharding import global_offset
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a rectangular part of a tensor starts, and its shape."""
+"""Start of a rectangular part of a tensor, and its shape."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where elements of a parameter lie.
+    """Place of elements of a parameter.
 
     Attributes:
         shape: of the parameter.
@@ -74,8 +74,8 @@ class OwnTensor(Tensor):
         return self.as_subclass(Tensor)
 
     def value(self, here: Place) -> Tensor | None:
-        """What was loaded, for ``here``; what this rank has itself, if nothing was, and it is of this place. Else
-        None."""
+        """Elements that were loaded, for ``here``; those that this rank has itself, if none were, and they are of this
+        place. Else None."""
         if self.read:
             rows = list(self.read.values())
             return torch.stack(rows).mean(0) if len(rows) > 1 else rows[0]
@@ -146,7 +146,7 @@ class OwnTensor(Tensor):
 
 
 def rebuilt(elements: Tensor, place: tuple[Any, ...]) -> OwnTensor:
-    """What was pickled."""
+    """The tensor that was pickled."""
     return OwnTensor.make(elements, Place(*place))
 
 

@@ -155,7 +155,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def values(self) -> list[Tensor]:
-        """What this rank holds of the parameters in buckets, as plain tensors without gradient."""
+        """This rank's pieces of the parameters in buckets, as plain tensors without gradient."""
         return [x.detach() for bucket in self.buckets for x in bucket.values]
 
     def square_norm_of(self, params: Sequence[Tensor]) -> float:
@@ -192,7 +192,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         binding.rebind(self)
 
     def holders(self) -> Holders | None:
-        """What each rank holds; None where all hold the whole model."""
+        """Parts that each rank holds; None where all hold the whole model."""
         topology = self.topology
         return Holders(topology.rank, topology.same_part(), topology.stages) if topology.is_sharded else None
 
@@ -307,7 +307,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return any(bucket.sharded for bucket in self.buckets)
 
     def own_tensors(self, bucket: StateBucket, group: dict[str, Any]) -> list[dict[str, OwnTensor]]:
-        """What is this rank's own of each parameter of ``bucket``, or may be at another time, by name."""
+        """This rank's own state of each parameter of ``bucket``, or what may be so at another time, by name."""
         out: list[dict[str, OwnTensor]] = bucket.own_residuals() or [{} for _ in bucket.params]
         now = self.rank_local(group)
         for name in self.ever_rank_local:

@@ -27,7 +27,7 @@ Saved = dict[Any, dict[str, Any]]
 
 
 def places_of(buckets: Iterable[StateBucket], params: Sequence[Tensor]) -> Saved:
-    """Where the residuals of ``buckets`` lie, of what a node compresses; empty on one node."""
+    """Places of the residuals of ``buckets``, of what a node compresses; empty on one node."""
     number = {id(p): i for i, p in enumerate(params)}
     return {
         number[id(p)]: {name: astuple(place) for name, place in places.items()}

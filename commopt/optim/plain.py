@@ -1,4 +1,4 @@
-"""What Lamb and Lans share: the state of Adam, in float32 whatever the parameters are, and the conventions of torch."""
+"""Base of Lamb and Lans: the state of Adam, in float32 whatever the parameters are, and the conventions of torch."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def agree(topology: Topology, buckets: Sequence[StateBucket], error: Exception |
 def agree_inside(
     topology: Topology, square: float, error: Exception | None, where: str
 ) -> tuple[float, Exception | None]:
-    """What a local step goes by, where ranks hold a replica together: they take it alike, and tell no other replica.
+    """Agreement on a local step, where ranks hold a replica together: they take it alike, and tell no other replica.
 
     Args:
         topology: the ranks.
@@ -92,7 +92,7 @@ def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBu
 
 
 def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Rest:
-    """What ``model`` has beside the parameters."""
+    """The rest of ``model`` beside the parameters."""
     rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
     tell_of_copies(optimizer, model)
     return rest

@@ -18,7 +18,7 @@ Reduce = Callable[[Sequence[float]], Sequence[float]]
 
 
 def itself(numbers: Sequence[float]) -> Sequence[float]:
-    """What a whole tensor comes to is what its only piece does."""
+    """``numbers`` as they are: what a whole tensor comes to is what its only piece does."""
     return numbers
 
 

@@ -43,7 +43,7 @@ def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topolo
 
 
 def whose(origin: Origin, topology: Topology) -> dict[str, Any]:
-    """What begins a rank's own part: the ``origin``, and where the rank stands among the nodes."""
+    """Beginning of a rank's own part: the ``origin``, and where the rank stands among the nodes."""
     rank, world_size, layout = origin
     shard_index = next((ranks.shard_index for ranks in topology.replicas), 0)
     return {

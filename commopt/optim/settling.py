@@ -1,4 +1,4 @@
-"""Whether the variance has settled: when ``freeze_step="auto"`` ends a warm-up.
+"""Test of whether the variance has settled: when ``freeze_step="auto"`` ends a warm-up.
 
 The ranks look at the steps t = 20, 40, 60, 80, 100, 125, 156, ...: each look is a quarter of t after the last one, and
 20 steps at least. What has come into the variance of a tensor in between is known from its sums alone,
@@ -65,7 +65,7 @@ DEFAULTS = {"look_trend": UNKNOWN, "look_lr": 0.0}
 
 
 class Change(NamedTuple):
-    """How the gradients of a cohort have changed from one window to the next."""
+    """Change of the gradients of a cohort from one window to the next."""
 
     size: float
     """mean |c|; inf if there is nothing to compare."""
@@ -97,7 +97,7 @@ def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]
 
 
 def ends_warmup(groups: Sequence[dict[str, Any]], change: Change) -> bool:
-    """Whether ``change`` ends the warm-up of a cohort of groups, each of which remembers it."""
+    """True if ``change`` ends the warm-up of a cohort of groups, each of which remembers it."""
     calm = change.size <= CALM
     for group in groups:
         lr = float(group["lr"])

@@ -42,7 +42,7 @@ _REMEDIES = {
     "instruction sets of torch (ATEN_CPU_CAPABILITY)": "set ATEN_CPU_CAPABILITY to the lesser one on every rank",
     THREADS: "every rank multiplies the same matrices, and rounds by that: set OMP_NUM_THREADS alike on all",
 }
-"""What to do about facts that differ."""
+"""Remedies for facts that differ."""
 
 VALUE = re.compile(r"'([^']+)': (?:(?!, ')[^{}])*$")
 """The key in whose value the text of a dict ends."""
@@ -95,8 +95,8 @@ def agree_on_setup(
 
 
 def describe(group: int, number: int, p: Tensor) -> str:
-    """What ranks must have alike of a parameter, by its number in its group, in words that are the same on all ranks
-    that have the same, or hold pieces of one tensor."""
+    """Properties of a parameter that ranks must have alike, by its number in its group, in words that are the same on
+    all ranks that have the same, or hold pieces of one tensor."""
     dtype, frozen = str(p.dtype).removeprefix("torch."), "" if p.requires_grad else ", frozen"
     cut = f" cut over {tuple(p.device_mesh.shape)} {p.placements}" if is_sharded(p) else ""  # type: ignore[attr-defined]
     shape = "no shape yet" if is_lazy(p) else f"shape {tuple(p.shape)}"
@@ -104,7 +104,7 @@ def describe(group: int, number: int, p: Tensor) -> str:
 
 
 def counts_of(params: Sequence[Tensor]) -> str:
-    """How many parameters and elements."""
+    """Number of parameters and of elements, in words."""
     return f"{len(params)} parameters with {sum(p.numel() for p in params if not is_lazy(p))} elements"
 
 

@@ -171,6 +171,6 @@ def _is_of_head(name: str) -> bool:
 
 
 def _said_by(module: nn.Module, method: str) -> Any:
-    """What ``method`` of ``module`` says, None if it has none."""
+    """Result of ``method`` of ``module``, None if it has none."""
     says = getattr(module, method, None)
     return says() if callable(says) else None

@@ -108,7 +108,7 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
     merged: StateDict = _mean_of([_without_residuals(part) for part in parts])
     for key, entry in parts[0]["state"].items():
         if "worker_error" in entry:
-            # where nobody averages a part for others, each rank owes of all
+            # where nobody averages a part for others, each rank's residual is of all
             of_whole = not any(part["state"][key]["server_error"].numel() for part in parts)
             workers = [
                 torch.stack([part["state"][key]["worker_error"] for part in together]).mean(0)

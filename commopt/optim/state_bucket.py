@@ -151,7 +151,7 @@ class StateBucket(Bucket):
                 p.grad = like(gradient.to(p.dtype), p)
 
     def total(self, numbers: Sequence[float]) -> Sequence[float]:
-        """What ``numbers`` of the parameters come to over all their pieces, added up: the same on all ranks, to the
+        """Sums of ``numbers`` of the parameters over all their pieces: the same on all ranks, to the
         bit. Those of all pieces call it in the same order."""
         return self._over_pieces(numbers, lambda table: table.sum(0))
 

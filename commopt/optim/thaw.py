@@ -83,7 +83,7 @@ LONG = 20
 TOO_LONG = 2.0
 """The most that B - B0 may be."""
 TIMES = 2
-"""How often a group goes back at most: once to warm up again, and once to stay. Each time all ranks do, and log it."""
+"""Times that a group goes back at most: once to warm up again, and once to stay. Each time all ranks do, and log it."""
 
 DEFAULTS = {
     "watch_looks": 0,
@@ -137,16 +137,16 @@ def is_watched(group: dict[str, Any]) -> bool:
 
 
 class Words(NamedTuple):
-    """What an optimizer calls what it does, for the log."""
+    """Words of an optimizer for what it does, for the log."""
 
     key: str
     """Of a group: the step since which its variance stands, or "auto"."""
     until: str
-    """What goes on while it moves, and how to end that."""
+    """Clause on what goes on while it moves, and how to end that."""
     longer: str
-    """How a user sets a later step."""
+    """Clause on how a user sets a later step."""
     back: str
-    """What all ranks do when they go back."""
+    """Clause on what all ranks do when they go back."""
 
 
 class Watch:

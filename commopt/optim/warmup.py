@@ -54,10 +54,10 @@ class WarmupOptimizer(CommOptimizer):
     scalars: Mapping[str, float] = settling.SCALARS
 
     corrects_bias = True
-    """Whether v is used over 1 - b2^t."""
+    """True if v is used over 1 - b2^t."""
 
     measures_updates = False
-    """Whether updates that have become too long say, too, that v was frozen too early."""
+    """True if updates that have become too long say, too, that v was frozen too early."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, warmup_compressor: Compressor | None = None, **common: Any

@@ -1,4 +1,4 @@
-"""Whether something around the parameters averages their gradients in every step, though nobody has said so.
+"""Search for what averages the gradients of the parameters in every step, around them, though nobody has said so.
 
 :mod:`commopt.attach`, which knows such models, says how to look for them, and how to end that. Where it cannot be
 ended, what they send is counted.
@@ -54,8 +54,8 @@ def look_with(look: Look) -> None:
 
 
 def found(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
-    """What attaches ``optimizer`` to the model around its parameters, if there is one, or why it cannot be.
-    Communicates nothing."""
+    """The function that attaches ``optimizer`` to the model around its parameters, if there is one, or why it cannot
+    be. Communicates nothing."""
     return _look(optimizer) if _look is not None and _may_be_wrapped(optimizer) else None
 
 

@@ -187,7 +187,7 @@ class OuterOptimizer(PackedOptimizer):
             )
 
     def position(self) -> dict[str, Any]:
-        """Where a parameter group stands before its first step."""
+        """Position of a parameter group before its first step."""
         return dict(POSITION) if self.streaming is None else {**POSITION, **self.streaming.position()}
 
     def _restart(self) -> None:
@@ -215,7 +215,7 @@ class OuterOptimizer(PackedOptimizer):
         return {}
 
     def means_of(self, entries: Sequence[Entry], flats: list[Tensor]) -> Means:
-        """How the means over all ranks come about of how far they have come: ``flats``, one of each entry."""
+        """The means over all ranks of how far they have come: of ``flats``, one of each entry."""
         return Means(entries, flats, self.compressor)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
@@ -309,7 +309,7 @@ class OuterOptimizer(PackedOptimizer):
         self.topology.traffic.end_step()
 
     def fixed_settings(self, error: Exception | None = None) -> list[Any]:
-        """What ranks must have alike besides their groups; of one that has failed with ``error``, some of it."""
+        """Settings that ranks must have alike besides their groups; some of them, of one that failed with ``error``."""
         base = name_of(self.base) if hasattr(self, "base") else None
         names = ("compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming")
         own = self.own_settings() if error is None else {}
@@ -318,8 +318,8 @@ class OuterOptimizer(PackedOptimizer):
 
     @torch.no_grad()
     def adopt_values(self) -> None:
-        """Where a round begins, parameters that were changed since the last synchronisation, such as those of a model
-        that was loaded after the optimizer was made, are the anchor."""
+        """Make parameters the anchor where a round begins, if they were changed since the last synchronisation, such as
+        those of a model that was loaded after the optimizer was made."""
         for bucket, _ in self.entries([p for p in range(self.fragments) if self.at_rest(p)]):
             if bucket.adopt("anchor"):
                 self._moved = True
@@ -423,12 +423,12 @@ class OuterOptimizer(PackedOptimizer):
         return (self.topology.copies > 1 or self.members is not None) and self._under_way()
 
     def _under_way(self) -> bool:
-        """Whether some round has begun."""
+        """True if some round has begun."""
         group = self.param_groups[0]
         return bool(group["round_step"]) or any(not self.at_rest(p) for p in range(self.fragments))
 
     def at_rest(self, fragment: int) -> bool:
-        """Whether parameters of a fragment are their anchors, unless somebody has changed them."""
+        """True if parameters of a fragment are their anchors, unless somebody has changed them."""
         group = self.param_groups[0]
         if self.streaming is None:
             return bool(group["round_step"] == 0)
@@ -505,17 +505,17 @@ class OuterOptimizer(PackedOptimizer):
 
     @property
     def fragments(self) -> int:
-        """How many there are."""
+        """Number of fragments; 1 if it does not stream."""
         return 1 if self.streaming is None else self.streaming.fragments
 
     @property
     def is_eager(self) -> bool:
-        """Whether fragments are merged eagerly."""
+        """True if fragments are merged eagerly."""
         return self.streaming is not None and self.streaming.is_eager
 
     @property
     def own_anchors(self) -> bool:
-        """Whether anchors and outer momenta are each rank's own between two synchronisations."""
+        """True if anchors and outer momenta are each rank's own between two synchronisations."""
         return self.is_eager
 
     def entries(self, fragments: Sequence[int] | None = None) -> list[Entry]:
@@ -524,7 +524,7 @@ class OuterOptimizer(PackedOptimizer):
         return [(bucket, group) for bucket, group in every if fragments is None or bucket.fragment in fragments]
 
     def round_of(self, fragment: int) -> int:
-        """How many rounds of a fragment have ended."""
+        """Number of rounds of a fragment that have ended."""
         group = self.param_groups[0]
         return int(group["rounds"] if self.streaming is None else group["fragment_rounds"][fragment])
 
@@ -707,7 +707,7 @@ class OuterOptimizer(PackedOptimizer):
         return "synchronizing" if self._ends_with_next_step() else "local"
 
     def _ends_with_next_step(self) -> bool:
-        """Whether ranks may have to wait for each other at the end of the next step."""
+        """True if ranks may have to wait for each other at the end of the next step."""
         group = self.param_groups[0]
         if self.streaming is not None:
             return streams.due_after(self.streaming, group)

@@ -139,7 +139,7 @@ def _packed(bucket: StateBucket, base: torch.optim.Optimizer, name: str) -> Tens
 
 
 def _tensor(base: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor | None:
-    """What this rank has of it, if there is one that is shaped like the parameter."""
+    """This rank's piece of the tensor ``name`` of ``p``, if there is one that is shaped like the parameter."""
     found = base.state[p].get(name) if p in base.state else None
     if not isinstance(found, Tensor) or local(found).shape != local(p).shape:
         return None

@@ -78,7 +78,7 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
 
 
 def where_of(optimizer: OuterOptimizer, fragment: int | None) -> str:
-    """What begins errors of a round of a fragment; of all parameters, if it is None."""
+    """Beginning of errors of a round of a fragment; of all parameters, if it is None."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     if fragment is None or optimizer.streaming is None or optimizer.fragments == 1:
         return f"{name}, synchronisation {group['rounds'] + 1}"
@@ -99,7 +99,7 @@ def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
 
 
 def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> bool:
-    """Whether the ranks agree to end a round: waits for their reports. Anchors are the same on all ranks then, if
+    """True if the ranks agree to end a round: waits for their reports. Anchors are the same on all ranks then, if
     parameters were changed before it."""
     buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
     decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
@@ -134,7 +134,7 @@ def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str, waits
 def report(
     optimizer: OuterOptimizer, error: Exception | None, checks: bool, sent: Sequence[Tensor] | None = None
 ) -> RoundReport:
-    """What this rank says of itself at the end of a round. ``checks``: whether digests may be compared at it. If it has
+    """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
     ``sent`` something, whether that is finite counts, and not its parameters."""
     own = optimizer.defaults.keys() - optimizer.base.defaults.keys()
     terms = [

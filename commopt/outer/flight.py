@@ -182,7 +182,7 @@ class Flights:
         return flight
 
     def decide(self, flight: Flight) -> RoundDecision:
-        """What the ranks have agreed on about a flight that has landed; if it is that it counts, its means are there.
+        """Decision of the ranks about a flight that has landed; if it is that it counts, its means are there.
 
         Raises:
             as :func:`commopt.outer.rounds.agree`, and as :func:`commopt.comm.confirm`.

@@ -1,4 +1,4 @@
-"""What each rank sends of some buckets, gathered by all ranks, and its means: nothing is compressed a second time.
+"""Payloads of each rank, of some buckets, gathered by all ranks, and their means: nothing is compressed a second time.
 
 One all-gather of a payload row of each rank, so a rank sends W - 1 rows and receives as many. With nodes of several
 ranks, i is a node: each of its ranks sends a part of the bucket on its behalf, and the rows are shared in the node.
@@ -21,7 +21,7 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.rounds import mean_pseudo_gradient
 
 Over = Literal["ranks", "contributors"]
-"""What a mean is over: all ranks; or, element by element, those whose message has something there."""
+"""Ranks that a mean is over: all; or, element by element, those whose message has something there."""
 
 
 class Gathered:
@@ -76,7 +76,7 @@ class Gathered:
             yield inside.all_gather(self.payload.flatten(1), payload.flatten())
 
     def is_sound(self) -> bool:
-        """Whether what was received can be right."""
+        """True if what was received can be right."""
         part = self.bucket.padded // len(self.payload)
         return bool(self.compressor.is_sound(self.payload.flatten(0, 1), part, self.bucket.dtype))
 

@@ -1,4 +1,4 @@
-"""What outer steps without an all-reduce share: each rank talks to a few others, and keeps a model of its own.
+"""Common parts of outer steps without an all-reduce: each rank talks to a few others, and keeps a model of its own.
 
 * The anchor and the outer momentum are each rank's own, as its parameters are. ``averaged()`` is the mean model of all
   ranks; ``synchronize()`` ends the round, and then gives every rank the mean of the anchors and of the momenta.
@@ -135,12 +135,12 @@ class GossipOptimizer(OuterOptimizer):
 
 
 def _differs(group: dict[str, Any]) -> bool:
-    """Whether what is of ``group`` may differ between ranks now."""
+    """True if what is of ``group`` may differ between ranks now."""
     return bool(group["round_step"] or group["rounds"] != group["last_sync_round"])
 
 
 class Exchanged(Means):
-    """What :meth:`GossipOptimizer.exchange` makes of each bucket: means over some ranks, not of pseudo-gradients."""
+    """Means that :meth:`GossipOptimizer.exchange` makes of each bucket: over some ranks, not of pseudo-gradients."""
 
     def __init__(self, optimizer: GossipOptimizer, entries: Sequence[Entry], flats: list[Tensor]) -> None:
         super().__init__(entries, flats, optimizer.compressor)

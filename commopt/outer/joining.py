@@ -176,7 +176,7 @@ def send_tree(backend: Backend, tree: Any) -> None:
 
 
 def receive_tree(backend: Backend) -> Any:
-    """What rank 0 sends by :func:`send_tree`."""
+    """The tree that rank 0 sends by :func:`send_tree`."""
     size = torch.zeros(1, dtype=torch.int64)
     wait(backend.broadcast(size), WHERE)
     header = torch.zeros(int(size), dtype=torch.uint8)

@@ -80,7 +80,7 @@ def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a base keeps of a parameter, but for what is neither a tensor nor a number."""
+    """State that a base keeps of a parameter, but for what is neither a tensor nor a number."""
     numbers = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in state.items() if isinstance(v, Real)}
     return {k: v for k, v in {**state, **numbers}.items() if isinstance(v, Tensor)}
 
@@ -107,8 +107,8 @@ def _has_tensors(values: Any) -> bool:
 
 
 def state_known_of(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor] | None:
-    """What a first step of ``base`` would make as the state of ``p``, of which this rank has ``x``, as such a step
-    finds: on tensors without memory, or on zeros where it looks at values. None if that is not known."""
+    """State that a first step of ``base`` would make for ``p``, of which this rank has ``x``, as such a step finds: on
+    tensors without memory, or on zeros where it looks at values. None if that is not known."""
     group = next(group for group in base.param_groups if any(q is p for q in group["params"]))
     try:
         return _after_a_step(base, {**group, **({"fused": False} if group.get("fused") else {})}, x.to("meta"))

@@ -1,4 +1,4 @@
-"""How a rank becomes a member: it begins a run with others, or waits until a member takes it in: functions of a
+"""Ways for a rank to become a member: it begins a run with others, or waits until a member takes it in: functions of a
 roster."""
 
 from __future__ import annotations

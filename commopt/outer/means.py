@@ -51,7 +51,7 @@ class Means:
             pipeline.start(self.task(i, *channels(bucket)), f"{where}, {self.describe(i)}", early)
 
     def describe(self, i: int) -> str:
-        """What is sent of entry ``i``, in errors."""
+        """Description of what is sent of entry ``i``, in errors."""
         return f"bucket {i} of {len(self.entries)} ({self.entries[i][0].describe()})"
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("commopt")
 
 ATTEMPTS = 5
-"""How often members meet for one round, at most: each time that an exchange fails, somebody should be missing then."""
+"""Times that members meet for one round, at most: each time that an exchange fails, somebody should be missing then."""
 
 
 def check_members(
@@ -131,7 +131,7 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
 
 
 class Exchange:
-    """What members exchange at the end of a round.
+    """Exchange of members at the end of a round.
 
     Args:
         optimizer: whose.
@@ -225,7 +225,7 @@ def reach(optimizer: OuterOptimizer, members: Members) -> None:
 
 
 def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
-    """What this rank says of its round."""
+    """Report of this rank on its round."""
     mine = ending.report(optimizer, None, checks=True)
     norm = sum(square_norm([pseudo_gradient(bucket)]) for bucket in optimizer.buckets) ** 0.5
     return Report(

@@ -134,7 +134,7 @@ class Members:
 
     @property
     def epoch(self) -> int:
-        """How many times members have met; -1 before the run has begun."""
+        """Number of times that members have met; -1 before the run has begun."""
         return self.roster.epoch
 
     @property
@@ -168,7 +168,7 @@ class Members:
 
     @property
     def weight(self) -> float | None:
-        """What was added since the last round; None if nothing was."""
+        """Weight that was added since the last round; None if none was."""
         return self._weight
 
     def round_ended(self) -> None:
@@ -231,7 +231,7 @@ class Members:
         return [view.members[other] for other, can in zip(others, reached) if not can]
 
     def _reaches(self, other: int) -> bool:
-        """Whether this rank and another one of the last view can send each other something."""
+        """True if this rank and another one of the last view can send each other something."""
         mine, now = self.roster.rank, self.roster.now.replace(" ", "-")
         name = f"try {min(mine, other)} {max(mine, other)} of {now}"
         try:
@@ -243,7 +243,7 @@ class Members:
         return True
 
     def verdict(self, state: str) -> str:
-        """What has become of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""
+        """The outcome of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""
         if state == "failed":
             self._channel = None
         told = self.roster.verdict(state)
@@ -331,7 +331,7 @@ class Members:
 
     @property
     def _makes_connections(self) -> bool:
-        """Whether torch makes further connections to the store; 2.6 does not."""
+        """True if torch makes further connections to the store; 2.6 does not."""
         return hasattr(self._store, "clone")
 
     def _connection(self) -> dist.Store:

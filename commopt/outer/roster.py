@@ -85,7 +85,7 @@ class Roster:
         return list(self.view.members).index(self.ticket)
 
     def look(self) -> str:
-        """What ``now`` is; "" before the first view.
+        """The value of ``now``; "" before the first view.
 
         Raises:
             StoreAnother: the store has forgotten it.
@@ -210,7 +210,7 @@ class Roster:
         self.view, self.ticket, self.now = None, -1, ""
 
     def _settle(self) -> None:
-        """What has become of a meeting that this rank has left with an error."""
+        """Find out what has become of a meeting that this rank has left with an error."""
         was, now = self.now, self.look()
         if now != was and not self.take(now):
             raise LeftOut("the other members have gone on without this rank")
@@ -323,12 +323,12 @@ class Roster:
 
 
 def could_not_begin(now: str, view: View | None) -> bool:
-    """Whether ``view``, that of ``now``, is of ranks that were to begin a run and could not: others may."""
+    """True if ``view``, that of ``now``, is of ranks that were to begin a run and could not: others may."""
     return view is not None and view.reports[0].kind == "begin" and now.split()[1] == "failed"
 
 
 def _word(report: Report | None) -> str:
-    """What is said of a rank at a meeting: its report, or that it has gone; no two are alike."""
+    """Word about a rank at a meeting: its report, or that it has gone; no two are alike."""
     return json.dumps([secrets.token_hex(4), None if report is None else asdict(report)])
 
 

@@ -120,7 +120,7 @@ def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Ten
 
 
 def decide(topology: Topology, table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
-    """What follows from the reports of all ranks, by rank; as :func:`agree` raises it."""
+    """Decision that follows from the reports of all ranks, by rank; raises as :func:`agree` does."""
     squares = [table[rank][2] for rank in topology.same_part()]
     if mine.error is not None:
         raise mine.error

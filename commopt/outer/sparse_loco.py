@@ -49,7 +49,7 @@ from commopt.sharding import local
 
 
 class SparseLoCo(OuterOptimizer):
-    """A base optimizer, and every ``period`` steps the mean of the largest elements of what the ranks still owe.
+    """A base optimizer, and every ``period`` steps the mean of the largest elements of the ranks' error buffers.
 
     ::
 

@@ -1,4 +1,4 @@
-"""What is saved of fragments in flight, and loaded: what each rank has sent. Functions of an outer optimizer."""
+"""State of fragments in flight that is saved, and loaded: what each rank has sent. Functions of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forget_sent(optimizer: OuterOptimizer, entries: Sequence[Entry]) -> None:
 
 
 def what_is_sent(optimizer: OuterOptimizer) -> dict[Tensor, Tensor]:
-    """What this rank has sent of each parameter that is in flight."""
+    """Values that this rank has sent of each parameter that is in flight."""
     out = dict(optimizer.sent)
     for flight in optimizer.flights:
         for (bucket, _), flat in zip(flight.means.entries, flight.sent):

@@ -42,7 +42,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Streaming:
-    """How an outer optimizer sends its parameters in fragments, while training goes on.
+    """Settings of an outer optimizer that sends its parameters in fragments, while training goes on.
 
     Args:
         fragments: P, >= 1; the model has at least as many parameters, and a period as many steps.
@@ -84,7 +84,7 @@ class Streaming:
 
     @property
     def waits(self) -> bool:
-        """Whether each fragment is waited for when it is sent."""
+        """True if each fragment is waited for when it is sent."""
         return self.delay == 0
 
     @property
@@ -99,7 +99,7 @@ class Streaming:
 
     @property
     def kind(self) -> str:
-        """What of this must be the same where a state is loaded in the middle of a cycle."""
+        """Settings of this that must be the same where a state is loaded in the middle of a cycle."""
         return f"{self.fragments} fragments{', eager' if self.is_eager else ''}"
 
     def end_of(self, fragment: int, period: int) -> int:
@@ -107,7 +107,7 @@ class Streaming:
         return max(1, (fragment + 1) * period // self.fragments)
 
     def position(self) -> Group:
-        """Where a parameter group stands: the next fragment to send; whether one was sent since all replicas were
+        """Position of a parameter group: the next fragment to send; whether one was sent since all replicas were
         equal; and of each fragment the local steps of its round so far, the sum of their learning rates, how many
         rounds there were, the sum of squares of its last mean if it was compressed, and steps and rates of what is in
         flight, 0 if nothing is."""

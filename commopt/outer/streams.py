@@ -1,4 +1,4 @@
-"""What a streaming optimizer does at a step: sends the fragment whose round ends, and merges what has come back.
+"""Steps of a streaming optimizer: each sends the fragment whose round ends, and merges what has come back.
 Functions of an outer optimizer; :mod:`commopt.outer.streaming` says what is computed.
 
 A fragment in flight is counted in the groups (``sent_steps``), and what this rank has sent of it is saved with the
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def step(optimizer: OuterOptimizer, error: Exception | None) -> None:
-    """What follows a local step that was taken; or not, for ``error``.
+    """Do what follows a local step that was taken; or not, for ``error``.
 
     Raises:
         error; and what the end of a round raises.
@@ -55,7 +55,7 @@ def step(optimizer: OuterOptimizer, error: Exception | None) -> None:
 
 
 def due_after(streaming: Streaming, group: Mapping[str, Any]) -> bool:
-    """Whether something is sent or merged at the end of the next step."""
+    """True if something is sent or merged at the end of the next step."""
     if group["round_step"] + 1 >= streaming.end_of(group["fragment"], group["period"]):
         return True
     return not streaming.is_eager and any(
@@ -98,7 +98,7 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 
 
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
-    """Whether the ranks merge a flight that has landed; if not, it counts as never sent."""
+    """True if the ranks merge a flight that has landed; if not, it counts as never sent."""
     decision = optimizer.flights.decide(flight)
     settle(optimizer)
     if not decision.broken:
@@ -277,7 +277,7 @@ def _taken(optimizer: OuterOptimizer, fragment: int, flight: Flight | None, squa
 
 
 def _or_zero(own: Tensor) -> Tensor:
-    """What this rank has sent; if that was not finite, zeros were."""
+    """``own`` as this rank has sent it; if that was not finite, zeros were."""
     return own if is_usable(square_norm([own])) else torch.zeros_like(own)
 
 

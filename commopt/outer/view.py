@@ -39,7 +39,7 @@ class CutOff(LeftOut):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself where members meet.
+    """Report of a rank on itself where members meet.
 
     Attributes:
         kind: what they meet for: "round", "mean" or "begin".
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What must be the same of all members."""
+        """Values that must be the same of all members."""
         return self.kind, self.step, self.number, self.terms, self.weight is None
 
     @property

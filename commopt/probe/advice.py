@@ -46,7 +46,7 @@ SPELT = {
     "onebit_adam_int8": "OneBitAdam(warmup_compressor=Int8())",
     "zero_one_adam": "ZeroOneAdam(variance=VariancePolicy(stop=steps // 5))",
 }
-"""How one writes those whose names are not that."""
+"""Spelling in code of those whose names are not that."""
 SHARDED = {
     **NAMES,
     "none": "none between machines",
@@ -73,7 +73,7 @@ def over_run(steps: Mapping[str, Step], name: str) -> tuple[float, float]:
 
 
 def rival(shard: int) -> str:
-    """What the methods are compared with, where FSDP2 cuts the model over ``shard`` ranks."""
+    """Method that the others are compared with, where FSDP2 cuts the model over ``shard`` ranks."""
     return "DDP" if shard == 1 else "HSDP"
 
 
@@ -82,7 +82,7 @@ CRITERION = (
     "loses less, in this order: exact means; 16 and 8 bits; OneBitAdam, with 20 % warm-up, in full or by Int8(), then "
     "ZeroOneAdam; compressors of 4 bits. What is faster, and learns less in a step, is named beside."
 )
-"""How the recommendation is found, in words."""
+"""Rule by which the recommendation is found, in words."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class Choice:
 
     @property
     def coarse(self) -> bool:
-        """Whether it is one of the last kind above, or loses more."""
+        """True if it is one of the last kind above, or loses more."""
         return self.lost >= FINE
 
     @property
     def too_coarse(self) -> bool:
-        """Whether it is not recommended."""
+        """True if it is not recommended."""
         return self.lost >= TOO_COARSE
 
 
@@ -143,7 +143,7 @@ def choices(
 
 
 def cannot_tell(link: Mapping[str, Line], largest: float, bucket: float) -> str | None:
-    """What stands in place of a recommendation where messages of up to ``largest`` bytes did not take longer than small
+    """Text in place of a recommendation where messages of up to ``largest`` bytes did not take longer than small
     ones, so that nothing is known of the ``bucket`` of bytes that a model sends at once; None where that is known."""
     unknown = [verb.replace("_", "-").removeprefix("fsdp-") for verb, line in link.items() if not line.per_byte]
     if not unknown or largest >= bucket:
@@ -220,7 +220,7 @@ these are behind by more than another seed makes (docs/gradients.md)."""
 
 
 def _beside(gain: float, coarse: Sequence[Choice], steps: Mapping[str, Step], rounds: Mapping[str, Round]) -> str:
-    """What is faster than a run that is ``gain`` times as fast as DDP's, and learns less in a step."""
+    """Text on what is faster than a run that is ``gain`` times as fast as DDP's, and learns less in a step."""
     ddp, none = steps["ddp"].seconds, steps["none"].seconds
     rough = {choice.words: choice.gain for choice in coarse if choice.too_coarse}
     per_step = {name: none + each.seconds / PERIOD for name, each in rounds.items()}

@@ -253,7 +253,7 @@ def advise(
 
 
 def place_device(options: Options) -> torch.device:
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     if options.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

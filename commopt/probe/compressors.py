@@ -55,7 +55,7 @@ def compressors(block: int) -> dict[str, OfGradients]:
 
 
 def label(name: str, specs: Mapping[str, OfGradients]) -> str:
-    """How one writes the compressor ``name`` of ``specs``."""
+    """Spelling of the compressor ``name`` of ``specs``."""
     if name in TWICE:
         return TWICE[name][0]
     words, usual = COMPRESSORS[name]
@@ -65,8 +65,8 @@ def label(name: str, specs: Mapping[str, OfGradients]) -> str:
 
 @lru_cache(maxsize=64)
 def error(spec: OfGradients) -> float:
-    """What one message of Gaussian numbers loses of them: root mean square over that of the numbers. 1 for factors of
-    low rank, which noise has none of, and for blocks, of which none of noise is above the others."""
+    """Loss of one message of Gaussian numbers: root mean square over that of the numbers. 1 for factors of low rank,
+    which noise has none of, and for blocks, of which none of noise is above the others."""
     if not isinstance(spec, Compressor):
         return 1.0
     x = torch.randn(1, 2**14, generator=torch.Generator().manual_seed(0))

@@ -40,7 +40,7 @@ from commopt.probe.predict import BACKWARD, Model, adamw_seconds
 
 @dataclass(frozen=True)
 class Way:
-    """What is compressed of FSDP2's exchanges; None: nothing.
+    """Compressors of FSDP2's exchanges; None: nothing is compressed.
 
     Attributes:
         words: how one writes it.
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def spelt(self) -> str:
-        """How one writes it, with what makes machines nodes."""
+        """Spelling of it, with what makes machines nodes."""
         return f"{self.words}, process_group=mesh" if self.nodes else self.words
 
     @property
@@ -242,7 +242,7 @@ def predict_cut(
 
 
 def reduced(way: Way, n: int, world_size: int, machine: int) -> list[tuple[str, int]]:
-    """What a rank sends for the mean of gradients, of which each has ``n`` of its own: verbs, and bytes."""
+    """Messages of a rank for the mean of gradients, of which each has ``n`` of its own: verbs, and bytes."""
     machines = world_size // machine
     if way.gradients is None:
         return [("fsdp_reduce_scatter", (world_size - 1) * 4 * n)]
@@ -274,8 +274,8 @@ def weight_bytes(weights: Compressor | Differences, n: int) -> int:
 
 
 def recommend_cut(steps: Mapping[str, Step], ways: Mapping[str, Way] = WAYS, mesh: str = "") -> str:
-    """What to do with a model that is cut over all ranks: the fastest, but what loses more must be 5 % faster, and what
-    loses too much is not recommended. ``mesh``: how one writes machines as nodes."""
+    """Recommendation for a model that is cut over all ranks: the fastest, but what loses more must be 5 % faster, and
+    what loses too much is not recommended. ``mesh``: how one writes machines as nodes."""
     text = _recommended(steps, ways)
     return f"{text} Here mesh is {mesh}, and fully_shard(model) takes none." if "=mesh" in text else text
 

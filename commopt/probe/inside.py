@@ -16,14 +16,14 @@ from commopt.probe.options import Options
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""What FSDP2 calls, by its name in this torch: older ones do not know the first, newer ones warn of the second."""
+"""Collective of FSDP2, by its name in this torch: older ones do not know the first, newer ones warn of the second."""
 GATHERS = 2
 """All-gathers of a parameter in a step: for forward, and for backward."""
 
 
 @dataclass(frozen=True)
 class Inside:
-    """What FSDP2 does among the ranks of a machine, in float32.
+    """Costs of what FSDP2 does among the ranks of a machine, in float32.
 
     Attributes:
         nbytes: bytes that a rank sends to the others of its machine in a step.

@@ -61,7 +61,7 @@ class Mean:
 
     @property
     def params(self) -> int:
-        """How many parameters."""
+        """Number of parameters."""
         return sum(x.numel() for x in self.grads)
 
     def handle(

@@ -89,7 +89,7 @@ class Stand:
 
     @property
     def has_channels(self) -> bool:
-        """Whether there are such channels: without, nothing starts in backward that others have to answer."""
+        """True if there are such channels: without, nothing starts in backward that others have to answer."""
         return bool(self._lines)
 
     def largest(self, values: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What :func:`commopt.compress_gradients` sends for a mean, in closed form: a model's tensors, and their messages.
+"""Messages that :func:`commopt.compress_gradients` sends for a mean, in closed form, by the tensors of a model.
 
 presence   all_gather: which parameters have a gradient, a byte for each
 rows       of a chunk: all_to_all, all_gather
@@ -32,7 +32,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 FLAT = ("all_to_all", "all_gather")
-"""What a compressor of rows sends: rows to those who take their means, and these to all."""
+"""Collectives of a compressor of rows: rows to those who take their means, and these to all."""
 ON_MACHINES = ("inside_all_to_all", "between_all_to_all", "between_all_gather", "inside_all_gather")
 """The same with machines as nodes: inside a machine each rank takes the mean of its part; between them as above, of
 that part; and what has come goes to all ranks of the machine."""
@@ -132,7 +132,7 @@ def exchanges(
     machine: int = 1,
     inside: Compressor | None = None,
 ) -> Sequence[Sequence[Exchange]]:
-    """What is sent of each bucket.
+    """Exchanges of each bucket.
 
     Args:
         shapes: of what a rank holds.

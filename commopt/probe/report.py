@@ -131,7 +131,7 @@ def render(result: Result) -> str:
 
 
 def _asked(result: Result) -> list[str]:
-    """What was measured, for which model."""
+    """Lines on what was measured, for which model."""
     options, inside, ranks = result.options, result.inside, result.world_size
     model, time = f"a model of {count(options.params)} parameters", f"{options.step_time:g} s per step on one"
     if inside is None:
@@ -191,7 +191,7 @@ def _step(result: Result, name: str) -> str:
 
 
 def _gradients(result: Result) -> list[str]:
-    """What :func:`commopt.compress_gradients` would make of it, by compressor."""
+    """Lines on what :func:`commopt.compress_gradients` would make of it, by compressor."""
     other = rival(result.options.shard)
     head = f"{'AdamW, gradients by':20}{'seconds':>9}{'computing':>10}{'wire':>9}{'MB sent':>9}{'x ' + other:>7}"
     return [
@@ -213,7 +213,7 @@ def _gradient(result: Result, name: str) -> str:
 
 
 def _machines(result: Result) -> list[str]:
-    """What it would be with machines as nodes."""
+    """Lines on what it would be with machines as nodes."""
     found = result.machines
     if found is None:
         return []
@@ -238,7 +238,7 @@ def _machines(result: Result) -> list[str]:
 
 
 def _rounds(result: Result) -> list[str]:
-    """What rounds of local steps would cost."""
+    """Lines on what rounds of local steps would cost."""
     head = f"{'rounds of local steps':36}{'a round':>10}{'MB sent':>10}{f'{NEARLY_ALL:.0%} computing':>17}"
     return [
         head,
@@ -259,7 +259,7 @@ def _fewer_bytes(result: Result) -> str:
 
 
 def _cut(result: Result) -> list[str]:
-    """What FSDP2 over all ranks would make of it."""
+    """Lines on what FSDP2 over all ranks would make of it."""
     cut = result.cut
     if cut is None:
         return []
@@ -289,7 +289,7 @@ def _cut(result: Result) -> list[str]:
 
 
 def verdict(speed: float, break_even: float | None) -> str:
-    """Whether a method that is ``speed`` times as fast as DDP is faster, and below which bandwidth it is."""
+    """Verdict on whether a method that is ``speed`` times as fast as DDP is faster, and below which bandwidth it is."""
     here = "yes" if speed >= WORTH else "hardly" if speed > 1 else "NO, SLOWER"
     if break_even is None:
         return f"{here}; rate unknown"

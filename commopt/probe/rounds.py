@@ -1,4 +1,4 @@
-"""What a round of local steps costs: how long all wait for it, what a rank sends, and the period from which on nearly
+"""Cost of a round of local steps: how long all wait for it, what a rank sends, and the period from which on nearly
 all of the time is spent computing.
 
 A round that is not streamed is an agreement, the messages of its mean, and a confirmation, one after the other. Where

@@ -24,7 +24,7 @@ def draw_all(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
         "Held-out loss": ("heldout.png", _heldout, (12, 8.4)),
         "Training loss": ("training.png", _training, (12, 4.4)),
         "Bytes sent in a step": ("bytes.png", _bytes, (12, 1.6 + 0.55 * sum(len(r.bytes_by_phase()) for r in runs))),
-        "What compression owes": ("residuals.png", _residuals, (12, 4.4)),
+        "Residuals of compression": ("residuals.png", _residuals, (12, 4.4)),
     }
     out = {}
     for title, (name, draw, size) in pictures.items():

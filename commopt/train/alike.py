@@ -15,7 +15,7 @@ from commopt.train.errors import ConfigError
 from commopt.train.world import World
 
 OWN = ("train.run_dir", "data.cache_dir", "data.corpus", "comm.args")
-"""What may be another on another machine: paths of folders and files, and what a backend is told."""
+"""Settings that may be others on another machine: paths of folders and files, and what a backend is told."""
 START = ("init", "resume")
 """Of these the path may be another, too, but not whether there is one."""
 

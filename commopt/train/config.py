@@ -37,7 +37,7 @@ class ModelConfig:
     mlp_width: int | None = None
     """Size within the MLPs, >= 1; null for 4 * width, and with llama for 8/3 * width, up to a multiple of 256."""
     tied: bool = True
-    """Whether the head is the matrix of the tokens' embedding; false with llama only."""
+    """True if the head is the matrix of the tokens' embedding; false with llama only."""
     dropout: float = 0.0
     """Dropout probability everywhere, in [0, 1); 0 with llama, which has none."""
     positions: int | None = None
@@ -268,7 +268,7 @@ class ParallelConfig:
 
     @property
     def on_mesh(self) -> bool:
-        """Whether the run has a device mesh at all."""
+        """True if the run has a device mesh at all."""
         return self.shard > 1 or self.tensor > 1 or self.replicate is not None
 
 

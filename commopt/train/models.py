@@ -20,7 +20,7 @@ from commopt.train.data import CLS, EOT, PAD, SEP
 from commopt.train.tasks import IGNORE
 
 Cut = Literal["out", "in"]
-"""How tensor parallel ranks share a projection: each has some of its outputs, or works on some of its inputs."""
+"""Ways to share a projection by tensor parallelism: a rank has some of its outputs, or works on some of its inputs."""
 
 
 class GPT(nn.Module):

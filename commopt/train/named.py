@@ -80,7 +80,7 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
 
 
 def _is_a(found: Any, base: type | UnionType) -> bool:
-    """Whether it is a class that can be made, a subclass of ``base``."""
+    """True if it is a class that can be made, a subclass of ``base``."""
     return isinstance(found, type) and issubclass(found, base) and found not in _NOT_BY_NAME and not isabstract(found)
 
 

@@ -40,7 +40,7 @@ OWN_KEYS = {
 """Arguments that have their own key in the config and so may not be in ``optim.args``."""
 
 PLACES = (commopt.optim, commopt.outer, torch.optim)
-"""Where optimizers are that a config may name without a path."""
+"""Modules with optimizers that a config may name without a path."""
 
 OURS = (commopt.optim.CommOptimizer, commopt.outer.OuterOptimizer)
 """Optimizers that communicate themselves."""

@@ -118,7 +118,7 @@ def _whole(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _content(path: Path) -> str:
-    """What jsonargparse is given for a config file: its path, what is in it without such names, or "" if that is
+    """Argument of jsonargparse for a config file: its path, what is in it without such names, or "" if that is
     nothing. Raises ConfigError unless it is a YAML mapping of known keys, or empty."""
     data = read_yaml(path)
     if data is not None and not isinstance(data, Mapping):
@@ -227,7 +227,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
 
 
 def _plain(key: str, value: str) -> Any:
-    """What a word of the command line says. Raises ConfigError."""
+    """Value of a word of the command line. Raises ConfigError."""
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:

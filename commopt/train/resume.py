@@ -157,7 +157,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _same_ranks(world: World, shared: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
-    """Whether the ranks are those that have saved it."""
+    """True if the ranks are those that have saved it."""
     if world.mesh is None:
         return len(parts) == world.size
     return shared["mesh"] == list(world.mesh.shape)
@@ -228,16 +228,16 @@ def _apply(
 
 
 def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """What compressed means of gradients owe: this rank's own; on other ranks, nodes or meshes, its share of all."""
+    """Load residuals of compressed gradients: this rank's own; on other ranks, nodes or meshes, its share of all."""
     gradients, world = getattr(trainer.engine, "gradients", None), trainer.world
     states = [part["gradients"] for part in parts if "gradients" in part]
     if gradients is None or not states:
         return
-    common, owed = split_state_dict(states[0])[0], [split_state_dict(state)[1] for state in states]
-    if _same_ranks(world, shared, parts) and owed[world.rank]["nodes"] == gradients.nodes:
+    common, residuals = split_state_dict(states[0])[0], [split_state_dict(state)[1] for state in states]
+    if _same_ranks(world, shared, parts) and residuals[world.rank]["nodes"] == gradients.nodes:
         gradients.load_state_dict(states[world.rank])
     else:
-        gradients.load_state_dict(join_state_dict(common, owed, world.rank, world.size, gradients.nodes))
+        gradients.load_state_dict(join_state_dict(common, residuals, world.rank, world.size, gradients.nodes))
 
 
 def take_weights(trainer: Trainer, path: Path) -> None:

@@ -46,7 +46,7 @@ KNOWN = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13 has it there
 }
-"""What metadata consists of, besides dtypes."""
+"""Globals that metadata consists of, besides dtypes."""
 
 
 def weights(model: nn.Module) -> Tensors:
@@ -108,7 +108,7 @@ def read(folder: Path, tensors: Tensors, world: World) -> None:
 
 
 def files_of(folder: Path, world: World) -> list[Path]:
-    """What this rank has written below the checkpoint ``folder``."""
+    """Files that this rank has written below the checkpoint ``folder``."""
     mine = sorted((folder / PIECES).glob(f"__{world.rank}_*.distcp"))
     return [*mine, folder / PIECES / ".metadata"] if world.is_main else mine
 
@@ -124,7 +124,7 @@ def _together(work: Callable[..., None], world: World) -> None:
 
 
 def _cause(error: CheckpointException) -> Exception:
-    """What has failed, on the first rank where something has."""
+    """The failure of the first rank on which something has failed."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return cause if isinstance(cause, Exception) else RuntimeError(f"{type(cause).__name__}: {cause}")
