@@ -117,9 +117,10 @@ class _Receipted:
 
 def row_sums(x: Tensor, rows: int) -> Tensor:
     """The sum of the 64-bit words of each of ``rows`` equal rows of a contiguous tensor, (rows,) int64."""
-    data = x.detach().view(rows, -1).view(torch.uint8)
-    if data.shape[1] % 8:
-        data = torch.nn.functional.pad(data, (0, -data.shape[1] % 8))
+    data = x.detach().view(rows, -1)
+    rest = -data.shape[1] * data.element_size() % 8
+    if rest:
+        data = torch.nn.functional.pad(data.view(torch.uint8), (0, rest))
     return data.view(torch.int64).sum(1)
 
 

@@ -29,6 +29,12 @@ Call = tuple[tuple[int, ...], tuple[int, ...], int]
 """A collective: the ranks it is of, their channel, and its number on that."""
 
 
+class _Posts(dict[int, tuple[str, Tensor]]):
+    """By rank, the collective that it calls and what it gives to it; ``taken``: how many ranks have had them."""
+
+    taken = 0
+
+
 class ThreadWorld:
     """``world_size`` ranks in one process.
 
@@ -43,8 +49,7 @@ class ThreadWorld:
         self.world_size = world_size
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.posted: dict[Call, dict[int, tuple[str, Tensor]]] = {}
-        self.taken: dict[Call, int] = {}
+        self.posted: dict[Call, _Posts] = {}
         self.failed: BaseException | None = None
 
     def run(self, fn: Callable[[ThreadBackend], T]) -> list[T]:
@@ -67,66 +72,73 @@ class ThreadWorld:
             thread.join()
         failed, self.failed = self.failed, None
         self.posted.clear()
-        self.taken.clear()
         if failed is not None:
             raise failed
         return results
 
-    def post(self, call: Call, rank: int, collective: str, x: Tensor) -> None:
+    def post(self, call: Call, rank: int, collective: str, x: Tensor) -> _Posts:
+        """Gives ``x`` to ``call``. Returns what is given to it, now and later."""
         with self.changed:
-            posts = self.posted.setdefault(call, {})
+            posts = self.posted.get(call)
+            if posts is None:
+                posts = self.posted[call] = _Posts()
             posts[rank] = (collective, x)
             if len(posts) == len(call[0]) or collective == "exchange":  # nobody else waits for less
                 self.changed.notify_all()
+        return posts
 
-    def complete(self, call: Call, needs: Sequence[int]) -> bool:
-        """True if the ranks ``needs`` have posted their ``call``, or will not."""
+    def take(self, call: Call, posts: _Posts, needs: Sequence[int], deadline: float) -> list[Tensor]:
+        """Everything that the ranks ``needs`` have posted at ``call``, in order, once they have. Waits up to
+        ``deadline``."""
         with self.changed:
-            return self.failed is not None or self.posted.get(call, {}).keys() >= set(needs)
-
-    def take(self, call: Call, needs: Sequence[int], deadline: float) -> list[Tensor]:
-        """Everything that the ranks ``needs`` posted at their ``call``-th collective, in order, once they have. Waits
-        up to ``deadline``."""
-        with self.changed:
-            ready = self.changed.wait_for(lambda: self.complete(call, needs), deadline - time.monotonic())
+            ready = self.changed.wait_for(lambda: self.complete(posts, needs), deadline - time.monotonic())
             if self.failed is not None:
                 raise RuntimeError(f"another rank failed: {self.failed!r}") from self.failed
             members, _, number = call
-            posts = self.posted.get(call, {})
             if not ready:
                 raise TimeoutError(f"collective {number}: only ranks {sorted(posts)} joined")
-            collectives = {posts[rank][0] for rank in posts}
+            collectives = {collective for collective, _ in posts.values()}
             if len(collectives) > 1:
                 raise RuntimeError(f"collective {number}: ranks called different collectives: {sorted(collectives)}")
-            self.taken[call] = self.taken.get(call, 0) + 1
-            if self.taken[call] == len(members):
-                del self.posted[call], self.taken[call]
+            posts.taken += 1
+            if posts.taken == len(members):
+                del self.posted[call]
             return [posts[rank][1] for rank in needs]
+
+    def complete(self, posts: _Posts, needs: Sequence[int]) -> bool:
+        """True if the ranks ``needs`` have posted theirs, or will not."""
+        return self.failed is not None or all(map(posts.__contains__, needs))
 
 
 class _ThreadWork:
     def __init__(
-        self, world: ThreadWorld, call: Call, rank: int, needs: Sequence[int], finish: Callable[[list[Tensor]], None]
+        self,
+        world: ThreadWorld,
+        call: Call,
+        posts: _Posts,
+        rank: int,
+        needs: Sequence[int],
+        finish: Callable[[list[Tensor]], None],
     ) -> None:
-        self.world, self.call, self.rank, self.needs, self.finish = world, call, rank, needs, finish
+        self.world, self.call, self.posts, self.rank, self.needs, self.finish = world, call, posts, rank, needs, finish
         self.timeout = world.timeout
         self.deadline = time.monotonic() + world.timeout
         self.done = False
 
     def wait(self) -> None:
         if not self.done:
-            self.finish(self.world.take(self.call, self.needs, self.deadline))
+            self.finish(self.world.take(self.call, self.posts, self.needs, self.deadline))
             self.done = True
 
     def is_completed(self) -> bool:
-        return self.done or self.world.complete(self.call, self.needs) or time.monotonic() > self.deadline
+        return self.done or self.world.complete(self.posts, self.needs) or time.monotonic() > self.deadline
 
     def wait_for(self, seconds: float) -> bool:
         """Waits at most so long; whether ``wait()`` would return, or raise, at once."""
-        if not self.is_completed():
-            with self.world.changed:
-                self.world.changed.wait_for(self.is_completed, min(seconds, self.deadline - time.monotonic()))
-        return self.is_completed()
+        if self.is_completed():
+            return True
+        with self.world.changed:
+            return self.world.changed.wait_for(self.is_completed, min(seconds, self.deadline - time.monotonic()))
 
     def overdue(self) -> bool:
         return time.monotonic() >= self.deadline
@@ -138,8 +150,7 @@ class _ThreadWork:
         """Nothing was told."""
 
     def absent(self, states: Sequence[str]) -> Roll:
-        with self.world.changed:
-            here = set(self.world.posted.get(self.call, ()))
+        here = set(self.posts)
         return Roll(sorted(set(self.needs) - here), self.rank == min(here, default=self.rank))
 
 
@@ -206,9 +217,9 @@ class ThreadBackend:
     ) -> Work:
         """``src``: the one rank that it needs something of; None for all."""
         call, self.calls = (self.members, self.channel, self.calls), self.calls + 1
-        self.world.post(call, self.members[self.rank], collective, give.clone())
-        needs = self.members if src is None else (self.members[src],)
-        return _ThreadWork(self.world, call, self.members[self.rank], needs, finish)
+        rank, needs = self.members[self.rank], self.members if src is None else (self.members[src],)
+        posts = self.world.post(call, rank, collective, give.clone())
+        return _ThreadWork(self.world, call, posts, rank, needs, finish)
 
     def all_reduce(self, x: Tensor) -> Work:
         def finish(posts: list[Tensor]) -> None:
