@@ -157,12 +157,13 @@ def tables(figures: Record) -> str:
 
 
 def sources(figures: Record) -> str:
-    """Markdown: where the settings of the methods come from, and how long their schedules are."""
+    """Markdown: where the settings of the methods come from, how long their schedules are, and which have no run."""
     names = dict.fromkeys(run["method"] for run in figures["runs"])
+    missing = "; ".join(label for name, (label, _) in figures["labels"].items() if name not in names)
     steps = {run["method"]: run["steps"] for run in figures["runs"]}
     lines = ["| method | steps | settings from |", "| --- | ---: | --- |"]
     lines += [f"| {figures['labels'][name][0]} | {steps[name]} | {figures['labels'][name][1]} |" for name in names]
-    return "\n".join(lines)
+    return "\n".join(lines) + (f"\n\nMethods of the script without a run: {missing}." if missing else "")
 
 
 def page(figures: Record | None) -> str:

@@ -162,13 +162,13 @@ def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -
     figures = {
         "runs": [run("ddp", curve(4.0))],
         "margin": 0.0,
-        "labels": {"ddp": ["DDP", "a file"]},
+        "labels": {"ddp": ["DDP", "a file"], "sgd": ["SGD", "a file"], "lans": ["Lans", "a file"]},
         "machine": machine,
     }
     report.update_page(report.page(figures | {"command": "scripts/time_to_loss.py --seeds 3"}), page)
     text = page.read_text()
     assert "2 cores of Some CPU" in text
-    assert "| DDP | 8 | a file |" in text
+    assert "| DDP | 8 | a file |\n\nMethods of the script without a run: SGD; Lans.\n" in text
     assert "--seeds 3" in text
     assert "No figures" not in text
     assert text.endswith("after\n")
