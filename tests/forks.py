@@ -20,6 +20,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import logging
 import marshal
 import os
 import runpy
@@ -47,7 +48,8 @@ PRELOADED = (
     "torch._higher_order_ops.passes", "torch._dynamo.dce_extra_outputs", "sympy.tensor.tensor",
     "torch.profiler._cupti_monitor", "torch.utils.serialization", "torch.nn.parallel",
     "torch.distributed.elastic.multiprocessing", "torch.distributed.run", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.utils.tensorboard.writer",
     "commopt", "commopt.cli", "commopt.train.loop", "commopt.train.parse", "commopt.train.plot",
     "commopt.train.sharded", "commopt.probe.command",
@@ -223,6 +225,9 @@ def main() -> None:
     dynamic_rendezvous = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
     # What torchrun logs has names from inspect.stack(), which looks through all modules, for half a second in all.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
+    # Each collective of a distributed checkpoint is a line in a log that goes nowhere, a tenth of what saving takes.
+    for name in ("default", "dcp_logger"):
+        logging.getLogger(f"c10d-NullHandler-{name}").setLevel(logging.WARNING)
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "what is imported has started a thread"
     rarely_collect()

@@ -134,8 +134,8 @@ KINDS = ("OneBitAdam", "ZeroOneAdam", "CSER, signs", "QSparseLocalSGD", "DiLoCo"
 FORMS = {False: [name for name in COMMUNICATING if name not in KINDS], True: KINDS}
 """What goes on, on the same mesh, from its state as it is, and flattened. KINDS go to other meshes both ways."""
 
-SAVED, LATER = 7, 10
-"""Steps when a checkpoint is written, between two rounds, and when what was resumed is compared."""
+SAVED, LATER = 5, 8
+"""Steps when a checkpoint is written, between two rounds, and when what was resumed is compared, after two more."""
 
 
 def lossy(name: str) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def loaded(
     later: int = LATER,
     hybrid: bool = False,
 ) -> dict[str, Any]:
-    """What is loaded of that on a mesh of its own; and it is written once more if told where, or else trained on, until
-    step ``later``. ``hybrid``: of a model on both dimensions of the mesh."""
+    """What is loaded of that on a mesh of its own; it is written once more if told where, and trained on, until step
+    ``later``, if that is past where it was saved. ``hybrid``: of a model on both dimensions of the mesh."""
     mesh, out = grid(world_size // shards, shards), {}
     for name in names:
         net = sharded(mesh if hybrid else mesh["shard"], seed=1)
@@ -197,6 +197,7 @@ def loaded(
         out[name] = {"residuals": residuals(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         if back:
             dcp.save(states(net, optimizer, flat), checkpoint_id=f"{back}/{name} {flat}")
+        if later == SAVED:
             continue
         learn(net, optimizer, range(SAVED, later), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]
@@ -594,7 +595,7 @@ def policies(rank: int, world_size: int) -> dict[str, Any]:
             net.parameters(), lr=1e-2, freeze_step=3, compressor=Sign(16), overlap=overlap, bucket_mb=2e-4
         )
         losses, early = [], 0
-        for step in range(12):
+        for step in range(9):
             optimizer.zero_grad()
             loss = (net(images(step % 3, rank, dtype)).float() - 1).square().mean()
             loss.backward()

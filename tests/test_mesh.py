@@ -174,7 +174,7 @@ def test_what_cannot_work_is_an_error_on_every_rank(pool, folder):
 
 
 def residuals(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
-    """By parameter, the mean over the replicas of what workers owe, plus what servers do."""
+    """By parameter, the mean over the replicas of the residuals of workers, plus those of servers."""
     out: dict[int, Tensor] = {}
     for i in ranks[0][name]["residuals"]:
         for which in ("worker_error", "server_error"):
@@ -208,8 +208,7 @@ def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(pool, saved, 
 def test_a_model_on_both_dimensions_goes_on_as_one_on_the_shards_and_back(pool, saved, folder, tmp_path):
     """HSDP, whose replicas FSDP leaves to the optimizer."""
     names, later = mesh_scenes.KINDS, mesh_scenes.LATER
-    there = pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, False, "", names, later, True)
-    pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, False, str(tmp_path), names, later, True)
+    there = pool.over_gloo(4, mesh_scenes.loaded, str(folder), 2, False, str(tmp_path), names, later, True)
     back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, False)
     differing = {name for name in names if there[0][name]["said"][0]}
     assert differing
@@ -222,13 +221,14 @@ def test_a_model_on_both_dimensions_goes_on_as_one_on_the_shards_and_back(pool, 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (1, 1), (3, 1)])
 def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path, replicas, shards):
-    """What compression owes is kept, and where one replica is left, taken into what is compressed; replicas that were
+    """Residuals are kept, and where one replica is left, taken into what is compressed; replicas that were
     apart start from their mean."""
     flat = shards == 1
-    there = pool.over_gloo(replicas * shards, mesh_scenes.loaded, str(folder), shards, flat, str(tmp_path))
-    once = mesh_scenes.SAVED + 1
-    back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat, "", mesh_scenes.KINDS, once)
-    for name in mesh_scenes.KINDS:
+    names, at = mesh_scenes.KINDS, mesh_scenes.SAVED
+    world_size = replicas * shards
+    there = pool.over_gloo(world_size, mesh_scenes.loaded, str(folder), shards, flat, str(tmp_path), names, at)
+    back = pool.over_gloo(4, mesh_scenes.loaded, str(tmp_path), 2, flat, "", names, at + 1)
+    for name in names:
         before = residuals(saved, name)
         for ranks in (there, back) if replicas > 1 else ():
             after = residuals(ranks, name)

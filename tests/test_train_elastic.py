@@ -20,7 +20,7 @@ from commopt.train.metrics import read_metrics
 from commopt.train.parse import to_yaml
 
 PATIENCE = 200.0
-STEPS, EVERY = 60, 10
+STEPS, EVERY = 40, 10
 
 
 def machine(executable: str, host: bool, port: int, config: Path) -> subprocess.Popen[str]:

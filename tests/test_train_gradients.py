@@ -34,12 +34,15 @@ def four() -> Iterator[Pool]:
     processes.close()
 
 
+SHORT = {"steps": 6, "eval_every": 4, "checkpoint_every": 6}
+"""Compressed from the first step to the last, and saved where it stops."""
+
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, both levels": (
         4,
         {
             "comm": {"compress": {"name": "Sign", "args": {"block": 64}, "inside": "Int8"}, "ranks_per_node": 2},
-            "train": {"accumulate": 2},
+            "train": {**SHORT, "accumulate": 2},
         },
     ),
     "ddp, factors": (2, {"comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}}}}),
@@ -48,7 +51,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "comm": {"compress": {"name": "Int4", "feedback": "LoCo", "weights": "Differences"}},
             "parallel": {"shard": 2},
-            "train": {"accumulate": 2},
+            "train": {**SHORT, "accumulate": 2},
         },
     ),
     "sharded, both levels": (
@@ -56,7 +59,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "comm": {"compress": {"name": "Int4", "args": {"rotate": True}, "feedback": False, "inside": "Int8"}},
             "parallel": {"shard": 2},
-            "train": {"accumulate": 2},
+            "train": {**SHORT, "accumulate": 2},
         },
     ),
     "sharded over two nodes": (
@@ -77,13 +80,13 @@ def test_stopped_and_resumed_is_never_stopped_and_it_learns(four: Pool, tiny: Ma
     ranks, settings = WAYS[way]
 
     def config(folder: str, **more: Any) -> Config:
-        return tiny(tmp_path / folder, optim=BASE, **{**settings, **more})
+        return tiny(tmp_path / folder, optim=BASE, **{"train": SHORT, **settings, **more})
 
     four.run(run, config("whole"), ranks=ranks)
-    four.run(run_and_stop, config("parts"), 6, 1, ranks=ranks)
+    four.run(run_and_stop, config("parts"), 3, 1, ranks=ranks)
     four.run(run, config("parts", resume="auto"), ranks=ranks)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
-    assert_same(content(tmp_path / "parts", 12, ranks), content(tmp_path / "whole", 12, ranks))
+    assert_same(content(tmp_path / "parts", 6, ranks), content(tmp_path / "whole", 6, ranks))
     lines = [line for line in read_metrics(tmp_path / "whole") if "loss" in line]
     assert {line["phase"] for line in lines} == {"compressed"}
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -92,8 +95,8 @@ def test_stopped_and_resumed_is_never_stopped_and_it_learns(four: Pool, tiny: Ma
 
 def test_on_another_number_of_ranks_and_with_another_compressor(four: Pool, tiny: Make, tmp_path: Path) -> None:
     """What is owed is kept; what lives in the checkpoint must be the same."""
-    settings = {"optim": BASE, "comm": {"compress": {"name": "Sign", "args": {"block": 64}}}}
-    four.run(run_and_stop, tiny(tmp_path, **settings), 6, 1, ranks=2)
+    settings = {"optim": BASE, "comm": {"compress": {"name": "Sign", "args": {"block": 64}}}, "train": SHORT}
+    four.run(run_and_stop, tiny(tmp_path, **settings), 3, 1, ranks=2)
     other = {**settings, "comm": {"compress": {"name": "Sign", "args": {"block": 128}}}}
     with pytest.raises(CheckpointError, match=r"comm\.compress"):
         run(tiny(tmp_path, **other, resume="auto"))

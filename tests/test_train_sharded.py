@@ -44,6 +44,8 @@ UNCLIPPED = {**WARM, "max_grad_norm": None}
 ROUNDS = {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"eps": 1e-3}, "period": 4}}
 BASELINE = {"name": "AdamW", "max_grad_norm": 0.05, "args": {"eps": 1e-3}}
 EXACT = {"dropout": 0.0}
+STEPS = 8
+"""With rounds at 4 and 8, evaluated within one, at 6, and at the end."""
 OF_LLAMA = {"llama": {"heads": 4, "kv_heads": 2, "mlp_width": 48, "tied": False}}
 """Two heads a tensor parallel rank, which have the same keys and values."""
 
@@ -89,12 +91,12 @@ def test_a_sharded_run_is_the_unsharded_one(
     """Two ranks with whole models, each with the samples of a replica; 9 samples to evaluate on are a second pass for
     some ranks only."""
     model = {"kind": kind, **EXACT, **OF_LLAMA.get(kind, {})}
-    train = {"batch_size": 16, "eval_samples": 9, "checkpoint_every": 12}
+    train = {"steps": STEPS, "batch_size": 16, "eval_samples": 9, "checkpoint_every": STEPS}
     pieces = {**train, "accumulate": 2 if parallel.get("tensor") else 1}
     four.run(run, tiny(tmp_path / "cut", model=model, optim=optim, parallel=parallel, train=pieces))
     expected = unsharded({"model": model, "optim": optim, "train": {**train, "accumulate": 2}})
     ours, theirs = losses(tmp_path / "cut"), losses(expected)
-    assert len(ours) == 8
+    assert len(ours) == 6
     assert ours == pytest.approx(theirs, rel=2e-6)
     assert ours[-1] < ours[0] - 0.1
     cut, whole = (read_metrics(folder)[-1] for folder in (tmp_path / "cut", expected))
@@ -103,45 +105,45 @@ def test_a_sharded_run_is_the_unsharded_one(
         assert cut["fp32_bytes"] == pytest.approx(whole["fp32_bytes"] / 2, rel=0.01)
 
 
-def digests(run_dir: Path, step: int = 12) -> dict[str, str]:
+def digests(run_dir: Path, step: int = STEPS) -> dict[str, str]:
     """What ranks have written of what they hold together."""
     folder = run_dir / "checkpoints" / f"step-{step:08d}" / "sharded"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.distcp")}
 
 
 RESUMED = {
-    "compressed": ("gpt", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"shard": 2}),
+    "compressed": ("gpt", {"name": "OneBitAdam", "args": {"freeze_step": 3}}, {"shard": 2}),
     "between rounds": ("bert", ROUNDS, {"shard": 2}),
-    "tensor": ("bert", {"name": "OneBitAdam", "args": {"freeze_step": 5}}, {"tensor": 2}),
+    "tensor": ("bert", {"name": "OneBitAdam", "args": {"freeze_step": 3}}, {"tensor": 2}),
     "baseline": ("gpt", BASELINE, {"shard": 2}),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_stopped_and_resumed_is_never_stopped(four: Pool, tiny: Make, tmp_path: Path, name: str) -> None:
-    """Nor does it matter how often a run is saved: one is after its eighth step, the other where it stops."""
+    """Nor does it matter how often a run is saved: one is after its fifth step, the other where it stops."""
     kind, optim, parallel = RESUMED[name]
-    often, seldom = {"checkpoint_every": 8}, {"checkpoint_every": 12}
+    often, seldom = ({"steps": STEPS, "checkpoint_every": every} for every in (5, STEPS))
 
     def config(folder: str, **more: Any) -> Config:
         return tiny(tmp_path / folder, model={"kind": kind}, optim=optim, parallel=parallel, **more)
 
     four.run(run, config("whole", train=often))
     four.run(run_and_stop, config("parts", train=seldom), 6, 3)
-    assert not (tmp_path / "parts/checkpoints/step-00000012").exists()
+    assert not (tmp_path / f"parts/checkpoints/step-{STEPS:08d}").exists()
     for summary in four.run(run, config("parts", resume="auto", train=seldom)):
         assert summary["finished"]
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
-    assert_same(content(tmp_path / "parts", 12, 4), content(tmp_path / "whole", 12, 4))
+    assert_same(content(tmp_path / "parts", STEPS, 4), content(tmp_path / "whole", STEPS, 4))
     assert len(digests(tmp_path / "whole")) == 4
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")
 def saved(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on (2, 2), without dropout and compression; saved after steps 8 and 12."""
+    """A run on (2, 2), without dropout and compression; saved after steps 5 and 8."""
     folder = tmp_path_factory.mktemp("saved")
-    train = {"checkpoint_every": 8}
+    train = {"steps": STEPS, "checkpoint_every": 5}
     four.run(run, tiny(folder, model=EXACT, optim=UNCLIPPED, parallel={"shard": 2}, train=train))
     return folder
 
@@ -155,21 +157,21 @@ def test_resumed_on_another_mesh(
     four: Pool, tiny: Make, saved: Path, tmp_path: Path, ranks: int, parallel: dict[str, int]
 ) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    train = {"checkpoint_every": 12}
+    shutil.rmtree(tmp_path / f"checkpoints/step-{STEPS:08d}")
+    train = {"steps": STEPS, "checkpoint_every": STEPS}
     config = tiny(tmp_path, model=EXACT, optim=UNCLIPPED, parallel=parallel, resume="auto", train=train)
     if ranks == 1:
         run(config)
     else:
         four.run(run, config, ranks=ranks)
     assert losses(tmp_path) == pytest.approx(losses(saved), rel=2e-6)
-    shared = content(tmp_path, 12, ranks)[0]
+    shared = content(tmp_path, STEPS, ranks)[0]
     assert math.prod(shared["mesh"]) == ranks
 
 
 def test_weights_of_another_run_with_or_without_a_mesh(four: Pool, tiny: Make, saved: Path, tmp_path: Path) -> None:
     still = {"model": EXACT, "optim": {**UNCLIPPED, "lr": 1e-30}, "train": {"steps": 1}}
-    first = str(saved / "checkpoints/step-00000012")
+    first = str(saved / f"checkpoints/step-{STEPS:08d}")
     last = read_metrics(saved)[-1]["heldout_loss"]
     four.run(run, tiny(tmp_path / "whole", init=first, **still), ranks=2)
     second = str(tmp_path / "whole/checkpoints/step-00000001")
@@ -203,7 +205,7 @@ def reseal(folder: Path, name: str) -> None:
 
 def test_damage(four: Pool, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest has a changed byte, the one before a metadata that would run code, and the first is good."""
-    config = {"optim": WARM, "parallel": {"shard": 2}}
+    config = {"optim": WARM, "parallel": {"shard": 2}, "train": {"steps": 3, "checkpoint_every": 1}}
     four.run(run, tiny(tmp_path, **config), ranks=2)
     first, second, third = sorted((tmp_path / "checkpoints").iterdir())
     piece = third / "sharded/__1_0.distcp"
@@ -254,7 +256,7 @@ def test_a_step_of_the_baseline_is_skipped_by_all(four: Pool, tiny: Make, tmp_pa
         assert "2 steps in a row were skipped" in message
 
 
-def skip_the_first(config: Config, steps: int = 5) -> Any:
+def skip_the_first(config: Config, steps: int = 3) -> Any:
     """Trains, but for the first ``steps``, which a torch optimizer skips."""
     from commopt.train import engine, loop
 
@@ -271,13 +273,13 @@ def skip_the_first(config: Config, steps: int = 5) -> Any:
 
 def test_a_baseline_that_has_not_begun_is_resumed(tiny: Make, tmp_path: Path) -> None:
     """Its optimizer has no state when the first checkpoint is written."""
-    train = {"checkpoint_every": 4, "keep": 9}
+    train = {"steps": 6, "checkpoint_every": 2, "keep": 9}
     config = {"model": EXACT, "optim": BASELINE, "parallel": {"replicate": 1}, "train": train}
     skip_the_first(tiny(tmp_path / "whole", **config))
-    first = str(tmp_path / "whole/checkpoints/step-00000004")
+    first = str(tmp_path / "whole/checkpoints/step-00000002")
     skip_the_first(tiny(tmp_path / "again", **config, resume=first))
-    assert_same(content(tmp_path / "again", 12, 1), content(tmp_path / "whole", 12, 1))
-    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
+    assert_same(content(tmp_path / "again", 6, 1), content(tmp_path / "whole", 6, 1))
+    assert digests(tmp_path / "again", 6) == digests(tmp_path / "whole", 6)
 
 
 # what cannot be -------------------------------------------------------------------------------------------------------

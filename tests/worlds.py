@@ -210,14 +210,16 @@ def all_tensors(tree: Any) -> list[Tensor]:
 def on_processes(world_size: int, fn: Callable[[int, int], Any], interpreter: str | None = None) -> list[Any]:
     """``fn(rank, world_size)`` (a function of a module) in processes over Gloo; the results by rank.
 
-    ``interpreter``: what starts them, else they are forks (see forks.py).
+    They are forks (see forks.py), but for rank 0 where ``interpreter`` is given, which starts that.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps(fn))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-        command = [interpreter or python(), str(Path(__file__).with_name("process_rank.py")), folder]
+        command = [str(Path(__file__).with_name("process_rank.py")), folder]
+        begun_by = [interpreter or python(), *[python()] * (world_size - 1)]
         ranks = [
-            subprocess.Popen(command, env={**os.environ, **meeting, "RANK": str(rank)}) for rank in range(world_size)
+            subprocess.Popen([begin, *command], env={**os.environ, **meeting, "RANK": str(rank)})
+            for rank, begin in enumerate(begun_by)
         ]
         try:
             codes = [rank.wait() for rank in ranks]
