@@ -127,7 +127,8 @@ class WarmupOptimizer(CommOptimizer):
         """Increments the step counters of the parameters that move; returns their indices."""
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
-        if not variance_moves and not bucket.numbers["variance_step"][moving].all():
+        counts = bucket.numbers["variance_step"]
+        if not variance_moves and not counts.all() and not counts[moving].all():
             self._diagnostics.too_late("the variance was frozen", "warms up")
         return moving
 
