@@ -323,9 +323,9 @@ class Trainer:
             log.info("stopped at step %d, checkpoint saved; go on with: --resume=auto", self.step)
         if meter.bytes and meter.fp32_bytes:  # with one replica ranks tell each other a few numbers, and no gradient
             sent, full = f"{meter.bytes / MB:.1f} MB", f"{meter.fp32_bytes / MB:.1f} MB"
-            saved = f"{show_ratio(summary['ratio'])} less"
+            saved = f"ratio {show_ratio(summary['ratio'])}"
             if meter.compressed_steps:
-                saved += f", {show_ratio(summary['compressed_ratio'])} less in the compressed phase"
+                saved += f", {show_ratio(summary['compressed_ratio'])} in the compressed phase"
             log.info("each rank sent %s; an fp32 all-reduce would have sent %s: %s", sent, full, saved)
         if meter.skipped_steps:
             log.warning("%d steps were skipped for inf or NaN in the gradients", meter.skipped_steps)
