@@ -71,7 +71,8 @@ class SparseLoCo(OuterOptimizer):
         mean_over: "ranks" (the paper) divides the sum of what was sent of an element by the number of ranks;
             "contributors" by that of the ranks that have sent it, which makes steps up to as many times longer.
         clip_to_median: whether what a rank has sent of a tensor is scaled down to the median, over the ranks, of its
-            2-norm: against a rank that is far off. Costs one more small message a bucket.
+            2-norm, of an even number the lower of the two in the middle: against a rank that is far off. Costs one
+            more small message a bucket.
         compressor: C; None is full precision, which leaves nothing in the error buffer.
         max_grad_norm: clip this rank's gradient to this norm in each local step, or None.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
