@@ -79,6 +79,35 @@ def gradients(net: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else whole(p.grad).clone() for p in net.parameters()]
 
 
+class Scale:
+    """Of a loss, as a GradScaler has it."""
+
+    now = 1.0
+
+    def get_scale(self) -> float:
+        return self.now
+
+
+def scaled(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> dict[str, list[bool]]:
+    """By each of ``ways``, whether gradients of a loss whose scale changes are those of the loss, times that, to the
+    bit."""
+    out = {}
+    for name, way in ways.items():
+        mesh = on_nodes(world_size) if "inside" in way else None
+        plain, other, scale = cut(Odd()), cut(Odd()), Scale()
+        commopt.compress_gradients(plain, process_group=mesh, **way)
+        commopt.compress_gradients(other, process_group=mesh, scaler=scale, **way)  # type: ignore[arg-type]
+        out[name] = []
+        for step, scale.now in enumerate([1024.0, 1024.0, 16.0, 16.0, 32.0, 2.0]):
+            plain.zero_grad()
+            other.zero_grad()
+            backward(plain, step, rank)
+            backward(other, step, rank, scale.now)
+            pairs = list(zip(gradients(plain), gradients(other)))
+            out[name].append(all(h is None if g is None else torch.equal(scale.now * g, h) for g, h in pairs))
+    return out
+
+
 def as_fsdps_own(rank: int, world_size: int) -> dict[str, Any]:
     """With the identity: how far gradients are from FSDP's, and after it was removed; a factor of FSDP's; bfloat16."""
     out: dict[str, Any] = {}

@@ -131,7 +131,15 @@ def exact_under_ddp(rank: int, world_size: int) -> dict[str, float]:
 
 
 def scaled(rank: int, world_size: int) -> dict[str, Any]:
-    """A GradScaler, and inf on one rank in the third step: who skips, the scales, and whether it left a trace."""
+    """A GradScaler, and inf on one rank in the third step: who skips, the scales, and whether it left a trace; and the
+    same without both, and without that step."""
+    plain = DDP(Deep())
+    commopt.compress_gradients(plain, Sign(16), bucket_mb=4e-4)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in (0, 1, 3, 4):
+        optimizer.zero_grad()
+        plain(batch(step, rank), False).square().mean().backward()
+        optimizer.step()
     net = DDP(Deep())
     handle = commopt.compress_gradients(net, Sign(16), bucket_mb=4e-4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -147,7 +155,7 @@ def scaled(rank: int, world_size: int) -> dict[str, Any]:
         moved.append(not all(torch.equal(p, q) for p, q in zip(before, bits(net))))
         after = handle.state_dict()["residuals"]["state"]
         trace.append(any(not torch.equal(after[i][n], residuals[i][n]) for i in residuals for n in residuals[i]))
-    return {"moved": moved, "trace": trace, "scale": scaler.get_scale(), "bits": bits(net)}
+    return {"moved": moved, "trace": trace, "scale": scaler.get_scale(), "bits": bits(net), "plain": bits(plain)}
 
 
 def resumed(rank: int, world_size: int) -> bool:

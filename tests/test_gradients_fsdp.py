@@ -40,6 +40,16 @@ def test_with_the_identity_they_are_fsdps_own(pool):
         assert found["ratio"] == pytest.approx(0.5, abs=0.01)  # of float64
 
 
+def test_residuals_follow_the_scale_of_the_loss(pool):
+    ways = {
+        "as it is": {"compressor": Int4(block=8)},
+        "in 8 bits": {"compressor": Int4(block=8), "feedback": LoCo()},
+        "on nodes": {"compressor": Int4(block=8), "inside": Int8(block=8)},
+    }
+    for found in pool.over_gloo(4, fsdp_scenes.scaled, ways):
+        assert found == dict.fromkeys(ways, [True] * 6)
+
+
 def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(pool):
     """By any policy, several groups, and gradients that have added up: in one mean, of one bucket."""
     for found in pool.over_gloo(4, fsdp_scenes.beside_hsdp):

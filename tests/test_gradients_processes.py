@@ -44,6 +44,7 @@ def test_all_ranks_skip_a_step_and_nothing_is_left_of_it(pool):
         assert found["trace"] == found["moved"]
         assert found["scale"] == 512
         assert same_bits(found["bits"], ranks[0]["bits"])
+        assert same_bits(found["bits"], found["plain"])  # the GradScaler was found, and residuals follow its scale
 
 
 def test_a_run_that_was_stopped_continues_to_the_bit(pool):

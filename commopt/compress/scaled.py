@@ -83,6 +83,10 @@ class Scaled(Compressor):
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return scales_are_sound(payload, -(-n // self.block))
 
+    def rescale_(self, payload: Tensor, n: int, factor: float) -> None:
+        """Makes ``payload``, (r, nbytes(n)) uint8, that of ``factor`` times as much."""
+        payload.view(torch.float32)[:, : -(-n // self.block)].mul_(factor)
+
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.int_decompress(payload, out, self.bits, self.block, self.rotate)
 

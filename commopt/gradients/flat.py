@@ -45,6 +45,12 @@ class Flat:
             known = self._scratches[key] = bucket.zeros()
         return known[: bucket.padded]
 
+    def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
+        for bucket in buckets:
+            if bucket.feedback is not None:
+                bucket.feedback.worker.mul_(factor)
+                bucket.feedback.server.mul_(factor)
+
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         return dict(saving.own_states([(bucket, ()) for bucket in buckets], params, lambda p: p))
 

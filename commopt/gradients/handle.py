@@ -23,6 +23,7 @@ from commopt.gradients.checks import Groups, NeverWrapped, check_exchanges, chec
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
+from commopt.gradients.loss_scale import LossScale, check_scaler
 from commopt.gradients.low_rank import Thin
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.method import Method, OfGradients
@@ -165,6 +166,7 @@ def compress_gradients(
     weights: Compressor | Differences | None = None,
     bucket_mb: float | None = None,
     reduction: str = "mean",
+    scaler: torch.amp.GradScaler | None = None,
 ) -> CompressedGradients:
     """Averages the gradients of ``model`` over the ranks, compressed, in every ``backward()``; whatever optimizer
     follows.
@@ -214,13 +216,15 @@ def compress_gradients(
         bucket_mb: most MB (2**20 bytes) of a bucket; None chooses.
         reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel. Of
             replicas of pieces it is the sum over the replicas, of what FSDP2 makes of the pieces.
+        scaler: the GradScaler of the loss: residuals follow its scale. None: the one that has scaled a loss when the
+            first backward comes; where several have, that is an error which asks for it.
 
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
             parameters, one whose gradients something else averages or compresses, or ranks that differ.
         RuntimeError: from DDP, if it has one of torch's built-in communication hooks.
     """
-    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction)
+    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, None if scaler is None else "given")
     taken: list[TakenReplicas] = []
     error: Exception | None = None
     try:
@@ -228,7 +232,7 @@ def compress_gradients(
     except ValueError as caught:
         error = caught
     try:
-        return _connected(model, given, process_group, backend, taken, error)
+        return _connected(model, given, process_group, backend, taken, error, scaler)
     except BaseException:
         give_back(taken)
         raise
@@ -244,6 +248,7 @@ class _Given:
     weights: Compressor | Differences | None
     bucket_mb: float | None
     reduction: str
+    scaler: str | None
 
 
 def _connected(
@@ -253,6 +258,7 @@ def _connected(
     backend: Backend | None,
     taken: Sequence[TakenReplicas],
     error: Exception | None,
+    scaler: torch.amp.GradScaler | None,
 ) -> CompressedGradients:
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
@@ -262,6 +268,7 @@ def _connected(
     try:
         if error is not None:
             raise error
+        check_scaler(scaler)
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         mine = {id(p) for p in params}
         handles = {handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None}
@@ -278,7 +285,7 @@ def _connected(
     _agree(topology, params, error, settings, isinstance(given.compressor, LowRank))
     elsewhere = {id(p) for group in groups[0] for p in group.params}
     method = _method(given.compressor, given.feedback, given.inside)
-    mean = GradientMean(params, topology, method, given.bucket_mb, given.reduction, elsewhere)
+    mean = GradientMean(params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler))
     sharded: ShardedDoor | None = None
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)

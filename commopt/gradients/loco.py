@@ -111,6 +111,12 @@ class LoCoRows(Rows):
         MEMORY.decompress(self._residuals[id(bucket)].bytes, e.unsqueeze(0))
         return e
 
+    def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
+        for bucket in buckets:
+            residuals = self._residuals[id(bucket)]
+            MEMORY.rescale_(residuals.bytes, bucket.padded // bucket.local_world_size, factor)
+            residuals.server.mul_(factor)
+
     # state ------------------------------------------------------------------------------------------------------------
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:

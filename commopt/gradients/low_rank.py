@@ -100,6 +100,11 @@ class Thin:
 
         return Received(bucket, sound, write, commit)
 
+    def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
+        for error in (self._of[id(bucket)].error for bucket in buckets):
+            if error is not None:
+                error.mul_(factor)
+
     # state ------------------------------------------------------------------------------------------------------------
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:

@@ -32,6 +32,7 @@ from commopt.comm import (
     refuse_if_left_out,
     wait,
 )
+from commopt.gradients.loss_scale import LossScale
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.optim import checks
 from commopt.optim.base import CHANNELS
@@ -49,6 +50,7 @@ class GradientMean:
         bucket_mb: see :func:`commopt.bucket.bucket_bytes`.
         reduction: "mean", or "sum" where a step goes by the sum of the gradients of all ranks.
         elsewhere: ids of parameters whose gradients are averaged where they arise, by ``parts``.
+        scale: that of the loss.
 
     Attributes:
         parts: other means, whose ends are those of this one.
@@ -58,6 +60,7 @@ class GradientMean:
         not_finite: how many of these were not finite, and left the residuals as they were.
         loaded_residuals: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay
             none where one node compresses nothing.
+        scale: that of the loss, which residuals have.
         zeros_are_absent: whether a gradient of zeros counts as none, as of a parameter that DDP has found unused.
     """
 
@@ -69,8 +72,10 @@ class GradientMean:
         bucket_mb: float | None = None,
         reduction: str = "mean",
         elsewhere: Collection[int] = (),
+        scale: LossScale | None = None,
     ) -> None:
         self.params, self.topology, self.method = list(params), topology, method
+        self.scale = scale or LossScale()
         self.parts: list[Part] = []
         self.zeros_are_absent = False
         self.steps = self.not_finite = 0
@@ -106,14 +111,27 @@ class GradientMean:
 
         Raises:
             RuntimeError: it is of one rank that is alone because it was made before ``init_process_group()``.
+            ValueError: several GradScalers are in use.
         """
         if not self._begun:
             refuse_if_left_out(self.topology.backend, "compress_gradients()")
         if self._forgotten:  # ranks have come equally far with what they have started only at its end
             self._pipeline.finish()
             self._begin()
-        first, self._begun = not self._begun, True
+        first = not self._begun
+        if first and (factor := self.scale.change()) != 1:
+            self._rescale(factor)
+        self._begun = True
         return first
+
+    @torch.no_grad()
+    def _rescale(self, factor: float) -> None:
+        """Multiplies all residuals by ``factor``."""
+        self.method.rescale(self.buckets, factor)
+        for part in self.parts:
+            part.rescale(factor)
+        for residual in self.loaded_residuals.values():
+            residual.mul_(factor)
 
     # in backward ------------------------------------------------------------------------------------------------------
 

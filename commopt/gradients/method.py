@@ -65,6 +65,9 @@ class Method(Protocol):
         gradient of, ascending; their residuals stay. Yields :data:`commopt.comm.STARTED` when its last collective
         has started."""
 
+    def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
+        """Multiplies the residuals by ``factor``. No mean is under way."""
+
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         """The residuals of this rank, by the number of the parameter, as copies."""
 
@@ -99,6 +102,9 @@ class Part(Protocol):
 
     def forget(self) -> None:
         """Forgets the means taken: the backward has failed."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the residuals by ``factor``. No mean is under way."""
 
 
 def part_of_node(x: Tensor, node: Backend, inside: Compressor | None) -> Generator[Work, None, Tensor]:

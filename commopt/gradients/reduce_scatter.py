@@ -46,6 +46,9 @@ class GroupResidual(Protocol):
     def forget(self) -> None:
         """Forgets what was noted."""
 
+    def rescale(self, factor: float) -> None:
+        """Multiplies it by ``factor``. No mean is under way."""
+
     def state(self) -> dict[str, Any]:
         """State that tells it to the bit, beside its values; copies."""
 
@@ -72,6 +75,9 @@ class Kept:
 
     def forget(self) -> None:
         self._next = None
+
+    def rescale(self, factor: float) -> None:
+        self._now.mul_(factor)
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.read().clone()} if self._exactly else {}
@@ -110,6 +116,9 @@ class Averaged:
 
     def forget(self) -> None:
         self._next = None
+
+    def rescale(self, factor: float) -> None:
+        MEMORY.rescale_(self._now, self._shape[0] * self._shape[1], factor)
 
     def state(self) -> dict[str, Any]:
         return {"bytes": self._now.clone(), "means": self._means}

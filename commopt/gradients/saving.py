@@ -23,6 +23,9 @@ from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
+SCALE = "loss_scale"
+"""Key of the scale of the loss that residuals have."""
+
 
 def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
     """``handle.state_dict()``: as of an optimizer whose parameters are those of the model, in its order."""
@@ -37,7 +40,7 @@ def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str
             part["state"].setdefault(i, {}).update(common.pop(i))
     _add_loaded_residuals(part, mean)
     part["digest"] = digest_of(part)
-    groups = [{"params": list(range(len(mean.params)))}]
+    groups = [{"params": list(range(len(mean.params))), SCALE: mean.scale.value}]
     return {"param_groups": groups, "state": common, "residuals": part}
 
 
@@ -85,6 +88,7 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         if residual.any():
             mean.loaded_residuals[id(p)] = mean.loaded_residuals.get(id(p), torch.zeros_like(residual)) + residual
 
+    mean.scale.value = float(given["param_groups"][0].get(SCALE, 1.0))
     left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
     if sharded is not None:
         known = origin is not None and (origin == here or origin[0] == MERGED)

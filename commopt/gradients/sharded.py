@@ -133,6 +133,11 @@ class ShardedDoor:
         for mean in self.means:
             mean.forget()
 
+    def rescale(self, factor: float) -> None:
+        for mean in self.means:
+            if mean.residual is not None:
+                mean.residual.rescale(factor)
+
     # state ------------------------------------------------------------------------------------------------------------
 
     def own(self, params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:

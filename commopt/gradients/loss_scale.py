@@ -1,0 +1,71 @@
+"""The scale of the loss: what a GradScaler multiplies gradients by before they are compressed, and so residuals too.
+
+    scaler.scale(loss).backward()      gradients come as S g, and what is lost of them stays as S e
+    scaler.update()                    S <- 2 S now and then, S / 2 after an overflow
+
+The next gradients are S' g. What stayed is e of the same step only as S' e: residuals are multiplied by S' / S.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import torch
+
+from commopt.ddp_models import instances_of, with_subclasses
+
+
+class LossScale:
+    """Follows the scale of a GradScaler.
+
+    Args:
+        scaler: it; None: the one that has scaled a loss when the first backward comes, if there is one.
+
+    Attributes:
+        value: the scale that residuals have.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self.value = 1.0
+        self._scaler, self._looks = scaler, scaler is None
+
+    def change(self) -> float:
+        """The factor that residuals are to be multiplied by, 1.0 in most steps; :attr:`value` is the scale after that.
+
+        Raises:
+            ValueError: no scaler was given, and several have scaled a loss.
+        """
+        if self._looks:
+            self._scaler, self._looks = _in_use(), False
+        now = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if now == self.value or not 0 < now < math.inf:
+            return 1.0
+        factor, self.value = now / self.value, now
+        return factor
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raises ValueError unless ``scaler`` is None, or has a scale as a GradScaler has."""
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+
+
+def _in_use() -> Any:
+    """The GradScaler that has scaled a loss; None if there is none. Raises ValueError if several have."""
+    if len(_that_have_scaled()) > 1:
+        gc.collect()  # those that nobody has any more
+    used = _that_have_scaled()
+    if len(used) > 1:
+        raise ValueError(
+            f"compress_gradients: {len(used)} GradScalers are in use: say whose scale the residuals of this model "
+            "follow, by compress_gradients(..., scaler=scaler)"
+        )
+    return used[0] if used else None
+
+
+def _that_have_scaled() -> list[Any]:
+    """The GradScalers that have scaled a loss. Looks at all objects."""
+    scalers = instances_of(with_subclasses(torch.amp.GradScaler))
+    return [scaler for scaler in scalers if scaler.is_enabled() and getattr(scaler, "_scale", None) is not None]
