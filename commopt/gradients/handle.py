@@ -217,7 +217,8 @@ def compress_gradients(
         reduction: "sum" where a step goes by the sum of all ranks' gradients; not for DistributedDataParallel. Of
             replicas of pieces it is the sum over the replicas, of what FSDP2 makes of the pieces.
         scaler: the GradScaler of the loss: residuals follow its scale. None: the one that has scaled a loss when the
-            first backward comes; where several have, that is an error which asks for it.
+            first backward comes; where several have, that is an error which asks for it. One that is not enabled
+            stands for none.
 
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
