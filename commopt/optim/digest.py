@@ -29,17 +29,15 @@ def _weights(device: torch.device) -> Tensor:
 def digest(x: Tensor) -> Tensor:
     """The digest of a tensor of any shape and dtype, as 0-d int64 on its device."""
     data = x.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
-    weights = _weights(x.device)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, words.numel(), CHUNK):
-        part = words[start : start + CHUNK]
-        total = total * _PRIME + (part * weights[: part.numel()]).sum()
-    if whole < data.numel():
-        rest = torch.zeros(8, dtype=torch.uint8, device=x.device)
-        rest[: data.numel() - whole] = data[whole:]
-        total = total * _PRIME + rest.view(torch.int64)[0] * weights[0]
+    if data.data_ptr() % 8:
+        data = data.clone()
+    weights, rest = _weights(x.device), data.numel() % 8
+    pieces = list(data[: data.numel() - rest].view(torch.int64).split(CHUNK))
+    if rest:
+        pieces.append(torch.nn.functional.pad(data[-rest:], (0, 8 - rest)).view(torch.int64))
+    total, *others = [(piece * weights[: piece.numel()]).sum() for piece in pieces]
+    for other in others:
+        total = total * _PRIME + other
     return total
 
 
