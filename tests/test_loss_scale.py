@@ -81,6 +81,26 @@ def test_a_scaled_run_is_the_unscaled_one_without_the_steps_that_are_skipped(met
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_scale_that_grows_until_residuals_leave_the_range_falls_again(method: str) -> None:
+    """What leaves it must not stay infinite: then every later step would be skipped."""
+
+    def run(backend: ThreadBackend) -> None:
+        scaled = Run(backend, method, torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1))
+        before = None
+        for step in range(20, 80):
+            scaled.steps(range(step, step + 1))
+            if step == 60:
+                before = [p.detach().clone() for p in scaled.model.parameters()]
+        assert scaled.handle.comm_stats()["not_finite"] > 3
+        assert before is not None
+        assert not same_bits(before, [*scaled.model.parameters()])
+        assert all(p.isfinite().all() for p in scaled.model.parameters())
+        assert scaled.scaler.get_scale() > 2.0**90
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_resumed_with_another_scale_is_the_one_never_stopped(method: str) -> None:
     def run(backend: ThreadBackend) -> None:
         first = Run(backend, method, scaler())
@@ -93,6 +113,15 @@ def test_a_run_that_is_resumed_with_another_scale_is_the_one_never_stopped(metho
             second.handle.load_state_dict(saved[0])
             second.steps(range(8, 12))
             assert same_bits([*first.model.parameters()], [*second.model.parameters()])
+        twins = []
+        for known in (True, False):  # saved before there was a scale in it: it counts as that of the next backward
+            twins.append(Run(backend, method, scaler(saved[0]["param_groups"][0]["loss_scale"])))
+            twins[-1].model.load_state_dict(saved[1])
+            if not known:
+                del saved[0]["param_groups"][0]["loss_scale"]
+            twins[-1].handle.load_state_dict(saved[0])
+            twins[-1].steps(range(8, 12))
+        assert same_bits(*([*twin.model.parameters()] for twin in twins))
 
     on_threads(2, run)
 
@@ -113,6 +142,11 @@ def test_the_scaler_in_use_is_found_and_of_several_one_must_be_named() -> None:
     assert (scale.change(), scale.value) == (0.25, 2)
     mine.update(float("inf"))  # no scale to follow
     assert (scale.change(), scale.value) == (1, 2)
+    mine = scaler(16.0)  # in the place of the one that has gone
+    mine.scale(torch.ones(1))
+    assert (scale.change(), scale.value) == (8, 16)
+    scale.loaded(4.0)
+    assert scale.change() == 4
     idle.scale(torch.ones(1))
     unsaid = LossScale()
     for _ in range(2):

@@ -84,8 +84,9 @@ class Scaled(Compressor):
         return scales_are_sound(payload, -(-n // self.block))
 
     def rescale_(self, payload: Tensor, n: int, factor: float) -> None:
-        """Makes ``payload``, (r, nbytes(n)) uint8, that of ``factor`` times as much."""
-        payload.view(torch.float32)[:, : -(-n // self.block)].mul_(factor)
+        """Makes ``payload``, (r, nbytes(n)) uint8, that of ``factor`` times as much, or as far as float32 reaches."""
+        scales = payload.view(torch.float32)[:, : -(-n // self.block)]
+        scales.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.int_decompress(payload, out, self.bits, self.block, self.rotate)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from commopt.compress import Feedback
+from commopt.gradients.loss_scale import rescale_
 from commopt.optim import saving
 from commopt.optim.own import Origin
 from commopt.optim.places import Saved, places_of
@@ -48,8 +49,8 @@ class Flat:
     def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
         for bucket in buckets:
             if bucket.feedback is not None:
-                bucket.feedback.worker.mul_(factor)
-                bucket.feedback.server.mul_(factor)
+                rescale_(bucket.feedback.worker, factor)
+                rescale_(bucket.feedback.server, factor)
 
     def own(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
         return dict(saving.own_states([(bucket, ()) for bucket in buckets], params, lambda p: p))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from commopt.compress import Compressor, Feedback, Int8, Spared
+from commopt.gradients.loss_scale import rescale_
 from commopt.gradients.rows import Rows
 from commopt.optim.checks import check_int, check_within
 from commopt.optim.own import Origin
@@ -115,7 +116,7 @@ class LoCoRows(Rows):
         for bucket in buckets:
             residuals = self._residuals[id(bucket)]
             MEMORY.rescale_(residuals.bytes, bucket.padded // bucket.local_world_size, factor)
-            residuals.server.mul_(factor)
+            rescale_(residuals.server, factor)
 
     # state ------------------------------------------------------------------------------------------------------------
 

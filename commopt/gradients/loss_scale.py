@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from commopt.ddp_models import instances_of, with_subclasses
 
@@ -21,15 +24,21 @@ class LossScale:
     """Follows the scale of a GradScaler.
 
     Args:
-        scaler: it; None: the one that has scaled a loss when the first backward comes, if there is one.
+        scaler: it; None: the one that has scaled a loss when the first backward comes, if there is one, or the first
+            after a load, or after that one has gone.
 
     Attributes:
-        value: the scale that residuals have.
+        value: the scale that residuals have; None for that of the next backward, whatever it is.
     """
 
     def __init__(self, scaler: Any = None) -> None:
-        self.value = 1.0
-        self._scaler, self._looks = scaler, scaler is None
+        self.value: float | None = 1.0
+        self._given = scaler
+        self._found: Callable[[], Any] | None = None  # a weak reference, or None, which has looked and found none
+
+    def loaded(self, value: float | None) -> None:
+        """Residuals were loaded that have the scale ``value``."""
+        self.value, self._found = value, None
 
     def change(self) -> float:
         """The factor that residuals are to be multiplied by, 1.0 in most steps; :attr:`value` is the scale after that.
@@ -37,13 +46,31 @@ class LossScale:
         Raises:
             ValueError: no scaler was given, and several have scaled a loss.
         """
-        if self._looks:
-            self._scaler, self._looks = _in_use(), False
-        now = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        scaler = self._given or self._in_use()
+        now = 1.0 if scaler is None else float(scaler.get_scale())
         if now == self.value or not 0 < now < math.inf:
             return 1.0
-        factor, self.value = now / self.value, now
+        factor, self.value = 1.0 if self.value is None else now / self.value, now
         return factor
+
+    def _in_use(self) -> Any:
+        if self._found is None or (self._found is not _none and self._found() is None):
+            scaler = _in_use()
+            self._found = _none if scaler is None else weakref.ref(scaler)
+        return self._found()
+
+
+def rescale_(residual: Tensor, factor: float) -> None:
+    """Multiplies a residual; what would leave the range of its dtype stays at the end of it: infinity would stay for
+    ever, but a mean that overflows is skipped, and the scale falls."""
+    residual.mul_(factor)
+    if factor > 1:
+        end = torch.finfo(residual.dtype).max
+        residual.clamp_(-end, end)
+
+
+def _none() -> None:
+    """In place of a reference to a scaler, where there is none."""
 
 
 def check_scaler(scaler: Any) -> None:

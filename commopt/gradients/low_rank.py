@@ -26,6 +26,7 @@ from commopt.comm import STARTED, Channel, Work, mean_over_all
 from commopt.compress import PowerSGD
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.factors import Exact, Factors, LowRankState
+from commopt.gradients.loss_scale import rescale_
 from commopt.gradients.method import Brought, Received
 from commopt.optim.masks import absent_runs
 from commopt.optim.own import MIXED, Origin
@@ -103,7 +104,7 @@ class Thin:
     def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
         for error in (self._of[id(bucket)].error for bucket in buckets):
             if error is not None:
-                error.mul_(factor)
+                rescale_(error, factor)
 
     # state ------------------------------------------------------------------------------------------------------------
 
@@ -256,12 +257,12 @@ def _mean_of(
 
 def _orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis of the columns of ``x``, (n, r)."""
-    return torch.linalg.qr(x).Q
+    return torch.linalg.qr(_unit(x)).Q
 
 
 def _unit(q: Tensor) -> Tensor:
     """``q`` times a power of two, such that its largest element is about 1: q has the size of the last gradients, and
-    products with it leave the range of a dtype long before these do. Its columns span the same."""
+    norms of it, and products with it, leave the range of a dtype long before these do. Its columns span the same."""
     _, exponent = torch.frexp(q.abs().amax())
     return torch.ldexp(q, (-exponent).clamp(-120, 120))
 

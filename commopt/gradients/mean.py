@@ -32,7 +32,7 @@ from commopt.comm import (
     refuse_if_left_out,
     wait,
 )
-from commopt.gradients.loss_scale import LossScale
+from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.optim import checks
 from commopt.optim.base import CHANNELS
@@ -131,7 +131,7 @@ class GradientMean:
         for part in self.parts:
             part.rescale(factor)
         for residual in self.loaded_residuals.values():
-            residual.mul_(factor)
+            rescale_(residual, factor)
 
     # in backward ------------------------------------------------------------------------------------------------------
 

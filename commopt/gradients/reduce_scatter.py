@@ -27,6 +27,7 @@ from commopt.comm import Work, compressed_reduce_scatter, wait
 from commopt.compress import Compressor
 from commopt.gradients.fsdp import Group
 from commopt.gradients.loco import MEMORY, LoCo
+from commopt.gradients.loss_scale import rescale_
 from commopt.gradients.shard_group import ShardGroup
 from commopt.sharding import local
 
@@ -77,7 +78,7 @@ class Kept:
         self._next = None
 
     def rescale(self, factor: float) -> None:
-        self._now.mul_(factor)
+        rescale_(self._now, factor)
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.read().clone()} if self._exactly else {}

@@ -88,7 +88,7 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
         if residual.any():
             mean.loaded_residuals[id(p)] = mean.loaded_residuals.get(id(p), torch.zeros_like(residual)) + residual
 
-    mean.scale.value = float(given["param_groups"][0].get(SCALE, 1.0))
+    mean.scale.loaded(given["param_groups"][0].get(SCALE))
     left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
     if sharded is not None:
         known = origin is not None and (origin == here or origin[0] == MERGED)
