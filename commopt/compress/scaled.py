@@ -83,10 +83,9 @@ class Scaled(Compressor):
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return scales_are_sound(payload, -(-n // self.block))
 
-    def rescale_(self, payload: Tensor, n: int, factor: float) -> None:
-        """Makes ``payload``, (r, nbytes(n)) uint8, that of ``factor`` times as much, or as far as float32 reaches."""
-        scales = payload.view(torch.float32)[:, : -(-n // self.block)]
-        scales.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
+    def scales(self, payload: Tensor, n: int) -> Tensor:
+        """The scales in ``payload``, (r, nbytes(n)) uint8, of ``n`` values a row: (r, nblocks) float32, a view."""
+        return payload.view(torch.float32)[:, : -(-n // self.block)]
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         ops.int_decompress(payload, out, self.bits, self.block, self.rotate)

@@ -115,7 +115,7 @@ class LoCoRows(Rows):
     def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
         for bucket in buckets:
             residuals = self._residuals[id(bucket)]
-            MEMORY.rescale_(residuals.bytes, bucket.padded // bucket.local_world_size, factor)
+            rescale_(MEMORY.scales(residuals.bytes, bucket.padded // bucket.local_world_size), factor)
             rescale_(residuals.server, factor)
 
     # state ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,11 +33,12 @@ class LossScale:
     def __init__(self, scaler: Any = None) -> None:
         self.value: float | None = 1.0
         self._given = scaler
-        self._found: Callable[[], Any] | None = None  # a weak reference, or None, which has looked and found none
+        self._found: weakref.ref[Any] | None = None
+        self._looks = True
 
     def loaded(self, value: float | None) -> None:
         """Residuals were loaded that have the scale ``value``."""
-        self.value, self._found = value, None
+        self.value, self._looks = value, True
 
     def change(self) -> float:
         """The factor that residuals are to be multiplied by, 1.0 in most steps; :attr:`value` is the scale after that.
@@ -46,7 +46,7 @@ class LossScale:
         Raises:
             ValueError: no scaler was given, and several have scaled a loss.
         """
-        scaler = self._given or self._in_use()
+        scaler = self._in_use() if self._given is None else self._given
         now = 1.0 if scaler is None else float(scaler.get_scale())
         if now == self.value or not 0 < now < math.inf:
             return 1.0
@@ -54,10 +54,11 @@ class LossScale:
         return factor
 
     def _in_use(self) -> Any:
-        if self._found is None or (self._found is not _none and self._found() is None):
-            scaler = _in_use()
-            self._found = _none if scaler is None else weakref.ref(scaler)
-        return self._found()
+        """The scaler that was found. Looks for it if it has to, or if that one has gone."""
+        if self._looks or (self._found is not None and self._found() is None):
+            scaler = find_scaler()
+            self._found, self._looks = None if scaler is None else weakref.ref(scaler), False
+        return None if self._found is None else self._found()
 
 
 def rescale_(residual: Tensor, factor: float) -> None:
@@ -69,21 +70,19 @@ def rescale_(residual: Tensor, factor: float) -> None:
         residual.clamp_(-end, end)
 
 
-def _none() -> None:
-    """In place of a reference to a scaler, where there is none."""
-
-
 def check_scaler(scaler: Any) -> None:
     """Raises ValueError unless ``scaler`` is None, or has a scale as a GradScaler has."""
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
 
 
-def _in_use() -> Any:
+def find_scaler() -> Any:
     """The GradScaler that has scaled a loss; None if there is none. Raises ValueError if several have."""
-    if len(_that_have_scaled()) > 1:
-        gc.collect()  # those that nobody has any more
     used = _that_have_scaled()
+    if len(used) > 1:
+        used.clear()
+        gc.collect()  # those that nobody has any more
+        used = _that_have_scaled()
     if len(used) > 1:
         raise ValueError(
             f"compress_gradients: {len(used)} GradScalers are in use: say whose scale the residuals of this model "

@@ -119,7 +119,7 @@ class Averaged:
         self._next = None
 
     def rescale(self, factor: float) -> None:
-        MEMORY.rescale_(self._now, self._shape[0] * self._shape[1], factor)
+        rescale_(MEMORY.scales(self._now, self._shape[0] * self._shape[1]), factor)
 
     def state(self) -> dict[str, Any]:
         return {"bytes": self._now.clone(), "means": self._means}
