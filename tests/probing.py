@@ -15,13 +15,13 @@ from commopt.compress import Sign
 from commopt.probe.clock import Costs
 from commopt.probe.compressors import COMPRESSORS, compressors
 from commopt.probe.fit import Line
-from commopt.probe.local import Mirrors
+from commopt.probe.local import SGD, Mirrors
 from commopt.probe.measure import Stand
 from commopt.probe.messages import FLAT, Shapes, shapes_of
-from commopt.probe.predict import Model
+from commopt.probe.model import Model
 
 NOTHING = Line(0.0, 0.0)
-VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+VERBS = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
 AGREED = ("all_reduce", "all_reduce 2")
 """Stages of low rank, and of blocks."""
 SMALL = shapes_of(110_013, 9_999, 64)
@@ -38,6 +38,7 @@ def costs(link: Line = NOTHING, world_size: int = 2, per: float = 0.0, copies: f
         adamw=1e-9,
         copies={"all_reduce": copies, "all_reduce_bf16": copies},
         onebit=dict.fromkeys(("agreement", "all_to_all", "all_gather", "end"), 1e-10),
+        sgd=dict.fromkeys(SGD, dict.fromkeys(("agreement", "all_reduce", "end"), 1e-10)),
         means={name: {"presence": 0.0, **dict.fromkeys((*FLAT, *AGREED, "end"), per)} for name in COMPRESSORS},
     )
 

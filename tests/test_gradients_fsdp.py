@@ -18,7 +18,7 @@ from commopt.probe.clock import Costs
 from commopt.probe.cut import ON_NODES, WAYS, predict_cut
 from commopt.probe.fit import Line
 from commopt.probe.messages import ON_MACHINES, columns_of, modules_of
-from commopt.probe.predict import Model
+from commopt.probe.model import Model
 
 
 @pytest.fixture(scope="module")

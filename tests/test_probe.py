@@ -9,6 +9,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,26 +28,18 @@ from commopt.probe.compressors import COMPRESSORS
 from commopt.probe.cut import WAYS
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
+from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
-from commopt.probe.predict import (
-    METHODS,
-    Model,
-    adamw_seconds,
-    at_bandwidth,
-    break_even,
-    plain,
-    predict,
-    split,
-    whole_run,
-)
+from commopt.probe.predict import METHODS, at_bandwidth, break_even, plain, predict, whole_run
+from commopt.probe.sgd import PERIOD
 
-COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather")
+COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
 NOTHING = Line(0.0, 0.0)
 MODEL = Model(params=100_000_000, step_time=0.5, last_params=0, bucket_bytes=25 * 2**20, compressor=Sign())
 
 
 def costs(link: Line = NOTHING, loss: Line = NOTHING, world_size: int = 2, copies: float = 0.0) -> Costs:
-    """Every verb over the same link. AdamW takes 0.1 s for ``MODEL``, and so does OneBitAdam."""
+    """Every verb over the same link. AdamW takes 0.1 s for ``MODEL``, and so do all other optimizers."""
     return Costs(
         world_size=world_size,
         link=dict.fromkeys(COLLECTIVES, link),
@@ -54,6 +47,12 @@ def costs(link: Line = NOTHING, loss: Line = NOTHING, world_size: int = 2, copie
         adamw=1e-9,
         copies={"all_reduce": copies, "all_reduce_bf16": 2 * copies},
         onebit={"agreement": 1e-10, "all_to_all": 3e-10, "all_gather": 2e-10, "end": 4e-10},
+        sgd={
+            "cser": {"agreement": 0.0, "all_reduce": 6e-10, "end": 4e-10},
+            "cser_reset": {"agreement": 0.0, "all_reduce": 6e-10, "end": 4e-10},
+            "qsparse_reset": {"agreement": 0.0, "all_reduce": 6e-10, "end": 4e-10},
+            "qsparse": {"agreement": 1e-10, "end": 9e-10},
+        },
     )
 
 
@@ -184,6 +183,40 @@ def test_a_compressed_step_is_four_messages_one_after_another_and_has_the_bytes_
         return int(optimizer.comm_stats()["step"]["bytes"])
 
     assert ThreadWorld(2).run(sent) == [step.nbytes] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("name", "kind"), [("cser", commopt.CSER), ("qsparse", commopt.QSparseLocalSGD)])
+def test_the_relatives_of_sgd_send_what_the_probe_says_as_they_come(name: str, kind: Any, ranks: int) -> None:
+    """Over a period, of a bucket whose blocks can be shared out evenly."""
+    n = 2 * 64 * 256 * 3  # an all-reduce of 3 ranks, too
+
+    def sent(backend: ThreadBackend) -> list[int]:
+        p = torch.nn.Parameter(torch.zeros(n))
+        optimizer = kind([p], momentum=0.9, guard=commopt.Guard(check_every=None), backend=backend)
+        out = []
+        for _ in range(PERIOD + 1):
+            p.grad = torch.randn(n)
+            optimizer.step()
+            out.append(int(optimizer.comm_stats()["step"]["bytes"]))
+        return out[1:]  # the ranks meet in the first
+
+    step = predict(costs(Line(0.0, 1.0), world_size=ranks), replace(MODEL, params=n, step_time=0.0))[name]
+    for found in ThreadWorld(ranks).run(sent):
+        assert sum(found) // PERIOD == step.nbytes
+        assert sorted(found)[-2] == found[0] < max(found)  # one reset in PERIOD steps
+
+
+def test_sgd_that_averages_blocks_waits_for_its_messages_and_takes_no_adamw() -> None:
+    model = replace(MODEL, bucket_bytes=4 * MODEL.params)
+    at_once = {kind: {**per, "all_reduce": 0.0} for kind, per in costs().sgd.items()}
+    steps = predict(replace(costs(Line(0.25, 0.0)), sgd=at_once), model)
+    between, reset = 3 * 0.25, 4 * 0.25  # agreement, blocks of C2, those of C1, confirmation
+    assert steps["cser"].communication == pytest.approx((15 * between + reset) / 16)
+    assert steps["qsparse"].communication == pytest.approx((15 * 2 + 3) / 16 * 0.25)
+    slower = replace(costs(), adamw=2e-9)
+    assert predict(slower, MODEL)["cser"].seconds == pytest.approx(0.5 - 0.1)
+    assert "SGD by QSparseLocalSGD" in recommend(predict(costs(ethernet(1e-3)), MODEL), True)
 
 
 @pytest.mark.parametrize("gbit", [0.1, 1, 10, 100])
@@ -404,7 +437,8 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
         "OneBitAdam(overlap=True)", "DDP, bf16 hook", "256 KB", "break-even, as bandwidth", "elements/s", "check: ",
         "AdamW, gradients by", "faster than DDP\n", "a transformer 64 wide (--width)", "check: a mean of the gradients",
         "found by: the fastest whole run", *(label for label, _ in COMPRESSORS.values()),
-        "receives fewer bytes than SparseLoCo from 3 ranks on (here 2)",
+        "receives fewer bytes than SparseLoCo from 3 ranks on (here 2)", "CSER ", "QSparseLocalSGD ", "NoLoCo ",
+        "Gossip, Int8() ", "to the next rank, float32",
         "cut over all ranks by FSDP2", *(way.words for way in WAYS.values()), "recommendation, cut over all ranks: ",
     ):  # fmt: skip
         assert words in done.stdout
@@ -419,6 +453,9 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(COLLECTIVES)
     assert found["costs"]["onebit"].keys() == {"agreement", "all_to_all", "all_gather", "end"}
     assert all(seconds > 0 for seconds in found["costs"]["onebit"].values())
+    assert found["costs"]["sgd"]["qsparse"].keys() == {"agreement", "end"}
+    assert found["costs"]["sgd"]["cser_reset"].keys() == {"agreement", "all_reduce", "end"}
+    assert {"cser", "cser_reset", "qsparse", "qsparse_reset"} == found["costs"]["sgd"].keys()
     assert found["steps"].keys() == {*METHODS, *COMPRESSORS} == found["model"]["compressors"].keys() | METHODS.keys()
     assert found["steps"]["gradients_int8"]["nbytes"] > found["steps"]["gradients_int4"]["nbytes"]
     assert found["costs"]["means"].keys() == set(COMPRESSORS)

@@ -18,7 +18,7 @@ from commopt.comm import ThreadBackend
 from commopt.compress import ACP, Compressor, Int8, PowerSGD, Sign
 from commopt.gradients import Differences
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
-from commopt.probe.advice import OURS, TOO_COARSE, over_run, recommend
+from commopt.probe.advice import TOO_COARSE, over_run, recommend
 from commopt.probe.clock import Step
 from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
 from commopt.probe.cut import WAYS, costs_of, predict_cut, recommend_cut
@@ -34,8 +34,9 @@ from commopt.probe.messages import (
     turns,
     usual_width,
 )
+from commopt.probe.model import Model
 from commopt.probe.options import ProbeError, parse
-from commopt.probe.predict import Model, break_even, gradients, methods, predict, rehearse_mean
+from commopt.probe.predict import METHODS, break_even, gradients, methods, predict, rehearse_mean
 from commopt.probe.report import verdict
 from commopt.probe.rounds import Round
 
@@ -307,7 +308,7 @@ def test_of_fsdp2_too_what_loses_more_must_gain_more(speeds: dict[str, float], w
 
 def advice(bf16: bool = False, shard: int = 1, rounds: float | None = None, **speeds: float) -> str:
     """With speeds of a step, as multiples of DDP's; all others have 0.1. ``rounds``: seconds of a round."""
-    names = ["none", "ddp_bf16", *OURS, *COMPRESSORS]
+    names = {*METHODS, *COMPRESSORS} - {"ddp"}
     steps = {name: Step(1 / speeds.get(name, 0.1), 0.0, 0) for name in names}
     apart = {} if rounds is None else {"DiLoCo": Round(rounds, 0, 1)}
     return recommend(steps | {"ddp": Step(1.0, 0.25, 0)}, bf16, shard, compressors(2048), apart)
@@ -361,6 +362,12 @@ def test_the_bf16_hook_is_one_of_them_where_there_is_one() -> None:
     assert advice(bf16=True, ddp_bf16=1.5, gradients_int8=1.55).startswith("do not compress to 1 bit: DDP with bf16")
     assert advice(bf16=False, ddp_bf16=1.5, gradients_int8=1.55).startswith("use AdamW on Int8()")
     assert "HSDP takes 1 s" in advice(shard=4, gradients_int8=2.0)
+
+
+def test_sgd_is_named_beside_where_it_is_faster() -> None:
+    said = advice(gradients_int8=3.0, cser=3.2, qsparse=4.0)
+    assert said.endswith(" so that it takes more of them: SGD by QSparseLocalSGD 4.00 x.")
+    assert "Faster" not in advice(gradients_int8=3.2, cser=3.3)
 
 
 def test_rounds_are_named_beside_where_they_are_faster() -> None:

@@ -19,7 +19,7 @@ from commopt.comm import ThreadBackend
 from commopt.compress import Int8
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe import command
-from commopt.probe.advice import over_run, recommend
+from commopt.probe.advice import OF_SGD, over_run, recommend
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, TWICE, compressors, label
 from commopt.probe.cut import ON_NODES, WAYS, costs_of, gathered, predict_cut, recommend_cut, reduced
@@ -177,13 +177,15 @@ def test_of_each_method_the_faster_way_is_recommended_and_its_mesh_is_named() ->
         return Step(seconds, seconds, 0)
 
     names = [*COMPRESSORS, "onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam"]
-    steps = {**dict.fromkeys(names, step(2.0)), "none": step(0.1), "ddp": step(2.0), "ddp_bf16": step(2.0)}
-    found = {**steps, **dict.fromkeys([*names, *TWICE], step(1.99)), "gradients_int8": step(0.5)}
+    others = dict.fromkeys(["ddp", "ddp_bf16", *OF_SGD], step(2.0))
+    steps = {**dict.fromkeys(names, step(2.0)), **others, "none": step(0.1)}
+    found = {**steps, **dict.fromkeys([*names, *TWICE], step(1.99)), "gradients_int8": step(0.5), "cser": step(0.1)}
     machines = Machines(8, {}, costs(), as_nodes(model(), 8), found, ("gradients_int8", 1, 1.0, 1.0))
     best, nodes = better(steps, machines)
     assert nodes == {"gradients_int8", "onebit_adam_int8", *TWICE}, "of the latter the warm-up is faster"
     assert best["gradients_int8"] == step(0.5)
     assert best["gradients_int4"] == step(2.0), "a gain below 5 % is none"
+    assert best["cser"] == step(2.0), "it knows no nodes"
     specs = {**compressors(2048), **{name: spec for name, (_, spec, _) in TWICE.items()}}
     mesh = 'init_device_mesh("cuda", (4, 8))'
     said = recommend(best, True, 1, specs, nodes=nodes, mesh=mesh)

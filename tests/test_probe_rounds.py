@@ -8,7 +8,7 @@ from worlds import on_threads
 
 import commopt
 from commopt.comm import ThreadBackend
-from commopt.compress import Int4, TopK
+from commopt.compress import Int4, Int8, TopK
 from commopt.probe.clock import Costs
 from commopt.probe.fit import Line
 from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, ROUNDS, fewer_from, predict_rounds, whole_round
@@ -20,6 +20,11 @@ MADE = {
     ),
     "DiLoCo, TopK(), outer_momentum=0": lambda params, **given: commopt.DiLoCo(
         params, torch.optim.SGD, lr=0.1, compressor=TopK(), outer_momentum=0, **given
+    ),
+    "NoLoCo": lambda params, **given: commopt.NoLoCo(params, torch.optim.SGD, lr=0.1, **given),
+    "Gossip": lambda params, **given: commopt.Gossip(params, torch.optim.SGD, lr=0.1, **given),
+    "Gossip, Int8()": lambda params, **given: commopt.Gossip(
+        params, torch.optim.SGD, lr=0.1, compressor=Int8(), **given
     ),
     "SparseLoCo": lambda params, **given: commopt.SparseLoCo(params, torch.optim.SGD, lr=0.1, **given),
 }
@@ -45,8 +50,8 @@ def test_bytes_are_those_of_a_round(name: str, ranks: int) -> None:
 
 def costs(ranks: int, latency: float = 0.1, rate: float = 20e6) -> Costs:
     line, none = Line(latency, 8 / rate), Line(0.0, 0.0)
-    link = {"all_reduce": line, "all_to_all": line, "all_gather": line}
-    means = {f"gradients_{name}": {"all_to_all": 1e-9, "end": 2e-9} for name in ("int4", "topk")}
+    link = {"all_reduce": line, "all_to_all": line, "all_gather": line, "exchange": line}
+    means = {f"gradients_{name}": {"all_to_all": 1e-9, "end": 2e-9} for name in ("int8", "int4", "topk")}
     return Costs(ranks, link, dict.fromkeys(link, none), 0.0, {}, {}, means)
 
 
@@ -54,6 +59,8 @@ def test_a_round_takes_its_messages_and_its_computing() -> None:
     found = predict_rounds(costs(4), 1_000_000, 0.5)
     assert found["DiLoCo"].seconds == pytest.approx(3 * 0.1 + 8 * found["DiLoCo"].nbytes / 20e6)
     assert found["DiLoCo, Int4()"].seconds == pytest.approx(4 * 0.1 + 8 * found["DiLoCo, Int4()"].nbytes / 20e6 + 3e-3)
+    assert found["NoLoCo"].seconds == pytest.approx(3 * 0.1 + 8 * found["NoLoCo"].nbytes / 20e6)
+    assert found["Gossip"].seconds == pytest.approx(4 * 0.1 + 8 * found["Gossip"].nbytes / 20e6)
     for each in found.values():
         share = each.period * 0.5 / (each.period * 0.5 + each.seconds)
         shorter = (each.period - 1) * 0.5 / ((each.period - 1) * 0.5 + each.seconds)

@@ -10,6 +10,9 @@
     cut          what FSDP2 over all ranks costs, as it is and compressed: measured, predicted, recommended
     messages     what they send, in closed form
     clock        a device and a link, in simulated time
+    model        what is trained: what it computes in a step, and what it is cut into
+    sgd          steps of CSER and QSparseLocalSGD
+    rounds       what rounds of local steps cost
     predict      latency, bandwidth and costs -> seconds per step, break-even
     advice       predictions -> one recommendation
     report       all of it as text and as JSON

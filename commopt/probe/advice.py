@@ -9,8 +9,8 @@ choice among all that loses less. By what they lose:
        warm-up by 8 bits; then ZeroOneAdam, of which nearly all steps are compressed
     4. compressors of gradients that lose 5 to 30 % of a message, by their errors: coarse from the first step on
 
-OneBitLamb costs what OneBitAdam does. What loses more than 30 %, and rounds of local steps, learn less in a step, and
-how much less no probe can say: they are named beside, where they are faster.
+OneBitLamb costs what OneBitAdam does. What loses more than 30 %, rounds of local steps, and SGD by CSER or
+QSparseLocalSGD learn less in a step, and how much less no probe can say: they are named beside, where they are faster.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ NAMES = {
     "onebit_adam_overlap": "OneBitAdam(overlap=True)",
     "onebit_adam_int8": "OneBitAdam, warm-up by Int8()",
     "zero_one_adam": "ZeroOneAdam",
+    "cser": "CSER",
+    "qsparse": "QSparseLocalSGD",
 }
 SPELT = {
     "onebit_adam_int8": "OneBitAdam(warmup_compressor=Int8())",
@@ -56,6 +58,8 @@ SHARDED = {
 """Names where FSDP2 cuts the model: it averages over machines by itself, as HSDP, where nobody else does."""
 HALVED = {"DDP": "DDP with bf16_compress_hook", "HSDP": "HSDP with reduce_dtype=torch.bfloat16"}
 OURS = ("onebit_adam", "onebit_adam_overlap", "onebit_adam_int8", "zero_one_adam")
+OF_SGD = ("cser", "qsparse")
+"""Those that are SGD, of which nobody can say what they learn where AdamW was to be used."""
 WARM = "warm_up_int8"
 """A step of the warm-up by Int8(), where it is none of ``steps["gradients_int8"]``."""
 STEPS = OURS[:2]
@@ -225,7 +229,8 @@ def _beside(gain: float, coarse: Sequence[Choice], steps: Mapping[str, Step], ro
     rough = {choice.words: choice.gain for choice in coarse if choice.too_coarse}
     per_step = {name: none + each.seconds / PERIOD for name, each in rounds.items()}
     local = {f"rounds of {PERIOD} local steps ({name})": ddp / seconds for name, seconds in per_step.items()}
-    return faster(gain, [rough, local])
+    sgd = {f"SGD by {NAMES[name]}": ddp / steps[name].seconds for name in OF_SGD}
+    return faster(gain, [rough, local, sgd])
 
 
 def faster(gain: float, kinds: Sequence[Mapping[str, float]]) -> str:

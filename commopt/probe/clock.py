@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commopt.probe.fit import Line
@@ -22,6 +23,8 @@ class Costs:
             rest.
         means: seconds of a compressed mean of gradients per parameter, by compressor, and by what follows: "presence",
             or a stage of :class:`commopt.probe.messages.Exchange`; "end" is the rest.
+        sgd: seconds of a step of CSER and its relative per parameter, by kind of step
+            (:data:`commopt.probe.local.SGD`), and by what follows, as ``onebit``.
     """
 
     world_size: int
@@ -31,6 +34,7 @@ class Costs:
     copies: dict[str, float]
     onebit: dict[str, float]
     means: dict[str, dict[str, float]] = field(default_factory=dict)
+    sgd: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,15 @@ class Clock:
     def step(self) -> Step:
         """The step that ends now."""
         return Step(self.now, self.now - self.work, self.nbytes, self.wire, self.inside)
+
+
+def mean_of(steps: Sequence[tuple[int, Step]]) -> Step:
+    """The mean step, of so many of each."""
+    count = sum(times for times, _ in steps)
+    return Step(
+        sum(times * step.seconds for times, step in steps) / count,
+        sum(times * step.communication for times, step in steps) / count,
+        sum(times * step.nbytes for times, step in steps) // count,
+        sum(times * step.wire for times, step in steps) / count,
+        sum(times * step.inside for times, step in steps) // count,
+    )

@@ -43,15 +43,16 @@ from commopt.probe.measure import (
     sizes_up_to,
 )  # fmt: skip
 from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
+from commopt.probe.model import Model
 from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
-from commopt.probe.predict import Model, break_even, predict, rehearse, rehearse_mean
+from commopt.probe.predict import break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
 from commopt.probe.rounds import Round, predict_rounds
 
 PATIENCE = timedelta(minutes=2)
 """Time that a rank waits for another before it gives up."""
 VERBS = ("all_reduce", "all_to_all", "all_gather")
-"""Collectives whose cost of computing is measured; a recommendation goes by their bandwidths."""
+"""Collectives whose bandwidths a recommendation goes by."""
 
 
 def probe(argv: Sequence[str]) -> str:
@@ -159,7 +160,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
     samples = time_collectives(stand, options.max_mb, compressor)
-    lost = {verb: losses(stand, verb, samples[verb]) for verb in VERBS}
+    lost = {verb: losses(stand, verb, samples[verb]) for verb in (*VERBS, "exchange")}
     local = measure_local(stand, held, capacity, compressor)
     width = options.width or usual_width(options.params - options.last_params)
     model = Model(
@@ -226,6 +227,7 @@ def time_collectives(stand: Stand, max_mb: float, compressor: Sign) -> dict[str,
         "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
         "all_to_all": exchanges(stand, "all_to_all", small),
         "all_gather": exchanges(stand, "all_gather", small),
+        "exchange": exchanges(stand, "exchange", sizes, together=1),
         "compressed_all_reduce": compressed(stand, sizes, compressor),
     }
 
@@ -291,6 +293,7 @@ def fit_costs(
         copies=local.copies if copies else dict.fromkeys(local.copies, 0.0),
         onebit=local.onebit,
         means=means,
+        sgd=local.sgd,
     )
 
 

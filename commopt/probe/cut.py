@@ -34,8 +34,8 @@ from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
 from commopt.probe.measure import Stand, links, sizes_up_to
 from commopt.probe.messages import ON_MACHINES, Shapes, columns_of, part_bytes
+from commopt.probe.model import BACKWARD, Model, adamw_seconds
 from commopt.probe.options import Options
-from commopt.probe.predict import BACKWARD, Model, adamw_seconds
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from commopt.comm import Backend, NodesBackend, Work
+from commopt.comm import CONFIRMATION_BYTES, Backend, NodesBackend, Work
 from commopt.comm.backend import Done
 from commopt.compress import Compressor
-from commopt.optim import Guard, OneBitAdam
+from commopt.optim import CSER, Guard, OneBitAdam, QSparseLocalSGD
 from commopt.probe.measure import Stand
 
 SAMPLE = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
@@ -34,6 +34,7 @@ class Local:
         copies: into DDP's bucket and back, by collective.
         onebit: a compressed step of OneBitAdam, by the collective that follows, or "agreement"; "end" is what comes
             after the last one.
+        sgd: the steps of :data:`SGD` in the same way, by name.
         rehearsal: seconds of such a step, of all ``params``, over the real network.
         kernels: compressing with error feedback, decompressing, and the mean of what the ranks send.
     """
@@ -42,6 +43,7 @@ class Local:
     adamw: float
     copies: dict[str, float]
     onebit: dict[str, float]
+    sgd: dict[str, dict[str, float]]
     rehearsal: float
     kernels: dict[str, float]
 
@@ -120,8 +122,9 @@ class Mirrors(_Noted):
             steps.append(self.seconds)
 
         stand.time(noted)
-        verbs = list(steps[0])
-        return dict(zip(verbs, stand.largest([statistics.median(s[verb] for s in steps[1:]) for verb in verbs])))
+        verbs = list(dict.fromkeys(verb for s in steps[1:] for verb in s))
+        medians = [statistics.median(s.get(verb, 0.0) for s in steps[1:]) for verb in verbs]
+        return dict(zip(verbs, stand.largest(medians)))
 
 
 class _Level(_Noted):
@@ -142,6 +145,11 @@ class _Agreeing(_Level):
 
     def note(self, verb: str) -> Work:
         return self._mirrors.note("end" if self._name in self._mirrors.seconds else self._name)
+
+    def deliver(self, out: Tensor, inp: Tensor) -> None:
+        super().deliver(out, inp)
+        if out[0].nbytes == CONFIRMATION_BYTES:  # of an all-reduce rank 0 counts what all get, and nobody mirrors that
+            out[0, 0] -= out[:, 0].sum()
 
 
 class MirroredMachines(NodesBackend):
@@ -169,9 +177,33 @@ def measure_local(stand: Stand, params: int, bucket_bytes: int, compressor: Comp
         adamw=adamw_seconds / count,
         copies={verb: seconds / count for verb, seconds in copies.items()},
         onebit={verb: seconds / count for verb, seconds in onebit.items()},
+        sgd=sgd_seconds(stand, tensors, bucket_bytes, mirrors),
         rehearsal=stand.time(make_onebit(tensors, adamw, bucket_bytes, compressor, stand.backend).step),
         kernels=time_kernels(stand, bucket_bytes, compressor),
     )
+
+
+SGD: dict[str, tuple[type[CSER], int]] = {
+    "cser": (CSER, 2**30),
+    "cser_reset": (CSER, 1),
+    "qsparse": (QSparseLocalSGD, 2**30),
+    "qsparse_reset": (QSparseLocalSGD, 1),
+}
+"""Steps between resets and at a reset: whose, and the period with which all are such."""
+
+
+def sgd_seconds(
+    stand: Stand, tensors: list[Tensor], bucket_bytes: int, mirrors: Mirrors
+) -> dict[str, dict[str, float]]:
+    """Seconds per parameter of the steps of :data:`SGD`, by what follows; compressors as they come."""
+    out, count = {}, sum(x.numel() for x in tensors)
+    for name, (kind, period) in SGD.items():
+        optimizer = kind(
+            tensors, lr=0.0, momentum=0.9, nesterov=True, period=period, guard=Guard(check_every=None),
+            bucket_mb=bucket_bytes / 2**20, backend=mirrors,
+        )  # fmt: skip
+        out[name] = {verb: seconds / count for verb, seconds in mirrors.time(stand, optimizer.step).items()}
+    return out
 
 
 def onebit_on_machines(

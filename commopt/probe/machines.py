@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from commopt.comm import NodesBackend, TorchBackend
-from commopt.probe.advice import WARM, WORTH, over_run
+from commopt.probe.advice import OF_SGD, WARM, WORTH, over_run
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE
 from commopt.probe.fit import Line
@@ -37,8 +37,9 @@ from commopt.probe.measure import (
     losses_by,
     sizes_up_to,
 )
+from commopt.probe.model import Model
 from commopt.probe.options import Options
-from commopt.probe.predict import Model, predict, rehearse_mean
+from commopt.probe.predict import predict, rehearse_mean
 
 TOGETHER = 2
 """Messages in full precision that are timed together; they are large."""
@@ -67,7 +68,7 @@ class Machines:
     @property
     def compressed(self) -> dict[str, Step]:
         """Steps of the methods that have nodes."""
-        return {name: step for name, step in self.steps.items() if name not in ("none", "ddp", "ddp_bf16")}
+        return {name: step for name, step in self.steps.items() if name not in ("none", "ddp", "ddp_bf16", *OF_SGD)}
 
 
 def measure_machines(

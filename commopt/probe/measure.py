@@ -10,15 +10,26 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.comm import Backend, TorchBackend, Work, all_reduce_bytes, compressed_all_reduce, open_channels, run, wait
+from commopt.comm import (
+    Backend,
+    ExchangingBackend,
+    TorchBackend,
+    Work,
+    all_reduce_bytes,
+    compressed_all_reduce,
+    open_channels,
+    run,
+    wait,
+)
 from commopt.compress import Compressor, Feedback
 from commopt.optim.base import CHANNELS
+from commopt.outer.gossip import ring
 from commopt.probe.fit import Line, fit_line, line_through
 
 SMALLEST, FACTOR = 4096, 4
@@ -172,12 +183,17 @@ def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UND
 
 
 def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[[int], Work], int]:
-    """Callable that starts "all_reduce", "all_to_all" or "all_gather" of ``size`` bytes at one of ``places``, and
-    the bytes that a rank sends."""
+    """Callable that starts "all_reduce", "all_to_all", "all_gather" or "exchange" of ``size`` bytes at one of
+    ``places``, and the bytes that a rank sends. What is exchanged goes to the next rank."""
     world = stand.world_size
     if verb == "all_reduce":
         xs = torch.zeros(places, size // 4, device=stand.device)
         return lambda i: start_all_reduce(stand, xs[i]), all_reduce_bytes(xs[0].nbytes, world)
+    if verb == "exchange":
+        got, given = (torch.zeros(places, size // 4, device=stand.device) for _ in range(2))
+        (dst, src), *_ = ring(stand.backend)
+        lines = [cast(ExchangingBackend, stand.channels(i)[0]) for i in range(places)]
+        return lambda i: lines[i].exchange(got[i], given[i], dst, src), given[0].nbytes
     row = max(16, size // world // 16 * 16)
     out, inp = (torch.zeros(places, world, row, dtype=torch.uint8, device=stand.device) for _ in range(2))
     starts: dict[str, Callable[[int], Work]] = {

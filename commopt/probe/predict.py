@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
-from commopt.compress import Compressor
-from commopt.gradients.method import OfGradients
 from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
-from commopt.probe.clock import Clock, Costs, Step
+from commopt.probe.clock import Clock, Costs, Step, mean_of
 from commopt.probe.fit import Line
 from commopt.probe.messages import (
     Exchange,
@@ -36,60 +34,14 @@ from commopt.probe.messages import (
     presence_bytes,
     turns,
 )
+from commopt.probe.model import Model, adamw_seconds, begin, split
+from commopt.probe.sgd import cser, qsparse
 
-BACKWARD = 2 / 3
-"""Share of backward in the time of forward and backward."""
 MB = 2**20
 DDP_BUCKETS = (1 * MB, 25 * MB)
 """Bytes of DDP's first bucket, and of the others."""
 SLOWEST, FASTEST = 1e3, 1e13
 """Between these bandwidths, in bit/s, the break-even is sought."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model that is trained.
-
-    Attributes:
-        params: parameters.
-        step_time: seconds of forward, backward and AdamW on one device.
-        last_params: of ``params``, how many are one tensor whose gradient comes last.
-        bucket_bytes: most bytes of float32 in a bucket of OneBitAdam, and of compressed gradients.
-        compressor: of OneBitAdam.
-        shapes: of the tensors, all parameters together; if there are none, OneBitAdam has as few buckets as can be.
-        shard: ranks that FSDP2 cuts it over.
-        early: whether buckets of compressed gradients may start in backward.
-        compressors: of gradients, by name.
-        machine: ranks of a machine, where machines are the nodes of what is compressed; 1: all ranks are alike.
-        inside: compressors of gradients inside a machine, by the same names; in float32 where there is none.
-    """
-
-    params: int
-    step_time: float
-    last_params: int
-    bucket_bytes: int
-    compressor: Compressor
-    shapes: Shapes = ()
-    shard: int = 1
-    early: bool = True
-    compressors: dict[str, OfGradients] = field(default_factory=dict)
-    machine: int = 1
-    inside: dict[str, Compressor] = field(default_factory=dict)
-
-
-def split(params: int, last: int, *capacities: int) -> list[int]:
-    """Parameters in each bucket, in order of backward; the last capacity (in bytes of float32) holds for all further
-    ones. ``last`` parameters are one tensor, the last one."""
-    out: list[int] = []
-    rest = params - last
-    while rest > 0:
-        out.append(min(rest, max(1, capacities[min(len(out), len(capacities) - 1)] // 4)))
-        rest -= out[-1]
-    if last and out and 4 * (out[-1] + last) <= capacities[min(len(out) - 1, len(capacities) - 1)]:
-        out[-1] += last
-    elif last:
-        out.append(last)
-    return out
 
 
 def plain(costs: Costs, model: Model) -> Step:
@@ -171,7 +123,7 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     clock = Clock(costs)
     messages = Messages(clock, costs.onebit)
     backward = begin(clock, model)
-    shapes = model.shapes or tuple((n,) for n in reversed(split(model.params, model.last_params, model.bucket_bytes)))
+    shapes = model.all_shapes
     buckets = buckets_of(shapes, costs.world_size, model.bucket_bytes)
     sent = exchanges(shapes, model.compressor, costs.world_size, model.bucket_bytes, machine=model.machine)
     early = len(buckets) - 1 if overlap else 0
@@ -216,18 +168,6 @@ def gradients(costs: Costs, model: Model, name: str) -> Step:
     return mean_of([(1, one_mean(costs, model, name, turn)) for turn in range(turns(model.compressors[name]))])
 
 
-def mean_of(steps: Sequence[tuple[int, Step]]) -> Step:
-    """The mean step, of so many of each."""
-    count = sum(times for times, _ in steps)
-    return Step(
-        sum(times * step.seconds for times, step in steps) / count,
-        sum(times * step.communication for times, step in steps) / count,
-        sum(times * step.nbytes for times, step in steps) // count,
-        sum(times * step.wire for times, step in steps) / count,
-        sum(times * step.inside for times, step in steps) // count,
-    )
-
-
 def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
     """A step of AdamW on the mean number ``turn`` of gradients, which ``model.compressors[name]`` compresses."""
     clock, per = Clock(costs), costs.means[name]
@@ -267,18 +207,6 @@ def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
     return clock.step()
 
 
-def begin(clock: Clock, model: Model) -> float:
-    """Computes forward; returns the seconds of backward per parameter."""
-    both = max(0.0, model.step_time - adamw_seconds(clock.costs, model))
-    clock.compute(both * (1 - BACKWARD))
-    return both * BACKWARD / model.params
-
-
-def adamw_seconds(costs: Costs, model: Model) -> float:
-    """Seconds of a step that AdamW takes: not more than all of it."""
-    return min(costs.adamw * model.params, model.step_time)
-
-
 def share(n: int, world_size: int) -> int:
     """Elements of a rank's shard of a bucket of ``n`` parameters."""
     return -(-n // (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -292,6 +220,8 @@ METHODS: dict[str, Callable[[Costs, Model], Step]] = {
     "onebit_adam_overlap": lambda costs, model: onebit(costs, model, overlap=True),
     "onebit_adam_int8": onebit,
     "zero_one_adam": zero_one,
+    "cser": cser,
+    "qsparse": qsparse,
 }
 """The methods by name, but for compressed gradients. "onebit_adam_int8" has another warm-up than "onebit_adam"."""
 

@@ -17,8 +17,8 @@ from commopt.probe.inside import Inside
 from commopt.probe.local import Local
 from commopt.probe.machines import Machines
 from commopt.probe.measure import Sample
+from commopt.probe.model import Model, adamw_seconds
 from commopt.probe.options import Options
-from commopt.probe.predict import Model, adamw_seconds
 from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, Round, fewer_from
 
 WIDTH = 96
@@ -27,6 +27,7 @@ COLLECTIVES = {
     "all_reduce_bf16": "all-reduce, bf16",
     "all_to_all": "all-to-all of bytes",
     "all_gather": "all-gather of bytes",
+    "exchange": "to the next rank, float32",
 }
 
 

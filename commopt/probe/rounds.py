@@ -3,7 +3,8 @@ all of the time is spent computing.
 
 A round that is not streamed is an agreement, the messages of its mean, and a confirmation, one after the other. Where
 all ranks gather what each has chosen (SparseLoCo), a rank sends W - 1 rows; where a mean is made on the way, and chosen
-from once more (DiLoCo with ``TopK``), 2 (W - 1) / W of them.
+from once more (DiLoCo with ``TopK``), 2 (W - 1) / W of them; and to one other (NoLoCo) or two (Gossip) what it has,
+however many there are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
-from commopt.compress import Compressor, Int4, TopK
+from commopt.compress import Compressor, Int4, Int8, TopK
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.probe.clock import Costs
 from commopt.probe.messages import rows_sent
@@ -43,6 +44,21 @@ def gathered(compressor: Compressor) -> Mean:
     return lambda ranks, params: [("all_gather", (ranks - 1) * compressor.nbytes(params))]
 
 
+def to_one(ranks: int, params: int) -> list[Message]:
+    """Float32 to one other rank."""
+    return [("exchange", 4 * params)]
+
+
+def to_both_sides(compressor: Compressor | None) -> Mean:
+    """The same message to both neighbours on a ring, or to the only one; of float32 if None."""
+
+    def messages(ranks: int, params: int) -> list[Message]:
+        nbytes = 4 * params if compressor is None else compressor.nbytes(params)
+        return [("exchange", nbytes)] * min(2, ranks - 1)
+
+    return messages
+
+
 def rows(ranks: int, nbytes: int) -> Message:
     """A small row of each rank, of ``nbytes``."""
     return "all_gather", (ranks - 1) * nbytes
@@ -62,6 +78,9 @@ ROUNDS: dict[str, tuple[Mean, str | None]] = {
     "DiLoCo, Int4()": (two_ways(Int4()), "gradients_int4"),
     BOTH_WAYS: (two_ways(TopK()), "gradients_topk"),
     GATHERED: (gathered(TopK()), "gradients_topk"),
+    "NoLoCo": (to_one, None),
+    "Gossip": (to_both_sides(None), None),
+    "Gossip, Int8()": (to_both_sides(Int8()), "gradients_int8"),
 }
 """By how one writes it: the mean, and the compressor whose computing has been measured."""
 
