@@ -10,7 +10,7 @@ from commopt.compress import Compressor
 
 
 def check_error_feedback_telescopes(compressor: Compressor) -> None:
-    """What was sent plus what is owed is what was given; and every element gets its turn."""
+    """What was sent plus the residual is what was given; and every element gets its turn."""
     n, dtype = 200, torch.float64
     g, wire = torch.Generator().manual_seed(0), torch.empty(1, compressor.nbytes(n, dtype), dtype=torch.uint8)
     error, sent, given, out = (torch.zeros(1, n, dtype=dtype) for _ in range(4))

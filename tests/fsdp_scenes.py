@@ -271,7 +271,7 @@ def accumulated(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def conserved(rank: int, world_size: int, compressor: Any, feedback: Any, nodes: bool = False) -> dict[str, Any]:
-    """The sum of what came out, what is owed, and the sum of exact means; bytes of a step with all parameters."""
+    """The sum of what came out, the residuals, and the sum of exact means; bytes of a step with all parameters."""
     net, exact = cut(Odd()), Odd()
     mesh = on_nodes(world_size) if nodes else None
     handle = commopt.compress_gradients(net, compressor, feedback=feedback, process_group=mesh)
@@ -406,7 +406,7 @@ def saved_at(rank: int, world_size: int, nodes: bool) -> dict[str, Any]:
 
 
 def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: bool) -> dict[Any, Tensor]:
-    """What this rank owes, of those of another world."""
+    """Residuals of this rank, of those of another world."""
     split = [commopt.optim.split_state_dict(state) for state in states]
     mesh = on_nodes(world_size) if nodes else None
     handle = commopt.compress_gradients(cut(Odd()), Int4(block=8), process_group=mesh)
@@ -416,7 +416,7 @@ def loaded_at(rank: int, world_size: int, states: list[dict[str, Any]], nodes: b
 
 
 def folded(net: nn.Module, rank: int) -> list[Tensor]:
-    """All that is owed to the means, of whole parameters: what comes out where nothing more goes in."""
+    """The residuals of all ranks, of whole parameters: what comes out where nothing more goes in."""
     out = [torch.zeros(p.shape, dtype=p.dtype) for p in net.parameters()]
     for _ in range(6):
         net.zero_grad()
@@ -435,7 +435,7 @@ def on_mesh(shape: tuple[int, int] | None, compressor: Any, feedback: Any = True
 
 
 def saved_on_mesh(rank: int, world_size: int, shape: Any, *how: Any) -> tuple[dict[str, Any], list[Tensor]]:
-    """A state after some steps, and what is owed then."""
+    """A state after some steps, and the residuals then."""
     net, handle = on_mesh(shape, *how)
     for step in range(4):
         backward(net, step, rank)
@@ -446,7 +446,7 @@ def saved_on_mesh(rank: int, world_size: int, shape: Any, *how: Any) -> tuple[di
 def loaded_on_mesh(
     rank: int, world_size: int, states: list[dict[str, Any]], shape: Any, *how: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """What is owed on a mesh that has loaded them, and its state before that."""
+    """Residuals on a mesh that has loaded them, and its state before that."""
     net, handle = on_mesh(shape, *how)
     split = [commopt.optim.split_state_dict(state) for state in states]
     joined = commopt.optim.join_state_dict(split[0][0], [own for _, own in split], rank, world_size)
@@ -456,7 +456,7 @@ def loaded_on_mesh(
 
 
 def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
-    """Whether anything is owed by ranks that load, as nodes, what they saved alike; and what they were told."""
+    """Whether there are residuals on ranks that load, as nodes, what they saved alike; and what they were told."""
     told: list[str] = []
     watching = logging.Handler()
     watching.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -50,7 +50,7 @@ Made = Callable[[], tuple[Given, CompressedGradients]]
 
 
 def check_nothing_is_left(make: Made, rank: int, spoil: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """``spoil`` makes some gradients of rank 1 not finite: so is the mean, nothing changes in what is owed, and the
+    """``spoil`` makes some gradients of rank 1 not finite: so is the mean, no residual changes, and the
     next mean is finite. Returns both."""
     model, handle = make()
     for step in range(3):

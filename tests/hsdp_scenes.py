@@ -211,7 +211,7 @@ def moved(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def together(states: list[Any]) -> dict[int, Any]:
-    """What all ranks owe, of whole parameters."""
+    """Residuals of all ranks, of whole parameters."""
     owns = [commopt.optim.split_state_dict(state)[1] for state in states]
     common = commopt.optim.split_state_dict(states[0])[0]
     joined = commopt.optim.join_state_dict(common, owns, 0, len(states) + 1)["residuals"]["state"]

@@ -143,7 +143,7 @@ def lossy(name: str) -> dict[str, Any]:
 
 
 def residuals(optimizer: Any) -> dict[int, list[tuple[str, Any, Tensor]]]:
-    """What compression owes on this rank: by parameter, name, place and values."""
+    """Residuals of this rank: by parameter, name, place and values."""
     names = ("worker_error", "server_error")
     state = optimizer.state_dict()["state"]
     return {i: [(n, e[n].place, e[n].plain().clone()) for n in names if n in e] for i, e in state.items()}

@@ -292,7 +292,7 @@ class GradientMean:
         def write(outs: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, torch.isfinite(ops.square_sum([mean])), write, commit)
+        return Received(bucket, ops.all_finite(mean), write, commit)
 
     def _written(self, received: Received) -> list[Tensor]:
         """The tensors in which the gradients were, with their mean now; new ones for parameters that had none here."""

@@ -59,7 +59,7 @@ def averaged_gradients(
         yield from mean_over_all(flat, ctx.send, ctx.reply)
     yield ctx.barrier
     if ctx.average and bucket.world_size > 1:
-        ctx.confirmed.note(torch.isfinite(ops.square_sum([flat])))
+        ctx.confirmed.note(ops.all_finite(flat))
     if (ctx.average and bucket.world_size > 1) or bucket.pieces:
         yield ctx.confirmed
     bucket.active = None
