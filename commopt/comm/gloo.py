@@ -204,7 +204,7 @@ def connect(store: dist.Store, meeting: Meeting, names: Sequence[str], timeout: 
     except RuntimeError as error:
         raise CollectiveError(f"{where}: {error}") from error
     for channel in channels:
-        wait(channel.all_reduce(torch.zeros(1)), where)
+        wait(channel.all_reduce(torch.zeros(1, device="cpu")), where)
     if not lazy():
         for name in names:  # every rank has read the addresses; each takes back its own
             with suppress(RuntimeError):

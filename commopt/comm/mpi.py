@@ -363,7 +363,7 @@ class MPIMeeting(Meeting):
 
 def _pinned(x: Tensor) -> Tensor:
     """A place of the size of x on the host that a GPU reads and writes without being waited for."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
 
 
 def is_cuda_aware(mpi: Any) -> bool:

@@ -245,7 +245,7 @@ class ThreadBackend:
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
         """With another ``dst`` than the rank that has this one as its ``src``, that one gets what it has not asked for:
         the rank that notices raises RuntimeError."""
-        address = torch.tensor([dst], dtype=torch.int64).view(torch.uint8)
+        address = torch.tensor([dst], dtype=torch.int64, device="cpu").view(torch.uint8)
         letter = torch.cat([address, inp.contiguous().view(-1).view(torch.uint8).cpu()])
 
         def finish(posts: list[Tensor]) -> None:

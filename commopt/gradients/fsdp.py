@@ -144,9 +144,9 @@ class Group:
         world = self.world_size
         if all(place.shape.numel() == (place.stop - place.start) * world for place in places):
             return None
-        used = [place.columns(torch.ones(place.shape.numel()), world) for place in places]
+        used = [place.columns(torch.ones(place.shape.numel(), device="cpu"), world) for place in places]
         n = sum(columns.shape[1] for columns in used)
-        flat = torch.cat([*used, torch.zeros(world, -n % 8)], 1).to(self.device).view(-1)
+        flat = torch.cat([*used, torch.zeros(world, -n % 8, device="cpu")], 1).to(self.device).view(-1)
         bits = torch.empty(flat.numel() // 8, dtype=torch.uint8, device=self.device)
         ops.pack_nonzero(flat, bits)
         return bits.view(world, -1)

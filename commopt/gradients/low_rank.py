@@ -66,7 +66,7 @@ class Thin:
             n, m, r = thin
             draw = torch.Generator().manual_seed(self.spec.seed * 1_000_003 + self._made)
             self._made += 1
-            p, q = (torch.randn(k, r, generator=draw, dtype=torch.float64) for k in (n, m))
+            p, q = (torch.randn(k, r, generator=draw, dtype=torch.float64, device="cpu") for k in (n, m))
             matrices.append(Factors(i, start, p.to(bucket.device, bucket.dtype), q.to(bucket.device, bucket.dtype)))
         error = bucket.zeros() if self.feedback else None
         self._of[id(bucket)] = LowRankState(matrices, exact, error, bucket.zeros())

@@ -238,7 +238,7 @@ class GradientMean:
             return
         lacking = {id(p) for p in self._here if id(p) not in self._gradients}
         lacking.update(i for waiting in self._waiting for i in waiting)  # those of zeros
-        row = torch.tensor([id(p) not in lacking for p in self._here], dtype=torch.uint8)
+        row = torch.tensor([id(p) not in lacking for p in self._here], dtype=torch.uint8, device="cpu")
         row = row.to(message_device(self._control))
         table, where = row.new_empty(self._control.world_size, row.numel()), "which gradients the ranks have"
         asked = self._control.all_gather(table, row)

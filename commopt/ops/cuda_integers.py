@@ -198,7 +198,7 @@ def int_decompress_to(
     start: int,
     stop: int,
 ) -> None:
-    values = torch.empty(wire.shape[0], stop - start, device=wire.device)
+    values = torch.empty(wire.shape[0], stop - start, dtype=torch.float32, device=wire.device)
     mask = None if live is None else t.columns(live, wire.shape[0], start, stop, 8).contiguous()
     int_decompress(wire, values, bits, block, rotated, mask)
     write_columns(values, outs, offsets, numel // wire.shape[0], start)

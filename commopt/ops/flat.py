@@ -55,7 +55,7 @@ def square_sum(xs: Sequence[Tensor]) -> Tensor:
         ValueError: a dtype is not floating, or the devices differ.
     """
     if not xs:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     for x in xs:
         if not x.is_floating_point() or x.device != xs[0].device:
             raise ValueError(f"xs must be floating and on {xs[0].device}, got {x.dtype} on {x.device}")

@@ -214,7 +214,7 @@ def _float32(x: Tensor) -> bool:
 def _square_sum(xs: list[Tensor]) -> Tensor:
     # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
     mine = [(x,) for x in xs if _float32_or_bfloat16(x)]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     if mine:
         entries = _entries(mine)
         _call("square_sum", address(entries), len(mine), total.data_ptr())

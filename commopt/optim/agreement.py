@@ -239,7 +239,9 @@ class Agreement:
             start = sum(count for stage, count in sizes.items() if stage < mine)
             self._mine = slice(start, start + len(report.present))
             self._shares = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=self._device)
-            self._shares[self._mine] = torch.tensor([float(p) for p in report.present], dtype=torch.float64)
+            self._shares[self._mine] = torch.tensor(
+                [float(p) for p in report.present], dtype=torch.float64, device="cpu"
+            )
             self._second = backend.all_reduce(self._shares)
         self._answer = table
         return table

@@ -446,7 +446,9 @@ class CommOptimizer(PackedOptimizer):
         unaveraged = any(id(p) in wanting for p in fresh)
 
         def digest_of_gradients() -> int:
-            return digest_of_all([torch.tensor([unscale], dtype=torch.float64), *(p.grad for p in params)])
+            return digest_of_all(
+                [torch.tensor([unscale], dtype=torch.float64, device="cpu"), *(p.grad for p in params)]
+            )
 
         early = self.overlap and not wrapped.may_average(self)  # where buckets start before the ranks agree
         late = early or self.topology.is_sharded  # ... all are averaged

@@ -43,7 +43,9 @@ def gather_parts(topology: Topology, mine: Mapping[str, Any], to: int, where: st
     lengths = gather_rows(topology.world, torch.tensor([data.numel()], device=device), where).flatten().tolist()
     at_a_time = max(2**20, IN_FLIGHT // topology.world_size)
     takes = topology.rank == to
-    others = [torch.empty(n if takes and r != to else 0, dtype=torch.uint8) for r, n in enumerate(lengths)]
+    others = [
+        torch.empty(n if takes and r != to else 0, dtype=torch.uint8, device="cpu") for r, n in enumerate(lengths)
+    ]
     for start in range(0, max(lengths), at_a_time):
         row = torch.zeros(min(at_a_time, max(lengths) - start), dtype=torch.uint8, device=device)
         row[: max(0, data.numel() - start)] = data[start : start + row.numel()]
@@ -55,7 +57,7 @@ def gather_parts(topology: Topology, mine: Mapping[str, Any], to: int, where: st
     parts: list[dict[str, Any] | None] = []
     for r in range(topology.world_size if takes else 0):
         parts.append(None if r == to else _part_of(others[r]))
-        others[r] = torch.empty(0)
+        others[r] = torch.empty(0, device="cpu")
     return parts
 
 

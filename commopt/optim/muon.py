@@ -229,7 +229,7 @@ def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: 
         for r, piece in enumerate(matrices[i].orthogonal(whole).split(sizes[i], dims[i])):
             back[r].append(piece)
     returned = _exchange([piece for pieces in back for piece in pieces], received, sent, group, like)
-    out: list[Tensor] = [torch.empty(0)] * len(matrices)
+    out: list[Tensor] = [torch.empty(0, device="cpu")] * len(matrices)
     for theirs, part in zip(to_owners, returned):
         for i, piece in zip(theirs, part.split([matrices[i].update.numel() for i in theirs])):
             out[i] = piece.view(matrices[i].update.shape)

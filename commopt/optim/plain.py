@@ -83,7 +83,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         for p in (p for p in params if p.requires_grad or p.grad is not None):
             like = {"dtype": buffer_dtype(p.dtype), "device": p.device}
             state = self.state[p]
-            state.setdefault("step", torch.zeros(()))
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
             for name in MOMENTS:
                 if name in state:
                     state[name] = state[name].to(**like)

@@ -203,7 +203,7 @@ def fill_residuals(
         whether residuals were left out, also where none are kept.
     """
     dropped: Any = False
-    nothing = torch.zeros(())
+    nothing = torch.zeros((), dtype=torch.float32, device="cpu")
     merged = origin is not None and origin[0] == MERGED
     for bucket in buckets:
         residuals: Sequence[Any] = bucket.residuals() or [None] * len(bucket.params)

@@ -85,11 +85,11 @@ def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]
     """The change of each of ``cohorts`` of groups since the last look, which this one then is; the same on every rank.
     Communicates: all ranks call it at the same step."""
     number = {id(group): i for i, groups in enumerate(cohorts) for group in groups}
-    sums = torch.zeros(len(cohorts), 3, dtype=torch.float64)
+    sums = torch.zeros(len(cohorts), 3, dtype=torch.float64, device="cpu")
     for bucket, group in optimizer.grouped_buckets():
         if id(group) in number:
             found = _look(bucket, group["betas"][1])
-            sums[number[id(group)]] += torch.tensor([sum(map(abs, found)), sum(found), len(found)])
+            sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found)])
     sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
     # equal already where every rank holds the whole; the decision must be, and is then the mean over what all hold
     wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")

@@ -177,7 +177,7 @@ class StateBucket(Bucket):
     def add_numbers(self, starts: Mapping[str, float], dtype: torch.dtype) -> None:
         """Makes numbers of the parameters, by name, with what they start from."""
         for name, start in starts.items():
-            self.numbers[name] = torch.full((len(self.params),), start, dtype=dtype)
+            self.numbers[name] = torch.full((len(self.params),), start, dtype=dtype, device="cpu")
 
     def state(self) -> list[dict[str, Tensor]]:
         """The state of each parameter, as views; of a sharded one, cut as it is."""

@@ -120,7 +120,7 @@ def serve(optimizer: OuterOptimizer, members: Members) -> None:
 def give(optimizer: OuterOptimizer, backend: Backend) -> None:
     """Sends the state to rank 1."""
     binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
-    wanted = gather_rows(backend, torch.zeros(1), WHERE)
+    wanted = gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
     given = optimizer.state_dict()
     packed = optimizer.packed()
     state = {i: {k: v for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in given["state"].items()}
@@ -131,15 +131,15 @@ def give(optimizer: OuterOptimizer, backend: Backend) -> None:
         "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if id(p) not in packed},
     }
     send_tree(backend, tree)
-    gather_rows(backend, torch.zeros(1), WHERE)  # it has all
+    gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)  # it has all
 
 
 def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     """Receives the state from rank 0, and goes on with it."""
     binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
-    gather_rows(backend, torch.full((1,), float(fetch_base)), WHERE)
+    gather_rows(backend, torch.full((1,), float(fetch_base), device="cpu"), WHERE)
     tree = receive_tree(backend)
-    gather_rows(backend, torch.zeros(1), WHERE)
+    gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
     own = {**optimizer.own_part(), "state": {}}
     if fetch_base:
         own["base"] = tree["base"]
@@ -167,7 +167,7 @@ def send_tree(backend: Backend, tree: Any) -> None:
     skeleton = without(tree)
     torch.save((skeleton, [(tuple(t.shape), t.dtype) for t in tensors]), file)
     header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    wait(backend.broadcast(torch.tensor([header.numel()])), WHERE)
+    wait(backend.broadcast(torch.tensor([header.numel()], device="cpu")), WHERE)
     wait(backend.broadcast(header), WHERE)
     for t in tensors:
         if t.numel():
@@ -177,12 +177,12 @@ def send_tree(backend: Backend, tree: Any) -> None:
 
 def receive_tree(backend: Backend) -> Any:
     """The tree that rank 0 sends by :func:`send_tree`."""
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     wait(backend.broadcast(size), WHERE)
-    header = torch.zeros(int(size), dtype=torch.uint8)
+    header = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
     wait(backend.broadcast(header), WHERE)
     skeleton, kinds = torch.load(io.BytesIO(header.numpy().tobytes()), weights_only=True)
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+    tensors = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
     for t in tensors:
         if t.numel():
             wait(backend.broadcast(t.view(-1).view(torch.uint8)), WHERE)

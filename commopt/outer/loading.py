@@ -75,13 +75,15 @@ def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str
     state = base.state.get(p)
     if not state and p.requires_grad:
         known = state_known_of(base, p, x) or {}
-        return {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in known.items()}
+        return {name: torch.zeros((), dtype=t.dtype, device="cpu").expand(t.shape) for name, t in known.items()}
     return {name: local(t) for name, t in _tensors(state or {}).items()}
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """State that a base keeps of a parameter, but for what is neither a tensor nor a number."""
-    numbers = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in state.items() if isinstance(v, Real)}
+    numbers = {
+        k: torch.tensor(float(v), dtype=torch.float64, device="cpu") for k, v in state.items() if isinstance(v, Real)
+    }
     return {k: v for k, v in {**state, **numbers}.items() if isinstance(v, Tensor)}
 
 

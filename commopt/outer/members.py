@@ -237,7 +237,7 @@ class Members:
         try:
             store = dist.PrefixStore(name, self._connection())
             pair = connected(self._connect, store, name, int(mine > other), 2, TRY, TRY, nobody_has)
-            gather_rows(pair, torch.zeros(1), name)
+            gather_rows(pair, torch.zeros(1, device="cpu"), name)
         except (CollectiveError, RuntimeError):
             return False
         return True

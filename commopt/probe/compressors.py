@@ -69,7 +69,7 @@ def error(spec: OfGradients) -> float:
     which noise has none of, and for blocks, of which none of noise is above the others."""
     if not isinstance(spec, Compressor):
         return 1.0
-    x = torch.randn(1, 2**14, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 2**14, generator=torch.Generator().manual_seed(0), device="cpu")
     payload, out = torch.zeros(1, spec.nbytes(x.shape[1]), dtype=torch.uint8), torch.empty_like(x)
     spec.compress(x, payload)
     spec.decompress(payload, out)
