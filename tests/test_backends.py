@@ -30,7 +30,7 @@ from commopt.comm import (
     run_interleaved,
     wait,
 )
-from commopt.comm.torch import group_of_ranks, timeout_of
+from commopt.comm.torch import group_of_ranks, second_group, timeout_of
 from commopt.compress import Feedback, Identity, Sign
 
 
@@ -64,6 +64,38 @@ def test_a_group_of_some_ranks_waits_as_long_as_that_of_all():
         assert timeout_of(group_of_ranks([0])) == timedelta(seconds=7)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_is_of_its_ranks_alone_where_the_default_one_is_bound_to_a_device(monkeypatch):
+    """torch splits the communicator of a bound group, for which it needs all of its ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    default, bound, made = dist.group.WORLD, [], dist.new_group
+    try:
+        default.bound_device_id = torch.device("cpu", 0)
+
+        def new_group(*args, **settings):
+            bound.append(default.bound_device_id)
+            return made(*args, **settings)
+
+        monkeypatch.setattr(dist, "new_group", new_group)
+        group_of_ranks([0])
+        second_group(default)
+        assert bound == [None, None]
+        assert default.bound_device_id == torch.device("cpu", 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def other_numbers_of_groups(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ValueError, match=r"rank \d has a list of \d process groups \(new_group\(\) is for all ranks"):
+        group_of_ranks([0, 1])
+
+
+def test_ranks_that_have_made_other_numbers_of_groups_say_so():
+    """torch names a group by that number, so that they would wait for each other until the timeout."""
+    on_processes(2, other_numbers_of_groups)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -187,7 +188,7 @@ def _twin(backend: TorchBackend) -> GroupChannel:
     group = backend.group
     if group not in _twins:
         # torch names the new group by how many a process has; where that differs, the ranks would not meet
-        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=message_device(backend))
+        count = torch.tensor([_groups_here()], device=message_device(backend))
         counts = count.new_empty(backend.world_size, 1)
         wait(GroupChannel(group).all_gather(counts, count), "opening connections between the ranks")
         if counts.unique().numel() > 1:
@@ -215,14 +216,30 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     # a torch that does not know this argument always sorts
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    return dist.new_group(
-        ranks,
-        timeout=options._timeout,
-        backend=dist.get_backend(group),
-        pg_options=mine,
-        use_local_synchronization=True,
-        **order,
-    )
+    with _of_its_ranks_alone():
+        return dist.new_group(
+            ranks,
+            timeout=options._timeout,
+            backend=dist.get_backend(group),
+            pg_options=mine,
+            use_local_synchronization=True,
+            **order,
+        )
+
+
+@contextlib.contextmanager
+def _of_its_ranks_alone() -> Iterator[None]:
+    """A group that is made meanwhile needs its own ranks only. Of a default group that is bound to a device
+    (``init_process_group(device_id=)``) torch would split it, which takes all ranks of that."""
+    default = _process_group(None)
+    bound = default.bound_device_id
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
 
 
 def ranks_of(backend: Any) -> list[int] | None:
@@ -233,9 +250,21 @@ def ranks_of(backend: Any) -> list[int] | None:
 
 def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group of these ranks of the default one, with its backend and timeout; all of them, and nobody else,
-    must call this at the same point."""
+    must call this at the same point.
+
+    Raises:
+        ValueError: on every rank that sees a difference, if they have made different numbers of process groups: torch
+            names the new one by it, and they would not meet.
+    """
+    same_on_all(ranks, f"list of {_groups_here()} process groups (new_group() is for all ranks alike)")
     timeout = timeout_of(_process_group(None))
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    with _of_its_ranks_alone():
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def _groups_here() -> int:
+    """Number of process groups that this process has made, as torch counts them."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def same_on_all(ranks: Sequence[int], what: str) -> None:
