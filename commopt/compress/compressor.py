@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.ops.reference import adam_in_columns_, mask_of_columns, write_columns
+from commopt.ops.reference import adam_in_columns_, mask_of_columns, momentum_of_columns, write_columns
 
 PAYLOAD_ALIGN = 16
 """Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -50,18 +50,9 @@ class Momentum:
 
     def columns(self, rows: int, start: int, stop: int) -> Tensor:
         """It, formed: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor (rows, stop - start)."""
-        n = self.m.numel() // rows
-        out = self.m.new_empty((rows, stop - start))
-        if stop - start == n:
-            ops.momentum(self.m, self.grads, self.offsets, self.beta, self.alpha, out.view(-1))
-            return out
-        for r in range(rows):
-            first, end = r * n + start, r * n + stop
-            there = [(g, o) for g, o in zip(self.grads, self.offsets) if o < end and first < o + g.numel()]
-            pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
-            places = [max(o - first, 0) for _, o in there]
-            ops.momentum(self.m[first:end], pieces, places, self.beta, self.alpha, out[r])
-        return out
+        return momentum_of_columns(
+            self.m, self.grads, self.offsets, self.beta, self.alpha, rows, start, stop, ops.momentum
+        )
 
 
 @dataclass(frozen=True)

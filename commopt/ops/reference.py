@@ -127,10 +127,8 @@ def sign_compress_momentum(
     start: int,
     stop: int,
 ) -> None:
-    x = torch.empty_like(m)
-    momentum(m, grads, offsets, beta, alpha, x)
-    cut = slice(start, stop)
-    rows, residual, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    rows = momentum_of_columns(m, grads, offsets, beta, alpha, wire.shape[0], start, stop)
+    residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (error, new_error))
     mask = mask_of_columns(live, start, stop)
     sign_compress_with_feedback(rows, residual, after, wire, block, norm, mask)
 
@@ -271,6 +269,32 @@ def momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, al
     torch.mul(m, beta, out=out)
     for place, g in zip(views(out, grads, offsets), grads):
         place.add_(g, alpha=alpha)
+
+
+def momentum_of_columns(
+    m: Tensor,
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    beta: float,
+    alpha: float,
+    rows: int,
+    start: int,
+    stop: int,
+    form: Callable[..., None] = momentum,
+) -> Tensor:
+    """b m + a g, formed by ``form``: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor
+    (rows, stop - start)."""
+    n = m.numel() // rows
+    out = m.new_empty((rows, stop - start))
+    if stop - start == n:
+        form(m, grads, offsets, beta, alpha, out.view(-1))
+        return out
+    for r in range(rows):
+        first, end = r * n + start, r * n + stop
+        there = [(g, o) for g, o in zip(grads, offsets) if o < end and first < o + g.numel()]
+        pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
+        form(m[first:end], pieces, [max(o - first, 0) for _, o in there], beta, alpha, out[r])
+    return out
 
 
 def frozen_adam_apply_(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import mask_of_columns, masked, momentum, write_columns
+from commopt.ops.reference import mask_of_columns, masked, momentum_of_columns, write_columns
 
 
 def _send(z: Tensor, new_error: Tensor, wire: Tensor) -> None:
@@ -35,11 +35,10 @@ def bf16_compress_momentum(
 ) -> None:
     if not wire.numel():
         return
-    x = m
+    world = wire.shape[0]
+    rows, residual, after = (t.view(world, -1)[:, start:stop] for t in (m, error, new_error))
     if grads or beta != 1.0:
-        x = torch.empty_like(m)
-        momentum(m, grads, offsets, beta, alpha, x)
-    rows, residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (x, error, new_error))
+        rows = momentum_of_columns(m, grads, offsets, beta, alpha, world, start, stop)
     _send(masked(rows + residual, mask_of_columns(live, start, stop)), after, wire)
 
 

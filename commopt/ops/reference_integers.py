@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops.integers import E4M3, E5M2, LARGEST_CODE, width
-from commopt.ops.reference import mask_of_columns, momentum, unpack_bits, write_columns
+from commopt.ops.reference import mask_of_columns, momentum_of_columns, unpack_bits, write_columns
 
 _FLOATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _WORD = 0xFFFFFFFF
@@ -222,10 +222,8 @@ def int_compress_momentum(
     start: int,
     stop: int,
 ) -> None:
-    x = torch.empty_like(m)
-    momentum(m, grads, offsets, beta, alpha, x)
-    cut = slice(start, stop)
-    rows, residual, after = (t.view(wire.shape[0], -1)[:, cut] for t in (x, error, new_error))
+    rows = momentum_of_columns(m, grads, offsets, beta, alpha, wire.shape[0], start, stop)
+    residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (error, new_error))
     mask = mask_of_columns(live, start, stop)
     int_compress_with_feedback(rows, residual, after, wire, bits, block, stochastic, rotated, seed, mask)
 
