@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def on_communicators() -> None:
     for line in open_channels(MPIBackend(), 2):
         conformance(line)
     world = MPI.COMM_WORLD
+    beside(MPIBackend(), world)
     part = world.Split(color=0 if world.rank else MPI.UNDEFINED, key=-world.rank)
     if world.rank:
         backend = MPIBackend(part)
@@ -135,6 +137,17 @@ def on_communicators() -> None:
     else:
         with pytest.raises(ValueError, match="rank 0 of COMM_WORLD is not a member"):
             MPIBackend(part)
+
+
+def beside(backend: MPIBackend, world: Any) -> None:
+    """Messages of the program's own, under way on the same communicator, are no exchange's."""
+    peer = backend.rank ^ 1 if backend.rank ^ 1 < backend.world_size else backend.rank
+    own = world.isend({"rank": backend.rank}, peer, tag=7)
+    out = torch.zeros(3)
+    wait(backend.exchange(out, torch.full((3,), float(backend.rank)), peer, peer), "exchange")
+    assert out.tolist() == [float(peer)] * 3
+    assert world.recv(source=peer, tag=7) == {"rank": peer}
+    own.wait()
 
 
 @needs_mpi

@@ -29,6 +29,8 @@ from commopt.comm.meeting import Meeting
 from commopt.comm.pipeline import wait
 from commopt.comm.watch import Roll
 
+TAG = 21102
+"""Of messages between two ranks: others on the same communicator are the program's own."""
 SPIN = 1e-3
 """Seconds that ``wait()`` looks without a pause: a collective moves on only while somebody looks."""
 NAP = 5e-5
@@ -193,7 +195,8 @@ class MPIBackend:
         sent, received = self._outgoing(inp), self._incoming(out)
 
         def start() -> Any:
-            return _Both(self.comm.Irecv(self._bytes(received), src), self.comm.Isend(self._bytes(sent), dst))
+            coming = self.comm.Irecv(self._bytes(received), src, TAG)
+            return _Both(coming, self.comm.Isend(self._bytes(sent), dst, TAG))
 
         return self._start(start, (sent, received), received, out)
 
