@@ -1,4 +1,4 @@
-"""DistributedDataParallel with any optimizer, here torch's Muon and AdamW: the means of the gradients are compressed.
+"""DistributedDataParallel with any optimizer, here Muon and AdamW: the means of the gradients are compressed.
 
 torchrun --nproc-per-node 2 examples/ddp_any_optimizer.py
 """
@@ -18,7 +18,7 @@ teacher = nn.Linear(64, 10)
 model = DistributedDataParallel(net)
 handle = commopt.compress_gradients(model, Int4())  # the one line
 optimizers = [
-    torch.optim.Muon([net[0].weight], lr=0.02, weight_decay=0.0),
+    commopt.Muon([net[0].weight], lr=0.02, weight_decay=0.0),
     torch.optim.AdamW(net[2].parameters(), lr=3e-3),
 ]
 

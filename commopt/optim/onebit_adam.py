@@ -87,7 +87,7 @@ class OneBitAdam(WarmupOptimizer):
             bucket costs one collective per step in warm-up and two in the compressed phase; there, a tensor larger
             than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
-            the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
+            the bit. Costs both residuals once more, and excludes what needs all gradients first: ``max_grad_norm``,
             a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by

@@ -80,7 +80,7 @@ class OneBitLion(CommOptimizer):
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100). A
             bucket costs two collectives per step; a tensor larger than this goes in pieces, two collectives for each.
         overlap: send while backward runs: a bucket starts when its gradients are there. The parameters are the same to
-            the bit. Costs one more residual of memory, and excludes what needs all gradients first: ``max_grad_norm``,
+            the bit. Costs both residuals once more, and excludes what needs all gradients first: ``max_grad_norm``,
             a GradScaler, editing gradients. Accumulation goes in :meth:`no_sync`.
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by

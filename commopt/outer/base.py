@@ -718,7 +718,7 @@ class OuterOptimizer(PackedOptimizer):
 
         Returns:
             phase, step, total, fp32_bytes, ratio: as of :meth:`commopt.optim.CommOptimizer.comm_stats`; ``step`` is the
-                last step or call that may communicate.
+                last step: nothing is sent between two rounds.
             residual_norm, pseudo_gradient_norm: 2-norms of this rank's worker residual and of the last mean
                 pseudo-gradient; 0 without a compressor.
             residual_ratio: the one over the other; None if the latter is 0.
