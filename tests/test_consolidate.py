@@ -146,6 +146,23 @@ def test_inside_averaged_it_is_what_it_is_outside() -> None:
     assert all(on_threads(2, run))
 
 
+@pytest.mark.parametrize("name", ["DiLoCo", "CSER"])
+def test_a_model_that_is_loaded_between_two_rounds_is_saved_inside_averaged_as_outside(name: str) -> None:
+    def run(backend: ThreadBackend) -> bool:
+        model = Toy()
+        optimizer = make(name, backend, model)
+        model.load_state_dict(Toy(seed=1).state_dict())
+        with optimizer.averaged():
+            inside = optimizer.state_dict()
+        again = Toy(seed=1)
+        loaded = make(name, backend, again)
+        loaded.load_state_dict(inside)
+        assert same_bits(tensors_in(inside), tensors_in(optimizer.state_dict()))
+        return same_bits(params_of(again), params_of(Toy(seed=1)))
+
+    assert all(on_threads(2, run))
+
+
 def test_copies_in_place_of_state_change_nothing() -> None:
     """Frameworks that move an optimizer to a device put copies into its state, all but of "step"."""
 

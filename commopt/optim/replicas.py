@@ -114,6 +114,7 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     if optimizer._own_values is not None:
         yield
         return
+    optimizer.adopt_values()  # inside it could not tell the mean from what somebody has put there
     own: dict[Tensor, Tensor] = {}
     if optimizer.replicas_differ:
         optimizer.agree_to("averaged()")
