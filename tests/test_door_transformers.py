@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +123,32 @@ def one_bit(folder):
     }
 
 
+def stopped(folder, step, callbacks, **settings):
+    """Stopped after ``step`` by a SIGTERM, with a checkpoint of no event. Returns which own parts each checkpoint had
+    when it was pushed to the Hub."""
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_jit_checkpoint import CheckpointManager
+
+    managers, pushed = [], []
+
+    class Terminated(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            args.push_to_hub = True
+
+        def on_optimizer_step(self, args, state, control, **_):
+            managers[0].is_checkpoint_requested = state.global_step == step - 1
+
+    def push(trainer, checkpoint):
+        pushed.append(sorted(path.name for path in Path(checkpoint).glob("commopt-*")))
+
+    with (
+        mock.patch.object(CheckpointManager, "setup_signal_handler", autospec=True, side_effect=managers.append),
+        mock.patch.object(Trainer, "_push_from_checkpoint", push),
+    ):
+        trained(folder, enable_jit_checkpoint=True, callbacks=[*callbacks, Terminated()], **settings)
+    return pushed
+
+
 def without_callback(folder):
     """What the above is against: the optimizer's state of rank 0 alone."""
     settings = {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2, "freeze_step": 3}), "max_steps": 6,
@@ -139,18 +166,24 @@ def in_groups(model, period):
 
 
 def diloco(folder):
-    """Saved and evaluated after step 4, in the middle of a round of 3."""
+    """Saved and evaluated after step 4, in the middle of a round of 3, and stopped after 5."""
+    from commopt.integrations.transformers import CommoptCallback
+
+    settings = {"max_steps": 8, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    settings |= {"optimizer_cls_and_kwargs": (lambda: in_groups, {"period": 3})}
 
     def run(**more):
-        settings = {"max_steps": 8, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
-        made = {"optimizer_cls_and_kwargs": (lambda: in_groups, {"period": 3})}
-        trainer, recorded = trained(folder, **made, **settings, **more)
+        trainer, recorded = trained(folder, **settings, **more)
         assert trainer.optimizer.optimizer.base.name == "Mixed(SGD, AdamW)"
         return trainer, recorded
 
     first, whole = run()
     second, resumed = run(resume=f"{folder}/checkpoint-4")
+    pushed = stopped(folder, 5, [CommoptCallback()], **settings)
+    _, after = run(resume=f"{folder}/checkpoint-5")
     return {
+        "pushed": pushed,
+        "same after a stop": [same_bits(whole.stepped[step], after.stepped[step]) for step in range(6, 9)],
         "at 4": whole.stepped[4],
         "evaluated": whole.evaluated[4],
         "saved": saved_weights(f"{folder}/checkpoint-4", first.model),
@@ -233,6 +266,13 @@ def test_local_steps_resume_within_a_round_to_the_bit(ranks):
         assert all(rank["diloco"]["same"])
         assert rank["diloco"]["same end"]
     assert same_bits(ranks[0]["diloco"]["end"], ranks[1]["diloco"]["end"])
+
+
+def test_a_checkpoint_at_a_sigterm_has_every_ranks_own_part(ranks):
+    for number, rank in enumerate(ranks):
+        assert rank["diloco"]["same after a stop"] == [True] * 3
+        both = ["commopt-0-rank-00000.pt", "commopt-0-rank-00001.pt"]
+        assert rank["diloco"]["pushed"] == [both, both] or number == 1
 
 
 def test_the_mean_model_is_evaluated_and_saved(ranks):

@@ -5,6 +5,8 @@ Trainer(..., optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 1e-3}), callba
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from commopt.attach import unwrapped
 from commopt.integrations import advice, common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
+
+_OF_THE_MEAN = ("evaluate", "save_model")
+_SAVE = "_save_optimizer_and_scheduler"
+"""Part of every checkpoint, also of one at a SIGTERM, of which callbacks hear nothing."""
 
 
 class CommoptCallback(TrainerCallback):
@@ -63,18 +69,13 @@ class CommoptCallback(TrainerCallback):
         common.attach_once(self._trainer.model_wrapped, ours)
         if folder is not None and not ours.own_in_state:
             parts.load(ours, Path(folder, "optimizer.pt"))
-        for name in ("evaluate", "save_model"):  # all events come after these
+        for name in _OF_THE_MEAN:  # all events come after these
             method, model = getattr(self._trainer, name), self._trainer.model
             setattr(self._trainer, name, means.of_the_mean(method, ours, model, self._buffers))
+        if not ours.own_in_state:  # else FSDP2 saves it
+            setattr(self._trainer, _SAVE, _with_parts(self._trainer, ours))
         if state.is_world_process_zero:
             advice.for_transformers(args, ours, self._trainer.model_wrapped)
-
-    def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
-        ours = common.bare(optimizer)
-        if args.save_only_model or state.is_hyper_param_search or ours.own_in_state:  # FSDP2 has saved it already
-            return
-        parts.save(ours, Path(args.output_dir, f"checkpoint-{state.global_step}"))
-        PartialState().wait_for_everyone()  # rank 0 deletes old checkpoints: others must not be writing one
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
@@ -84,9 +85,23 @@ class CommoptCallback(TrainerCallback):
             means.end_training([common.bare(optimizer)], model, self._buffers)
 
     def _leave(self) -> None:
-        for name in ("evaluate", "save_model") if self._trainer is not None else ():
+        for name in (*_OF_THE_MEAN, _SAVE) if self._trainer is not None else ():
             vars(self._trainer).pop(name, None)
         self._trainer = None
+
+
+def _with_parts(trainer: Trainer, optimizer: PackedOptimizer) -> Callable[[str], None]:
+    """``trainer``'s ``_save_optimizer_and_scheduler(folder)``, with every rank's own part."""
+    save = getattr(trainer, _SAVE)
+
+    @functools.wraps(save)
+    def save_all(folder: str) -> None:
+        save(folder)
+        if not trainer.state.is_hyper_param_search:
+            parts.save(optimizer, folder)
+            PartialState().wait_for_everyone()  # rank 0 pushes this checkpoint, and deletes old ones
+
+    return save_all
 
 
 def _who_trains() -> tuple[Trainer, str | None]:
