@@ -123,6 +123,17 @@ def one_bit(folder):
     }
 
 
+def reporting():
+    """A callback that looks at the model as training ends, as one that sends it to a service does."""
+    from transformers import TrainerCallback
+
+    class Reporting(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **_):
+            self.reported = params_of(model)
+
+    return Reporting()
+
+
 def stopped(folder, step, callbacks, **settings):
     """Stopped after ``step`` by a SIGTERM, with a checkpoint of no event. Returns which own parts each checkpoint had
     when it was pushed to the Hub."""
@@ -177,11 +188,13 @@ def diloco(folder):
         assert trainer.optimizer.optimizer.base.name == "Mixed(SGD, AdamW)"
         return trainer, recorded
 
-    first, whole = run()
+    reports = reporting()
+    first, whole = run(callbacks=[reports, CommoptCallback()])
     second, resumed = run(resume=f"{folder}/checkpoint-4")
     pushed = stopped(folder, 5, [CommoptCallback()], **settings)
     _, after = run(resume=f"{folder}/checkpoint-5")
     return {
+        "reported": reports.reported,
         "pushed": pushed,
         "same after a stop": [same_bits(whole.stepped[step], after.stepped[step]) for step in range(6, 9)],
         "at 4": whole.stepped[4],
@@ -273,6 +286,11 @@ def test_a_checkpoint_at_a_sigterm_has_every_ranks_own_part(ranks):
         assert rank["diloco"]["same after a stop"] == [True] * 3
         both = ["commopt-0-rank-00000.pt", "commopt-0-rank-00001.pt"]
         assert rank["diloco"]["pushed"] == [both, both] or number == 1
+
+
+def test_the_mean_model_is_what_is_reported_at_the_end(ranks):
+    for rank in ranks:
+        assert same_bits(rank["diloco"]["reported"], ranks[0]["diloco"]["end"])
 
 
 def test_the_mean_model_is_evaluated_and_saved(ranks):

@@ -66,6 +66,7 @@ class CommoptCallback(TrainerCallback):
         self._leave()
         ours = common.bare(optimizer)
         self._trainer, folder = _who_trains()
+        self._trainer.callback_handler.callbacks.sort(key=lambda one: one is not self)  # others see the mean at the end
         common.attach_once(self._trainer.model_wrapped, ours)
         if folder is not None and not ours.own_in_state:
             parts.load(ours, Path(folder, "optimizer.pt"))
