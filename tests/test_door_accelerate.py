@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -169,10 +170,14 @@ def pretending_fsdp2():
     return accelerator
 
 
-def fsdp2(folder, rank, mesh=None, both=False):
+ONE_BIT = functools.partial(OneBitAdam, freeze_step=3)
+
+
+def fsdp2(folder, rank, mesh=None, both=False, make=ONE_BIT):
     """8 steps, saved after 5, and what takes them up. With a ``mesh`` of replicas and shards the model is cut before it
     is prepared, inside replicas or, where it is on ``both`` dimensions, as accelerate does it; without one, accelerate
     cuts it over all ranks, after the optimizer was made."""
+    from accelerate.utils import load_fsdp_model
     from torch.distributed.fsdp import fully_shard
 
     from commopt.integrations.accelerate import connect
@@ -181,7 +186,7 @@ def fsdp2(folder, rank, mesh=None, both=False):
         accelerator, model = pretending_fsdp2(), llama()
         if mesh is not None:
             fully_shard(model, mesh=mesh if both else mesh["shard"])
-        optimizer = OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, process_group=mesh)
+        optimizer = make(model.parameters(), lr=1e-2, process_group=mesh)
         model, optimizer = accelerator.prepare(model, optimizer)
         if mesh is None:
             with pytest.raises(ValueError, match=r"call optimizer.rebind\(\) after that"):
@@ -194,16 +199,66 @@ def fsdp2(folder, rank, mesh=None, both=False):
             accelerator.backward(loss(model, step, rank))
             optimizer.step()
             optimizer.zero_grad()
-        return [p.full_tensor() for p in model.parameters()]
+        return [p.full_tensor().clone() for p in model.parameters()]
 
     first = prepared()
-    steps(range(5), *first)
+    before = steps(range(5), *first)
     first[0].save_state(folder)
     expected = steps(range(5, 8), *first)
     second = prepared()
     second[0].load_state(folder)
     found = steps(range(5, 8), *second)
-    return {"params": expected, "same": same_bits(expected, found), "stats": first[2].optimizer.comm_stats()}
+    accelerator, model, optimizer = prepared()
+    load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder)
+    return {
+        "before": before,
+        "saved": steps((), accelerator, model, optimizer),
+        "params": expected,
+        "same": same_bits(expected, found),
+        "stats": first[2].optimizer.comm_stats(),
+    }
+
+
+def tried_again(folder, rank):
+    """The first model does not fit. Whether it and its optimizer are gone then, the files of a save, and whether a run
+    that fits at once takes it up."""
+    from accelerate import Accelerator
+    from accelerate.utils import find_executable_batch_size
+
+    from commopt.integrations.accelerate import connect
+
+    tried = []
+
+    def prepared(accelerator):
+        model = Tied()
+        model, optimizer = accelerator.prepare(model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2))
+        connect(accelerator, model, optimizer)
+        return model, optimizer
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size, accelerator):
+        accelerator.free_memory()
+        model, optimizer = prepared(accelerator)
+        tried.append([weakref.ref(model), weakref.ref(optimizer.optimizer)])
+        for step in range(4):
+            accelerator.backward(model(tokens(step, rank, 2)[:batch_size]))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2 and len(tried) == 1:
+                raise RuntimeError("CUDA out of memory.")
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        return optimizer
+
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    optimizer = train(first)
+    _, again = prepared(second)
+    second.load_state(folder)
+    return {
+        "gone": [ref() is None for ref in tried[0]],
+        "files": sorted(path.name for path in Path(folder).glob("commopt-*")),
+        "same": same_bits(tensors_in(optimizer.state_dict()), tensors_in(again.state_dict())),
+    }
 
 
 def under_adamw():
@@ -242,8 +297,10 @@ def scenes(folder, rank, world_size):
         Run(lambda params: torch.optim.SGD(params, lr=0.1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     out["attached"] = attached_once()
+    out["tried again"] = tried_again(f"{folder}/again", rank)
     out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
     out["hybrid"], out["both"] = (fsdp2(f"{folder}/hybrid {both}", rank, mesh, both) for both in (False, True))
+    out["local"] = fsdp2(f"{folder}/local", rank, mesh, True, functools.partial(LocalSGD, period=3))
     return out
 
 
@@ -309,6 +366,23 @@ def test_fsdp2_that_is_cut_before_is_compressed_between_replicas(ranks):
         assert rank["both"]["same"]
         assert rank["hybrid"]["stats"] == rank["both"]["stats"]
     assert same_bits(*(rank["hybrid"]["params"] for rank in ranks))
+
+
+def test_replicas_that_fsdp2_cuts_are_saved_as_their_mean_and_each_resumes_from_its_own(ranks):
+    mine, other = (rank["local"]["before"] for rank in ranks)
+    assert not same_bits(mine, other)
+    for rank in ranks:
+        assert same_bits(rank["local"]["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
+        assert rank["local"]["same"]
+
+
+def test_a_model_that_did_not_fit_is_freed_and_leaves_no_part_of_its_optimizer(ranks):
+    for rank in ranks:
+        assert rank["tried again"] == {
+            "gone": [True, True],
+            "files": ["commopt-0-rank-00000.pt", "commopt-0-rank-00001.pt"],
+            "same": True,
+        }
 
 
 OPTIMIZERS = {

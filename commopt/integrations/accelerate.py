@@ -6,7 +6,9 @@ commopt.integrations.accelerate.connect(accelerator, model, optimizer)
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,11 +16,32 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 from torch import nn
 
+from commopt.attach import unwrapped
 from commopt.integrations import common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
+from commopt.optim.packed import PackedOptimizer
+from commopt.optim.state import StateDict
 
-_connected: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""Number of optimizers of each that are connected."""
+
+class _Connection:
+    """What is known of an optimizer that is connected. Holds the model weakly.
+
+    Attributes:
+        loading: folder of a ``load_state()`` under way, and the number of the optimizer in it.
+    """
+
+    def __init__(self, model: nn.Module, buffers: HowBuffers) -> None:
+        self.model, self.buffers = weakref.ref(model), buffers
+        self.loading: tuple[str, int] | None = None
+
+    def join(self, optimizer: Any, state_dict: StateDict) -> StateDict | None:
+        """A hook of the optimizer's ``load_state_dict()``."""
+        loading, self.loading = self.loading, None
+        return None if loading is None else parts.join(optimizer, state_dict, *loading)
+
+
+_connected: WeakKeyDictionary[Accelerator, WeakKeyDictionary[PackedOptimizer, _Connection]] = WeakKeyDictionary()
+"""The optimizers of each that are connected, in that order."""
 
 
 def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:
@@ -26,7 +49,7 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
     the bit.
 
     Call it once, on all ranks, after ``accelerator.prepare()`` and before ``load_state()``; for several optimizers in
-    the same order as when they were saved. Then
+    the same order as when they were saved; those that ``accelerator.free_memory()`` has let go of do not count. Then
 
     * a DDP model is attached (:func:`commopt.attach`);
     * parameters that FSDP2 has put in place of those that the optimizer was made with are taken over, and so are
@@ -49,27 +72,40 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
     check_how(buffers)
     ours = common.bare(optimizer)
     common.attach_once(model, ours)
-    wrapped = set(model.modules())
-    index = _connected[accelerator] = _connected.get(accelerator, -1) + 1
-    waiting: list[str] = []  # the folder of a load_state() under way
+    if accelerator not in _connected:
+        _connected[accelerator] = WeakKeyDictionary()
+        _take_part(accelerator)
+    connection = _connected[accelerator][ours] = _Connection(model, buffers)
+    ours.register_load_state_dict_pre_hook(connection.join)
+
+
+def _in_use(accelerator: Accelerator) -> list[tuple[PackedOptimizer, _Connection]]:
+    """The connected optimizers that ``accelerator`` has, in the order of their numbers."""
+    has = [unwrapped(optimizer) for optimizer in accelerator._optimizers]
+    return [(ours, connection) for ours, connection in _connected[accelerator].items() if ours in has]
+
+
+def _take_part(accelerator: Accelerator) -> None:
+    """Has ``accelerator.save_state()`` save mean models, and every rank's own part, which ``load_state()`` finds."""
+    save_state = accelerator.save_state
+
+    @functools.wraps(save_state)
+    def of_the_mean(*args: Any, **kwargs: Any) -> Any:  # not by a hook: FSDP2 has saved the model before these
+        with contextlib.ExitStack() as stack:
+            for ours, connection in _in_use(accelerator):
+                stack.enter_context(means.mean_model([ours], connection.model(), connection.buffers))
+            return save_state(*args, **kwargs)
 
     def save(models: Sequence[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        if ours.own_in_state:  # FSDP2: saved already, by all ranks together
-            return
-        parts.save(ours, folder, index)
-        if ours.takes_local_steps and weights:  # after a round buffers differ still
-            with means.mean_model([ours], model, buffers):
-                for i, inner in enumerate(models):  # accelerate knows a DDP model by what is in it
-                    if inner in wrapped:
-                        weights[i] = copy.deepcopy(inner.state_dict())  # which keeps tied weights tied
+        for index, (ours, _) in enumerate(_in_use(accelerator)):
+            if not ours.own_in_state:  # FSDP2: saved already, by all ranks together
+                parts.save(ours, folder, index)
 
     def load(models: Sequence[nn.Module], folder: str) -> None:
-        if not ours.own_in_state:
-            waiting[:] = [folder]
+        for index, (ours, connection) in enumerate(_in_use(accelerator)):
+            if not ours.own_in_state:
+                connection.loading = folder, index
 
-    def join(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        return parts.join(ours, state_dict, waiting.pop(), index) if waiting else None
-
+    accelerator.save_state = of_the_mean  # type: ignore[method-assign]
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-    ours.register_load_state_dict_pre_hook(join)
