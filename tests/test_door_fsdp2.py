@@ -5,6 +5,7 @@ Trainer takes DDP on CPUs whatever it is told: it is told that it is on GPUs, an
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from listening import listening
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from worlds import on_processes, same_bits
 
-from commopt import OneBitAdam
+from commopt import LocalSGD, OneBitAdam
 
 STOPPED, STEPS = 4, 7
 
@@ -26,14 +28,22 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [p.detach().full_tensor().clone() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
-def of_trainer(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+def of_trainer(folder: str, steps: int, resume: bool, mesh: Any = None) -> dict[str, Any]:
+    """Cut over all ranks, with one bit; or over a ``mesh`` of replicas and shards, with local steps: of that also the
+    parameters after each step, and the model in the checkpoint."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from commopt.integrations.transformers import CommoptCallback
 
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            stepped[state.global_step] = whole(model)
+
+    stepped: dict[int, list[Tensor]] = {}
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
@@ -42,12 +52,13 @@ def of_trainer(folder: str, steps: int, resume: bool) -> dict[str, Any]:
     args = TrainingArguments(
         folder, per_device_train_batch_size=2, max_steps=steps, save_steps=STOPPED, report_to=[], use_cpu=True,
         max_grad_norm=0, disable_tqdm=True, lr_scheduler_type="constant",
-        save_strategy="steps" if steps == STOPPED else "no",
+        save_strategy="steps" if steps == STOPPED else "no", average_tokens_across_devices=mesh is None,
     )  # fmt: skip
-    trainer = Trainer(
-        model, args, train_dataset=data, callbacks=[CommoptCallback()],
-        optimizer_cls_and_kwargs=(OneBitAdam, {"lr": 1e-2}),
-    )  # fmt: skip
+    made: dict[str, Any] = {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2})}
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+        made = {"optimizers": (LocalSGD(model.parameters(), lr=1e-2, period=3, process_group=mesh), None)}
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[CommoptCallback(), Recorder()], **made)
     before = {}
     for state in (trainer.accelerator.state, PartialState()):
         before[id(state)] = state._shared_state["distributed_type"]
@@ -58,7 +69,12 @@ def of_trainer(folder: str, steps: int, resume: bool) -> dict[str, Any]:
     trainer.is_fsdp_enabled = True
     assert trainer.accelerator.is_fsdp2
     trainer.train(resume_from_checkpoint=resume)
-    return {"params": whole(model), "phase": trainer.optimizer.optimizer.phase}
+    out = {"params": whole(model), "stepped": stepped}
+    if mesh is None:
+        return {**out, "phase": trainer.optimizer.optimizer.phase}
+    if steps == STOPPED:
+        trainer._load_from_checkpoint(f"{folder}/checkpoint-{STOPPED}")
+    return {**out, "phase": None, "saved": whole(model)}
 
 
 def of_lightning(folder: str, steps: int, resume: bool, over: str = "tensor_parallel") -> dict[str, Any]:
@@ -105,7 +121,9 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
     folders = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folders)
     out = {}
-    for name, run in (("lightning", of_lightning), ("trainer", of_trainer)):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    replicas = functools.partial(of_trainer, mesh=mesh)
+    for name, run in (("lightning", of_lightning), ("trainer", of_trainer), ("replicas", replicas)):
         folder = str(Path(folders[0], name))
         out[name] = {
             "stopped": run(folder, STOPPED, False),
@@ -121,13 +139,23 @@ def ranks() -> list[dict[str, Any]]:
     return on_processes(2, scenes)
 
 
-@pytest.mark.parametrize(("name", "phase"), [("trainer", "plain"), ("lightning", "compressed")])
+@pytest.mark.parametrize(("name", "phase"), [("trainer", "plain"), ("lightning", "compressed"), ("replicas", None)])
 def test_a_resumed_run_is_one_never_stopped(ranks: list[dict[str, Any]], name: str, phase: str) -> None:
     for rank in ranks:
         assert rank[name]["stopped"]["phase"] == phase
         assert same_bits(rank[name]["resumed"]["params"], rank[name]["never stopped"]["params"])
         assert same_bits(rank[name]["resumed"]["params"], ranks[0][name]["resumed"]["params"])
         assert not same_bits(rank[name]["resumed"]["params"], rank[name]["stopped"]["params"])
+
+
+def test_replicas_that_trainer_saves_are_their_mean_and_each_resumes_from_its_own(ranks: list[dict[str, Any]]) -> None:
+    runs = [rank["replicas"] for rank in ranks]
+    mine, other = (run["stopped"]["stepped"][STOPPED] for run in runs)
+    assert not same_bits(mine, other)
+    for run in runs:
+        assert same_bits(run["stopped"]["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
+        for step in range(STOPPED + 1, STEPS + 1):
+            assert same_bits(run["resumed"]["stepped"][step], run["never stopped"]["stepped"][step])
 
 
 def test_a_model_that_lightning_shards_over_data_parallel_is_said_to_have_no_replicas(ranks: list[Any]) -> None:

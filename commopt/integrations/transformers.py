@@ -18,7 +18,7 @@ from commopt.integrations import advice, common, means, parts
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
-_OF_THE_MEAN = ("evaluate", "save_model")
+_OF_THE_MEAN = ("evaluate", "save_model", "_save_checkpoint")
 _SAVE = "_save_optimizer_and_scheduler"
 """Part of every checkpoint, also of one at a SIGTERM, of which callbacks hear nothing."""
 
