@@ -14,6 +14,7 @@ from worlds import give, on_threads, same_bits, some_grads, some_of
 import commopt
 from commopt.comm import ShardedBackend
 from commopt.compress import Identity, Sign
+from commopt.optim import SyncPolicy, VariancePolicy
 
 SIZES = ([(7, 3), (5,), (4, 4), (2,), (3,)], [(2, 3), (9,), (1, 9), (6,), (1,)])
 """Of the parameters in each part: of other shapes."""
@@ -154,6 +155,34 @@ def test_the_variance_of_all_parts_decides_when_it_has_settled():
     decided = [step for step in ranks[0] if step != "auto"]
     assert decided
     assert decided[0] > 40
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_a_part_that_does_not_train_hears_when_the_variance_has_settled(name):
+    """It looks when the others do, and goes from phase to phase with them."""
+    auto: dict[str, Any] = {"freeze_step": "auto"}
+    if name == "ZeroOneAdam":
+        auto = {"variance": VariancePolicy(2, "auto"), "sync": SyncPolicy(2, None, 2)}
+
+    def ours(backend: Any) -> list[Any]:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        for p in params:
+            p.requires_grad_(part == 1)
+        optimizer = make(name, params, betas=(0.9, 0.9), backend=backend.sharded(PARTS), **auto)
+        seen = []
+        for step in range(63):
+            if part == 1:
+                give(params, own_grads(part, step % 2, replica, True))
+            optimizer.step()
+            group = optimizer.param_groups[0]
+            seen.append((group["variance_stop" if name == "ZeroOneAdam" else "freeze_step"], optimizer.phase))
+        return seen
+
+    ranks = on_threads(2 * PARTS, ours)
+    assert all(seen == ranks[0] for seen in ranks)
+    assert ranks[0][0] == ("auto", "refreshing" if name == "ZeroOneAdam" else "warmup")
+    assert ranks[0][-1] == (60, "frozen" if name == "ZeroOneAdam" else "compressed")
 
 
 @pytest.mark.parametrize("repair", [False, True])

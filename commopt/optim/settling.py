@@ -83,7 +83,7 @@ def is_look(step: int) -> bool:
 
 def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]]) -> list[Change]:
     """The change of each of ``cohorts`` of groups since the last look, which this one then is; the same on every rank.
-    Communicates: all ranks call it at the same step."""
+    Communicates: all ranks call it at the same step, also those that train nothing."""
     number = {id(group): i for i, groups in enumerate(cohorts) for group in groups}
     sums = torch.zeros(len(cohorts), 3, dtype=torch.float64, device="cpu")
     for bucket, group in optimizer.grouped_buckets():
@@ -130,7 +130,7 @@ def stop_where_settled(
         if group[key] == "auto" and is_look(group["step"]):
             cohorts.setdefault(group["step"], []).append(group)
     stopped = []
-    if cohorts and optimizer.buckets:
+    if cohorts:
         for (step, cohort), change in zip(cohorts.items(), changes(optimizer, list(cohorts.values()))):
             lr_rises = any(float(group["lr"]) > group["look_lr"] for group in cohort)
             if ends_warmup(cohort, change):
