@@ -496,7 +496,28 @@ def experts(rank: int, world_size: int) -> dict[str, Any]:
         state = optimizer.state[expert]
         groups = optimizer.state_dict()["param_groups"]
         out[name] = float(moved.mean()), float(local(state.get("exp_avg", expert)).mean()), "mesh" in groups[1]
+    for name in ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"):
+        out[f"{name}, cut over all"] = cut_over_all(name, mesh, rank)
     return out
+
+
+def cut_over_all(name: str, mesh: DeviceMesh, rank: int) -> tuple[float, float]:
+    """Six steps of an expert that each rank has a piece of, beside a net with replicas: this rank's exp_avg of the one,
+    of gradients 2^rank, and how far it is from its replica in the other."""
+    theirs = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
+    net = fully_shard(nn.Linear(4, 4, bias=False, dtype=torch.float64), mesh=mesh["shard"])
+    expert = nn.Parameter(distribute_tensor(torch.ones(4, 2, dtype=torch.float64), theirs, [Shard(0)]))
+    optimizer = make(name, [{"params": net.parameters()}, {"params": [expert], "mesh": theirs}], process_group=mesh)
+    for _ in range(6):
+        expert.grad = like(torch.full_like(local(expert), float(2**rank)), expert)
+        net.zero_grad()
+        net(torch.full((1, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    one = local(net.weight)
+    mean = one.clone()
+    dist.all_reduce(mean, group=mesh.get_group("replicate"))
+    return float(local(optimizer.state[expert]["exp_avg"]).mean()), float((mean / 2 - one).abs().max())
 
 
 def pipelines(rank: int, world_size: int) -> dict[str, Any]:

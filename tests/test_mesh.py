@@ -125,6 +125,10 @@ def test_a_group_with_a_mesh_of_its_own(pool):
         assert found["OneBitAdam"][1] == pytest.approx(0.1 * mean)
         assert found["DiLoCo"][0] == pytest.approx(0.5 * mean)
         assert not found["OneBitAdam"][2]
+        for name, beta in (("OneBitAdam", 0.9), ("OneBitLamb", 0.9), ("ZeroOneAdam", 0.9), ("OneBitLion", 0.99)):
+            momentum, apart = found[f"{name}, cut over all"]  # what one rank alone holds takes plain steps
+            assert momentum == pytest.approx((1 - beta**6) * 2**rank)
+            assert apart == 0
 
 
 def test_stages_of_a_pipeline_skip_together(pool):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from worlds import give, on_threads, same_bits, some_grads, some_of
 
 import commopt
-from commopt.comm import ShardedBackend
+from commopt.comm import Holding, LocalBackend, ShardedBackend
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
@@ -183,6 +183,39 @@ def test_a_part_that_does_not_train_hears_when_the_variance_has_settled(name):
     assert all(seen == ranks[0] for seen in ranks)
     assert ranks[0][0] == ("auto", "refreshing" if name == "ZeroOneAdam" else "warmup")
     assert ranks[0][-1] == (60, "frozen" if name == "ZeroOneAdam" else "compressed")
+
+
+class Alone(ShardedBackend):
+    """Some parameters, of two dimensions, are each rank's own, as pieces cut over all ranks are; the rest has
+    replicas."""
+
+    def holding(self, p: Tensor) -> Holding:
+        return Holding(LocalBackend(), 1) if p.dim() == 2 else super().holding(p)
+
+
+@pytest.mark.parametrize("name", [*OVERLAPPING, "OneBitAdam overlapping", "OneBitAdam warming up by 4 bits"])
+def test_what_one_rank_alone_holds_beside_what_has_replicas_takes_plain_steps(name):
+    """To the bit, in all phases, and with a mean between two rounds; the rest is what it is without that."""
+
+    def trained(backend: Any, dims: tuple[int, ...], rank: int) -> list[Tensor]:
+        here = [i for i, p in enumerate(own_params(0)) if p.dim() in dims]
+        params = [own_params(0)[i] for i in here]
+        optimizer = make(name, params, backend=backend)
+        for step in range(9):
+            give(params, [own_grads(0, step, rank, True)[i] for i in here])
+            optimizer.step()
+            if step == 6:
+                optimizer.synchronize()
+        return [p.detach().clone() for p in params]
+
+    def ours(backend: Any) -> list[Tensor]:
+        grid = backend.sharded(1)
+        return trained(Alone(grid.world, grid.inside, grid.replicas), (1, 2), backend.rank)
+
+    rest = on_threads(2, lambda backend: trained(backend.sharded(1), (1,), backend.rank))
+    for rank, params in enumerate(on_threads(2, ours)):
+        assert same_bits([p for p in params if p.dim() == 1], rest[rank])
+        assert same_bits([p for p in params if p.dim() == 2], trained(LocalBackend(), (2,), rank))
 
 
 @pytest.mark.parametrize("repair", [False, True])

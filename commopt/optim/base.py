@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -629,14 +629,19 @@ class CommOptimizer(PackedOptimizer):
         """2-norms of this rank's worker residual, and of what is compressed."""
         return self.residual_norm(), square_norm([b.buffers[self.residual_of] for b in self.buckets]) ** 0.5
 
+    def compressed_buckets(self, groups: Sequence[dict[str, Any]]) -> list[tuple[StateBucket, dict[str, Any]]]:
+        """The buckets of ``groups`` whose means are compressed, each with its group. What one rank alone holds, beside
+        what has replicas, is in none: it takes plain steps, in every phase."""
+        chosen = {id(group) for group in groups}
+        return [(b, group) for b, group in self.grouped_buckets() if b.feedback is not None and id(group) in chosen]
+
     def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
         """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
         lets a variance stand later."""
-        chosen, found = {id(group) for group in groups}, dict[Tensor, bool]()
-        for bucket, group in self.grouped_buckets():
-            if id(group) in chosen:
-                largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
-                found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
+        found = dict[Tensor, bool]()
+        for bucket, _ in self.compressed_buckets(groups):
+            largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
+            found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
         moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
         self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
 

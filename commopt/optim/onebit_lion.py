@@ -141,7 +141,7 @@ class OneBitLion(CommOptimizer):
         return "plain" if self.topology.nodes == 1 else "compressed"
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        step = self.compressed if self.phase_of(group) == "compressed" else self.plain
+        step = self.plain if bucket.feedback is None else self.compressed
         return step(bucket, group, ctx)
 
     def plain(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:

@@ -86,10 +86,9 @@ def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]
     Communicates: all ranks call it at the same step, also those that train nothing."""
     number = {id(group): i for i, groups in enumerate(cohorts) for group in groups}
     sums = torch.zeros(len(cohorts), 3, dtype=torch.float64, device="cpu")
-    for bucket, group in optimizer.grouped_buckets():
-        if id(group) in number:
-            found = _look(bucket, group["betas"][1])
-            sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found)])
+    for bucket, group in optimizer.compressed_buckets([group for groups in cohorts for group in groups]):
+        found = _look(bucket, group["betas"][1])
+        sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found)])
     sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
     # equal already where every rank holds the whole; the decision must be, and is then the mean over what all hold
     wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")
@@ -138,10 +137,8 @@ def stop_where_settled(
             else:
                 beta2 = max(group["betas"][1] for group in cohort)
                 optimizer._diagnostics.unsettled(step, beta2, change.size, lr_rises, until)
-    chosen = {id(group) for group in stopped}
-    for bucket, group in optimizer.grouped_buckets() if stopped else ():
-        if id(group) in chosen:
-            raise_smallest(bucket)
+    for bucket, _ in optimizer.compressed_buckets(stopped):
+        raise_smallest(bucket)
     for group in stopped:
         group[key] = group["step"]
     return stopped

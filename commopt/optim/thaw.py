@@ -174,7 +174,7 @@ class Watch:
         watched, key = [group for group in frozen if is_watched(group)], self.words.key
         self.at_length = self.measures_updates and any(is_look_at_length(group, key) for group in watched)
         self.looked = watched if self.at_length or any(is_look(group, key) for group in watched) else []
-        buckets = buckets_of(optimizer, self.looked)
+        buckets = optimizer.compressed_buckets(self.looked)
         return length(buckets) if self.at_length else growth(buckets, unscale)
 
     def heard(self, mean: float, clip: float) -> None:
@@ -204,7 +204,7 @@ class Watch:
         stood = [group[key] for group in watched]
         words, tell = self.words, optimizer._diagnostics.frozen_too_early
         tell(stood, too_long, words.longer, words.back, bool(back), for_good)
-        for bucket, group in buckets_of(optimizer, back):
+        for bucket, group in optimizer.compressed_buckets(back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
             group.update({key: "auto", "thawed": group["step"], "thaws": group["thaws"] + 1})
@@ -216,12 +216,6 @@ class Watch:
         may = [group for group in moving if group["thaws"] < TIMES]
         for group in settling.stop_where_settled(optimizer, may, self.words.key, self.words.until):
             begin(group, chosen=True)
-
-
-def buckets_of(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> list[tuple[StateBucket, dict[str, Any]]]:
-    """The buckets of ``groups``, each with its group."""
-    chosen = {id(group) for group in groups}
-    return [(bucket, group) for bucket, group in optimizer.grouped_buckets() if id(group) in chosen]
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
@@ -303,9 +297,9 @@ def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -
         v.mul_(weight / corrected)
         torch.maximum(v, m.square().mul_(weight), out=v)
         counts[i] = after
-    if bucket.feedback is not None:
-        bucket.feedback.worker.zero_()
-        bucket.feedback.server.zero_()
+    assert bucket.feedback is not None
+    bucket.feedback.worker.zero_()
+    bucket.feedback.server.zero_()
     bucket.active = None
     settling.forget(bucket)
 

@@ -112,8 +112,8 @@ class WarmupOptimizer(CommOptimizer):
         return averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        step = self.compressed if self.phase_of(group) == "compressed" else self.warmup
-        return step(bucket, group, ctx)
+        compresses = self.phase_of(group) == "compressed" and bucket.feedback is not None
+        return (self.compressed if compresses else self.warmup)(bucket, group, ctx)
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on exact averages."""

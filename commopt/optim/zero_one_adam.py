@@ -314,10 +314,11 @@ class ZeroOneAdam(CommOptimizer):
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         steps = {"exact": self.exact, "compressed": self.round, "local": self.local}
-        return steps[self.kind_of(group)](bucket, group, ctx)
+        kind = "exact" if bucket.feedback is None else self.kind_of(group)
+        return steps[kind](bucket, group, ctx)
 
     def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        """t in T_v: Adam on the mean gradient."""
+        """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step"), moving)
@@ -405,7 +406,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def synchronize_replicas(self) -> None:
         """A round in full precision, out of turn. The next one comes when it would have."""
-        differing = list(self._differing())
+        differing = [(bucket, update) for bucket, update in self._differing() if bucket.feedback is not None]
         means = [bucket.buffers["mean_momentum"].clone() for bucket, _ in differing]
         where = "synchronisation between rounds"
         replicas.average_exactly(self.topology, [bucket for bucket, _ in differing], means, where)
@@ -436,20 +437,20 @@ class ZeroOneAdam(CommOptimizer):
             loading.report_not_own(self, origin, "its momenta between two rounds", consequence)
         if lost:
             return {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in entries.items()}
-        if self.topology.nodes == 1:  # there are no rounds to come: what was gathered is the momentum
-            momenta = {p: e["mean_momentum"] for p, e in entries.items() if id(p) in differ and "mean_momentum" in e}
-            return {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in entries.items()}
-        return entries
+        # where there are no rounds to come, what was gathered is the momentum
+        alone = {id(p) for bucket in self.buckets if bucket.feedback is None for p in bucket.params} & differ
+        momenta = {p: e["mean_momentum"] for p, e in entries.items() if id(p) in alone and "mean_momentum" in e}
+        return {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in entries.items()}
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         """Puts the parameters where the state says they are, between two rounds."""
         super().loaded(entries, origin)
-        alone = self.topology.nodes == 1
         for bucket, update in self._differing():
             place(bucket, update, bucket["mean_momentum"])
-            if alone:
+            if bucket.feedback is None:
                 bucket["mean_momentum"].zero_()
-        if alone:
+                bucket.numbers["interval_step"].zero_()
+        if self.topology.nodes == 1:
             self._end_interval(self.param_groups)
 
 
