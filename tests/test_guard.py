@@ -19,8 +19,9 @@ from commopt import (
     Guard,
     LocalSGD,
     OneBitAdam,
+    ZeroOneAdam,
 )
-from commopt.optim import NotFinite, ReplicasDiffer, comparing, setup
+from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, comparing, setup
 from commopt.optim.agreement import OutOfStep
 from commopt.optim.digest import CHUNK, digest
 from commopt.optim.guard import describe_difference, majority
@@ -193,6 +194,33 @@ def test_a_replica_that_differs_is_repaired_from_the_majority(name, what, caplog
         assert same_bits(first[0], other[0])
         assert first[1] == other[1]
     assert caplog.text.count("rank 1 differs from all others") == 1
+
+
+@pytest.mark.parametrize("between", ["nothing", "synchronized", "resumed"])
+def test_rounds_compare_though_no_multiple_of_check_every_is_one(between):
+    """Rounds at 5, 7, 9, ...: the first one after each fourth step, whatever is done between two of them."""
+
+    def run(backend):
+        model, compared = Toy(), []
+
+        def made():
+            policies = {"variance": VariancePolicy(2, 3), "sync": SyncPolicy(2, None, 2)}
+            optimizer = ZeroOneAdam(model.parameters(), backend=backend, guard=Guard(check_every=4), **policies)
+            optimizer._compare = lambda number, table: compared.append(number)
+            return optimizer
+
+        optimizer = made()
+        train(model, optimizer, range(8), backend.rank, 2)
+        if between == "synchronized":
+            optimizer.synchronize()
+        if between == "resumed":
+            state, optimizer = optimizer.state_dict(), made()
+            optimizer.load_state_dict(state)
+            optimizer._check_next = False  # loading alone would have it compare
+        train(model, optimizer, range(8, 20), backend.rank, 2)
+        return compared
+
+    assert on_threads(2, run) == [[1, 5, 9, 13, 17]] * 2
 
 
 def test_two_ranks_cannot_outvote_each_other():

@@ -578,7 +578,8 @@ class CommOptimizer(PackedOptimizer):
             }
             for group in self.param_groups
         ]
-        checks_now = self.guard.checks_at(number, self._check_next)
+        local = min((group.get("local_steps", 0) for group in self.param_groups), default=0)
+        checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
         decide = functools.partial(self._compare, number)
         digests = functools.partial(comparing.digests, self)
         return dataclasses.replace(report, terms=terms, checks=checks_now, digests=digests, decide=decide)

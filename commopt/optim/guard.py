@@ -2,8 +2,9 @@
 
 * A step is skipped when a gradient is not finite. If the parameters themselves are not, every step is: after
   ``max_skipped`` of them in a row, :class:`NotFinite` says on which rank what is not finite.
-* Replicas must be the same to the bit. Every ``check_every`` steps the ranks compare digests of their parameters and of
-  all state that they have in common: a flipped bit, another processor or another version of a library shows there.
+* Replicas must be the same to the bit. Every ``check_every`` steps, or at the next round, the ranks compare digests of
+  their parameters and of all state that they have in common: a flipped bit, another processor or another version of a
+  library shows there.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Guard:
     Args:
         max_skipped: after so many steps in a row that were skipped because of inf or NaN, ``step()`` raises
             :class:`NotFinite` on all ranks, >= 1; None: never.
-        check_every: the ranks compare digests of parameters and common state at every such step, >= 1, and at the first
-            one after loading; None: never. It reads both once: at 100 some 0.4 % of a step on a CPU.
+        check_every: the ranks compare digests of parameters and common state at every such step, >= 1, or if that is a
+            local one at the next in which they communicate; and at the first one after loading; None: never. It reads
+            both once: at 100 some 0.4 % of a step on a CPU.
         on_difference: "raise" :class:`ReplicasDiffer` on all ranks, before the step changes anything; or "repair": the
             step is taken, and then the ranks that differ get what the majority has. Without a majority, as with 2
             ranks, it raises all the same.
@@ -64,10 +66,14 @@ class Guard:
         if self.on_difference not in ("raise", "repair"):
             raise ValueError(f"on_difference must be 'raise' or 'repair', got {self.on_difference!r}")
 
-    def checks_at(self, number: int, asked: bool, length: int = 1) -> bool:
-        """True if digests are compared at the step, or the round of ``length`` steps, of this ``number`` >= 1; also
-        if that is ``asked`` for, but never if ``check_every`` is None."""
-        return self.check_every is not None and (asked or number % max(1, self.check_every // length) == 0)
+    def checks_at(self, number: int, last: int, asked: bool, length: int = 1) -> bool:
+        """True if digests are compared at the step, or the round of ``length`` steps, of this ``number`` >= 1; ``last``
+        is that of the one before it in which the ranks communicated. Also if that is ``asked`` for, but never if
+        ``check_every`` is None."""
+        if self.check_every is None:
+            return False
+        every = max(1, self.check_every // length)
+        return asked or number // every > last // every
 
     def ends_after(self, skipped: int) -> bool:
         """True if the run ends after so many skipped steps in a row."""

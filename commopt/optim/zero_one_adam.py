@@ -416,6 +416,7 @@ class ZeroOneAdam(CommOptimizer):
             bucket.buffers["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
+        self._check_next = True  # among the local steps that count no longer may have been one at which to compare
 
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:

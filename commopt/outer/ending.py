@@ -145,7 +145,7 @@ def report(
     finite = is_usable(square_norm(optimizer.values() if sent is None else list(sent)))
     checksum, number = zlib.crc32(str(terms).encode()), group["rounds"]
     if checks := checks and not optimizer.own_anchors:
-        checks = optimizer.guard.checks_at(number + 1, optimizer._check_next, group["period"])
+        checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
     return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error)
 
