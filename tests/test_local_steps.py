@@ -110,17 +110,19 @@ def test_overlap_changes_no_bit(world_size, nodes):
         assert same_bits(a, b)
 
 
-def test_lr_may_not_change_after_a_round_has_started_in_backward():
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_what_a_round_uses_may_not_change_after_it_has_started_in_backward(key):
     def run(backend):
         model = Used()
         optimizer = make(model, backend, overlap=True, bucket_mb=1e-4)
         train(model, optimizer, range(ROUND), backend.rank, 2)
         before = whole(model, optimizer)
         backward(model, ROUND, backend.rank, 2)
-        optimizer.param_groups[0]["lr"] = 0.5
+        group = optimizer.param_groups[0]
+        kept, group[key] = group[key], 0.5
         with pytest.raises(ValueError, match="a parameter group changed between backward"):
             optimizer.step()
-        optimizer.param_groups[0]["lr"] = 1e-2
+        group[key] = kept
         assert same_bits(before, whole(model, optimizer))
 
     on_threads(2, run)

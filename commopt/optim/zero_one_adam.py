@@ -120,8 +120,8 @@ class ZeroOneAdam(CommOptimizer):
             local step, ||g_i|| of this rank.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: send while backward runs, at T_v and T_u: to the same bits. Costs both residuals once more, and
-            excludes what needs all gradients first, as in ``OneBitAdam``; and lr may not change between backward() and
-            step().
+            excludes what needs all gradients first, as in ``OneBitAdam``; and neither lr nor weight_decay may change
+            between backward() and step().
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.
@@ -140,8 +140,8 @@ class ZeroOneAdam(CommOptimizer):
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars = settling.SCALARS
     hyperparams_used_in_backward = (
-        "betas", "maximize", "lr", "variance_kappa", "variance_stop", "thawed", "sync_first", "sync_double_every",
-        "sync_longest",
+        "betas", "maximize", "lr", "weight_decay", "variance_kappa", "variance_stop", "thawed", "sync_first",
+        "sync_double_every", "sync_longest",
     )  # fmt: skip
 
     def __init__(
