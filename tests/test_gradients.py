@@ -23,7 +23,7 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
-from commopt.comm import LocalBackend, ThreadBackend
+from commopt.comm import LocalBackend, MessageDamaged, ThreadBackend
 from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
 from commopt.optim import join_state_dict
@@ -341,6 +341,45 @@ def test_the_residuals_of_one_way_another_takes_or_says_that_it_does_not(old, ne
         assert residuals.keys() == residuals_then.keys()
         for i, t in residuals.items():
             torch.testing.assert_close(t, residuals_then[i], rtol=1e-5, atol=1e-6)
+
+
+class Damaged(ThreadBackend):
+    """A rank whose next large ``verb`` is received with a bit flipped; it has one channel."""
+
+    verb = ""
+    channels = None  # type: ignore[assignment]
+
+    def _received(self, verb: str, work: Any, out: Tensor) -> Any:
+        if self.verb == verb and out.numel() > 64:
+            work.wait()
+            out.view(-1).view(torch.uint8)[20] ^= 4
+            self.verb = ""
+        return work
+
+    def all_to_all(self, out, inp):
+        return self._received("all_to_all", super().all_to_all(out, inp), out)
+
+    def all_gather(self, out, inp):
+        return self._received("all_gather", super().all_gather(out, inp), out)
+
+
+def test_saving_confirms_its_own_messages_and_no_mean_keeps_a_receipt():
+    """What a mean has received is confirmed by nobody: it would stay for as long as the run is."""
+
+    def run(backend: ThreadBackend) -> None:
+        damaged = Damaged(backend.world, backend.rank)
+        model, handle = made(damaged, Int8(), bucket_mb=None)
+        for step in range(4):
+            damaged.verb = "all_to_all" if (step, backend.rank) == (1, 1) else ""
+            model.backward(some_grads(SIZES, step, backend.rank))
+            assert not damaged.verb
+            assert not handle.mean.topology.receipt.waited_for
+        assert bool(handle.consolidated_state_dict().get("residuals_of_ranks")) == (backend.rank == 0)
+        damaged.verb = "all_gather" if backend.rank == 1 else ""
+        with pytest.raises(MessageDamaged, match="what rank 1 received from rank 0 is not what was sent"):
+            handle.consolidated_state_dict()
+
+    on_threads(2, run)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])

@@ -27,7 +27,15 @@ from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
-from commopt.comm.receipt import CONFIRMATION_BYTES, MessageDamaged, Receipt, confirm, confirmation, refuse_damaged
+from commopt.comm.receipt import (
+    CONFIRMATION_BYTES,
+    MessageDamaged,
+    NoReceipt,
+    Receipt,
+    confirm,
+    confirmation,
+    refuse_damaged,
+)
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.topology import Channel, Replicas, Topology, gather_number
@@ -49,6 +57,7 @@ __all__ = [
     "MPIBackend",
     "MeshBackend",
     "MessageDamaged",
+    "NoReceipt",
     "NodesBackend",
     "PSync",
     "PayloadSync",

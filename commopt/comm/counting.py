@@ -127,7 +127,8 @@ class CountingBackend:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.traffic = traffic or Traffic()
         self.receipt = receipt or Receipt()
-        self._order = self.receipt.new_order()
+        order = self.receipt.new_order()
+        self._order = order if self.world_size > 1 else None
         self._intra_node = intra_node
 
     @property
@@ -138,16 +139,18 @@ class CountingBackend:
     def all_reduce(self, x: Tensor) -> Work:
         self.traffic.add("all_reduce", all_reduce_bytes(x.nbytes, self.world_size), self._intra_node)
         work = self.inner.all_reduce(x)
+        if self._order is None:
+            return work
 
         def sums() -> tuple[Tensor, Tensor]:
             result = row_sums(x, 1)
             return result.expand(self.world_size if self.rank == 0 else 0), result
 
-        return self._order.watch("all_reduce", work, sums) if self.world_size > 1 else work
+        return self._order.watch("all_reduce", work, sums)
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> Work:
         self.traffic.add("all_to_all", inp.nbytes // self.world_size * (self.world_size - 1), self._intra_node)
-        if self.world_size == 1:
+        if self._order is None:
             return self.inner.all_to_all(out, inp)
         sent = row_sums(inp, self.world_size)
         work = self.inner.all_to_all(out, inp)
@@ -155,7 +158,7 @@ class CountingBackend:
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
         self.traffic.add("all_gather", inp.nbytes * (self.world_size - 1), self._intra_node)
-        if self.world_size == 1:
+        if self._order is None:
             return self.inner.all_gather(out, inp)
         sent = row_sums(inp, 1).expand(self.world_size)
         work = self.inner.all_gather(out, inp)
@@ -168,10 +171,10 @@ class CountingBackend:
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
         check_exchanges(self.inner, "exchange")
         self.traffic.add("exchange", inp.nbytes if dst != self.rank else 0, self._intra_node)
+        if self._order is None:
+            return self.inner.exchange(out, inp, dst, src)  # type: ignore[attr-defined, no-any-return]
         sent = row_sums(inp, 1)
         work: Work = self.inner.exchange(out, inp, dst, src)  # type: ignore[attr-defined]
-        if self.world_size == 1:
-            return work
 
         def sums() -> tuple[Tensor, Tensor]:
             of_ranks = sent.new_zeros(2, self.world_size)

@@ -52,8 +52,9 @@ class Receipt:
         """Entries that are complete, each with its place in the order that is the same on every rank."""
         self._orders = 0
 
-    def new_order(self) -> Order:
-        """The collectives of one backend, which have an order of their own. Called in one order on every rank."""
+    def new_order(self) -> Order | None:
+        """The collectives of one backend, which have an order of their own; None where none is watched. Called in one
+        order on every rank."""
         self._orders += 1
         return Order(self, self._orders)
 
@@ -73,6 +74,16 @@ class Receipt:
         sent = torch.cat([entry.sent.to(device) for _, entry in self.waited_for])
         received = torch.cat([entry.received.to(device) for _, entry in self.waited_for])
         return int(sent.sum() - received.sum())
+
+
+class NoReceipt(Receipt):
+    """For whoever never confirms: keeps nothing, and has no sums made."""
+
+    def new_order(self) -> None:
+        return None
+
+    def balance(self) -> int:
+        raise AssertionError("nothing was kept that could be confirmed")
 
 
 class Order:

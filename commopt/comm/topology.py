@@ -110,6 +110,7 @@ class Topology:
     Args:
         backend: those that agree on every step.
         nodes: whether ranks that hold the same parts of a mesh are grouped by nodes.
+        receipt: where what is sent and received is entered; None for one of its own.
 
     Attributes:
         backend: the backend that it was made of; what goes over this itself is counted nowhere.
@@ -123,8 +124,8 @@ class Topology:
         nodes: how many nodes hold the same, at most: with 1, nothing is compressed.
     """
 
-    def __init__(self, backend: Backend, nodes: bool = True) -> None:
-        self.backend, self.traffic, self.receipt = backend, Traffic(), Receipt()
+    def __init__(self, backend: Backend, nodes: bool = True, receipt: Receipt | None = None) -> None:
+        self.backend, self.traffic, self.receipt = backend, Traffic(), receipt or Receipt()
         self._with_nodes = nodes
         self.world = CountingBackend(backend, self.traffic, self.receipt)
         self.rank, self.world_size = backend.rank, backend.world_size

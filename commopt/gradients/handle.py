@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
-from commopt.comm import Backend, Topology, TorchBackend, message_device, resolve_backend
+from commopt.comm import Backend, NoReceipt, Topology, TorchBackend, message_device, resolve_backend
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
@@ -264,7 +264,7 @@ def _connected(
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
-    topology = Topology(backend)
+    topology = Topology(backend, receipt=NoReceipt())
     groups: Groups = [], []
     try:
         if error is not None:

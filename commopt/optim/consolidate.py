@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.comm import Topology, confirm, gather_rows, message_device
+from commopt.comm import CountingBackend, Topology, confirm, gather_rows, message_device
 from commopt.optim.state import OF_RANKS, join_state_dict
 
 IN_FLIGHT = 2**26
@@ -40,7 +40,8 @@ def gather_parts(topology: Topology, mine: Mapping[str, Any], to: int, where: st
         where: begins errors.
     """
     data, device = _bytes_of(mine), message_device(topology.backend)
-    lengths = gather_rows(topology.world, torch.tensor([data.numel()], device=device), where).flatten().tolist()
+    world = CountingBackend(topology.backend, topology.traffic)  # with a receipt of these messages alone
+    lengths = gather_rows(world, torch.tensor([data.numel()], device=device), where).flatten().tolist()
     at_a_time = max(2**20, IN_FLIGHT // topology.world_size)
     takes = topology.rank == to
     others = [
@@ -49,11 +50,10 @@ def gather_parts(topology: Topology, mine: Mapping[str, Any], to: int, where: st
     for start in range(0, max(lengths), at_a_time):
         row = torch.zeros(min(at_a_time, max(lengths) - start), dtype=torch.uint8, device=device)
         row[: max(0, data.numel() - start)] = data[start : start + row.numel()]
-        for other, got in zip(others, gather_rows(topology.world, row, where)):
+        for other, got in zip(others, gather_rows(world, row, where)):
             here = other[start : start + row.numel()]
             here.copy_(got[: here.numel()])
-    confirm(topology.world, True, where)
-    topology.receipt.clear()
+    confirm(world, True, where)
     parts: list[dict[str, Any] | None] = []
     for r in range(topology.world_size if takes else 0):
         parts.append(None if r == to else _part_of(others[r]))

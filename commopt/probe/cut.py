@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commopt.comm import Backend, Topology, Traffic
+from commopt.comm import Backend, NoReceipt, Topology, Traffic
 from commopt.compress import Compressor, Int4, Int8
 from commopt.gradients import Differences
 from commopt.gradients.all_gather import FLAG, GroupDifferences, GroupWeights
@@ -175,7 +175,7 @@ def costs_of(way: Way, columns: int, stand: Stand, machine: int = 1) -> dict[str
     module: Any = _Module(columns, world, stand.device)
     mirrors = Mirrors(world, stand.synchronize)
     backend: Backend = MirroredMachines(mirrors, machine) if way.nodes else mirrors
-    ranks = ShardGroup(backend, Topology(backend).among(backend, inside=False))
+    ranks = ShardGroup(backend, Topology(backend, receipt=NoReceipt()).among(backend, inside=False))
     whole = torch.randn(world, columns, device=stand.device)
     mine = whole[0].clone()
     out: dict[str, float] = {}
