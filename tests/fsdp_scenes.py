@@ -467,6 +467,23 @@ def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     return any(bool(residuals.any()) for residuals in residuals_of(handle).values()), told
 
 
+def otherwise_kept(rank: int, world_size: int, nodes: bool) -> list[float]:
+    """How far residuals are from those that were saved of another kind of feedback, over their largest: kept as they
+    are and loaded in 8 bits, and the other way round."""
+    mesh, apart = on_nodes(world_size) if nodes else None, []
+    for saves, loads in ((True, LoCo()), (LoCo(), True)):
+        net = cut(Odd())
+        handle = commopt.compress_gradients(net, Int4(block=8), feedback=saves, process_group=mesh)
+        for step in range(3):
+            backward(net, step, rank)
+        other = commopt.compress_gradients(cut(Odd()), Int4(block=8), feedback=loads, process_group=mesh)
+        other.load_state_dict(handle.state_dict())
+        there, here = residuals_of(handle), residuals_of(other)
+        largest = max(float(t.abs().max()) for t in there.values() if t.numel())
+        apart.append(max(float((t - here[key]).abs().max()) for key, t in there.items() if t.numel()) / largest)
+    return apart
+
+
 def not_grouped(rank: int, world_size: int) -> dict[str, Any]:
     """What is sent of a model on a flattened mesh, of whose dimensions nobody has said that they are nodes."""
     net = cut(Odd(), mesh=on_nodes(world_size)._flatten())

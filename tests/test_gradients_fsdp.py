@@ -218,6 +218,14 @@ def test_what_does_not_come_out_at_once_lies_where_it_did(pool, compressor, feed
     assert before.keys() <= after.keys()
 
 
+@pytest.mark.parametrize("nodes", [False, True])
+def test_residuals_go_on_in_another_kind_of_feedback(pool, nodes):
+    """But for the rounding of LoCo's, to 8 bits."""
+    for in_bits, as_they_are in pool.over_gloo(4, fsdp_scenes.otherwise_kept, nodes):
+        assert 0 < in_bits < 1 / 127
+        assert as_they_are == 0
+
+
 def test_the_same_ranks_otherwise_grouped_begin_again(pool):
     for residuals, told in pool.over_gloo(4, fsdp_scenes.regrouped):
         assert not residuals

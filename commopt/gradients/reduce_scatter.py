@@ -51,10 +51,10 @@ class GroupResidual(Protocol):
         """Multiplies it by ``factor``. No mean is under way."""
 
     def state(self) -> dict[str, Any]:
-        """State that tells it to the bit, beside its values; copies."""
+        """State that tells it to the bit, beside its values; copies. Each kind of residual has keys of its own."""
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
-        """Makes it ``values``, (M, columns); to the bit, if there is ``state``."""
+        """Makes it ``values``, (M, columns); to the bit, if ``state`` is of this kind."""
 
 
 class Kept:
@@ -127,7 +127,7 @@ class Averaged:
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
         MEMORY.compress(values.to(self._now.device, self._dtype).contiguous().view(1, -1), self._now)
         self._next = None
-        if state:  # decoded and encoded again, a scale may differ by its last bit
+        if "bytes" in state:  # decoded and encoded again, a scale may differ by its last bit
             self._now.copy_(state["bytes"])
             self._means = state["means"]
 
@@ -241,11 +241,12 @@ class GroupMean:
         share[ranks.rows] = ranks.inside.world_size * residual  # of the other rows, other ranks of the node
         return share
 
-    def load(self, mean: Tensor, exactly: dict[str, Any]) -> None:
-        """Makes this rank's residual its part of ``mean``, (W, columns), the mean of all ranks' shares; to the bit, if
-        there is what tells it ``exactly``."""
+    def load(self, shares: Tensor, mine: bool, exactly: dict[str, Any]) -> None:
+        """Makes this rank's residual its part of ``shares``, (W, columns), the mean of all ranks' shares, or, if it is
+        ``mine``, this rank's own; to the bit, if there is what tells it ``exactly``."""
         assert self.residual is not None
-        self.residual.load(self._ranks.of_place(mean), exactly)
+        rows = self._ranks.of_place(shares)
+        self.residual.load(rows / self._ranks.inside.world_size if mine else rows, exactly)
 
     # at the end of a backward -----------------------------------------------------------------------------------------
 
