@@ -15,7 +15,7 @@ from commopt.comm import NodesBackend, Topology
 from commopt.compress import Int4, Int8, Sign, TopK
 from commopt.gradients import LoCo
 from commopt.gradients.fsdp import Place
-from commopt.gradients.reduce_scatter import GroupMean
+from commopt.gradients.reduce_scatter import Averaged, GroupMean, Kept
 from commopt.gradients.shard_group import ShardGroup
 
 SHAPES = [((5, 3), 0), ((8,), 0), ((2, 4), 1), ((1, 2), 0)]
@@ -189,6 +189,21 @@ def test_rows_are_gathered_in_the_order_of_ranks(grid):
     for out, sent in on_threads(W, run):
         assert out.tolist() == [[rank] * 16 for rank in range(W)]
         assert sent == 16 * max(node for node, _ in grid)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda *of: Kept(*of, exactly=True), lambda *of: Averaged(*of, LoCo())], ids=["kept", "averaged"]
+)
+def test_a_state_that_was_loaded_is_the_callers(make):
+    """No scale of a loss that changes later is in it."""
+    residual = make((2, 16), torch.float32, torch.device("cpu"))
+    residual.write(torch.ones(2, 16), residual.read())
+    residual.commit()
+    state = residual.state()
+    saved = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+    residual.load(residual.read(), state)
+    residual.rescale(2.0)
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
 
 
 def test_a_mean_that_is_not_sound_leaves_the_residual():

@@ -84,7 +84,7 @@ class Kept:
         return {"rows": self.read().clone()} if self._exactly else {}
 
     def load(self, values: Tensor, state: dict[str, Any]) -> None:
-        self._now, self._next = state.get("rows", values).to(self._now), None
+        self._now, self._next = state.get("rows", values).to(self._now, copy=True), None
 
 
 class Averaged:
