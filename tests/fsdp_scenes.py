@@ -364,10 +364,13 @@ def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Ten
 
 
 def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any = None) -> bool:
-    """Whether a run that was stopped after an evaluation, by way of a file, is the one that was not."""
+    """Whether a run that was stopped after an evaluation, by way of a file, is the one that was not. One group of
+    parameters is gathered by no forward."""
 
     def made() -> tuple[nn.Module, Any, Any]:
-        net = cut(Odd(torch.float32))
+        net = Odd(torch.float32)
+        fully_shard(net.never)
+        cut(net)
         mesh = None if inside is None else on_nodes(world_size)
         handle = commopt.compress_gradients(
             net, Int4(block=8), feedback=feedback, weights=weights, inside=inside, process_group=mesh

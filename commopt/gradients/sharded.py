@@ -186,16 +186,19 @@ class ShardedDoor:
                     left_out = left_out or bool(error.any())
             mean.load(now, mine, exactly.get(f"gradients {i}", {}))
         gathered = [exactly.get(f"weights {i}", {}) for i in range(len(self.weights))]
-        if self.weights and not self._all(all(gathered)):
-            gathered = [{}] * len(gathered)
-        for gather, state in zip(self.weights, gathered):
-            gather.load(state)
+        for gather, state, everywhere in zip(self.weights, gathered, self._on_all(gathered)):
+            gather.load(state if everywhere else {})
         return left_out
 
-    def _all(self, yes: bool) -> bool:
-        """True if all ranks say yes."""
-        row = torch.tensor([yes], dtype=torch.uint8, device=message_device(self._topology.world))
-        return bool(gather_rows(self._topology.world, row, "whose weights were loaded").all())
+    def _on_all(self, gathered: Sequence[dict[str, Any]]) -> list[bool]:
+        """Of each group of weights, whether all ranks have a state of what was ``gathered`` last: a group that no
+        forward has used yet has none."""
+        if not gathered:
+            return []
+        row = torch.tensor([bool(state) for state in gathered], dtype=torch.uint8)
+        row = row.to(message_device(self._topology.world))
+        table = gather_rows(self._topology.world, row, "whose weights were loaded")
+        return [bool(all_have) for all_have in table.all(0).tolist()]
 
 
 def _gather_of(group: Group, ranks: ShardGroup, weights: Compressor | Differences, traffic: Traffic) -> GroupWeights:
