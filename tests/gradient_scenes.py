@@ -282,6 +282,16 @@ def beside_another_hook(rank: int, world_size: int) -> str:
     return ""
 
 
+def skips_unused(rank: int, world_size: int) -> str:
+    """What is said where DDP sends nothing of buckets whose parameters are all unused."""
+    model = DDP(Fork(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    try:
+        commopt.compress_gradients(model, Sign(16))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def wrapped(rank: int, world_size: int) -> dict[str, Any]:
     """What is said where DistributedDataParallel is around what is compressed bare, before and after; and whether it is
     taken once that has gone."""

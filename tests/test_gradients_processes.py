@@ -75,6 +75,12 @@ def test_a_model_that_an_optimizer_is_attached_to_is_refused(pool):
         assert "has a communication hook already, which it keeps for good" in said
 
 
+def test_a_model_of_which_ddp_skips_what_is_unused_is_refused(pool):
+    """Its hook would wait for buckets that never come."""
+    for said in pool.over_gloo(2, gradient_scenes.skips_unused):
+        assert "skip_all_reduce_unused_params=True" in said
+
+
 def test_a_model_that_is_compressed_bare_is_not_averaged_by_ddp_too(pool):
     for said in pool.over_gloo(2, gradient_scenes.wrapped):
         assert "give compress_gradients() that one" in said["before"]

@@ -139,6 +139,11 @@ class NeverWrapped:
 def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: str) -> None:
     if reduction == "sum":
         raise ValueError("reduction='sum' and DistributedDataParallel exclude each other: it averages gradients")
+    if getattr(model, "skip_all_reduce_unused_params", False):  # torch 2.13 and later
+        raise ValueError(
+            "skip_all_reduce_unused_params=True and compressed gradients exclude each other: DistributedDataParallel "
+            "would not say when a backward has ended. Leave it away: what has no gradient anywhere takes no part anyway"
+        )
     if any(not isinstance(state, (DDPHook, CopiedHook)) for _, state in model._comm_hooks):
         raise ValueError(
             "this DistributedDataParallel has a communication hook already, which it keeps for good: of an optimizer "
