@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from mesh_scenes import Plain, grid, images
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trainer_runs import assert_same
@@ -290,6 +290,44 @@ def skips_unused(rank: int, world_size: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
+    """Two stages of two replicas each, by torch's schedule of two micro-batches: how far gradients of the exact mean of
+    replicas are from those of the stages in one; and what is said where FSDP2 cuts a stage."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    replica, stage = divmod(rank, 2)
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+
+    def half(stage: int) -> nn.Module:
+        torch.manual_seed(stage)
+        return nn.Sequential(nn.Linear(9, 9), nn.Tanh())
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(y, target)
+
+    both, target = nn.Sequential(half(0), half(1)), torch.ones(4, 9)
+    loss(both(torch.cat([batch(0, 0), batch(0, 1)])), torch.ones(8, 9)).backward()
+    exact = [p.grad for p in both[stage].parameters()]
+    mesh, out = DeviceMesh.from_group(columns[stage], "cpu"), {}
+    ways: dict[str, Any] = {
+        "ddp": lambda net: DDP(net, process_group=columns[stage]),
+        "bare": lambda net: net,
+        "fsdp": lambda net: fully_shard(net, mesh=mesh),
+    }
+    for name, wrap in ways.items():
+        net = wrap(half(stage))
+        group = mesh if name == "fsdp" else columns[stage]
+        commopt.compress_gradients(net, Identity(), process_group=group)
+        schedule = ScheduleGPipe(PipelineStage(net, stage, 2, torch.device("cpu"), group=rows[replica]), 2, loss)
+        try:
+            schedule.step(*([batch(0, replica)] if stage == 0 else []), **({"target": target} if stage else {}))
+            out[name] = max(float((p.grad - g).abs().max()) for p, g in zip(net.parameters(), exact))
+        except RuntimeError as error:
+            out[name] = str(error)
+    return out
 
 
 def wrapped(rank: int, world_size: int) -> dict[str, Any]:

@@ -81,6 +81,13 @@ def test_a_model_of_which_ddp_skips_what_is_unused_is_refused(pool):
         assert "skip_all_reduce_unused_params=True" in said
 
 
+def test_stages_of_a_pipeline_are_averaged_by_ddp_or_bare_and_not_by_fsdp2(pool):
+    for found in pool.over_gloo(4, gradient_scenes.in_a_pipeline):
+        assert found["ddp"] < 1e-7
+        assert found["bare"] < 1e-7
+        assert "outside of a backward()" in found["fsdp"]
+
+
 def test_a_model_that_is_compressed_bare_is_not_averaged_by_ddp_too(pool):
     for said in pool.over_gloo(2, gradient_scenes.wrapped):
         assert "give compress_gradients() that one" in said["before"]

@@ -159,7 +159,10 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
     for p in params:
         topology.check(p)
     if len(set(topology.stages)) > 1:
-        raise ValueError("stages of a pipeline are not supported: give each stage's module the group of its replicas")
+        raise ValueError(
+            "stages of a pipeline are not supported on one mesh: wrap each stage's module in DistributedDataParallel "
+            "over the group of its replicas, and give compress_gradients() that"
+        )
     ours = {id(p) for group in groups[0] for p in group.params}
     cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
     if topology.world_size > 1 and cut:

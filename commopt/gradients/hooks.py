@@ -129,11 +129,19 @@ class ParameterHooks:
         """In a backward, before what has to be ended at its end.
 
         Raises:
-            RuntimeError: something has changed since, so that gradients would not be averaged, or not as they should.
+            RuntimeError: something has changed since, so that gradients would not be averaged, or not as they should;
+                or there is no backward.
         """
         if self._mean.begin():
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_End(self._mean))
+            try:
+                engine.queue_callback(_End(self._mean))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "gradients came outside of a backward(), as those of a stage of torch.distributed.pipelining that "
+                    "FSDP2 cuts, so that nobody would say when all have come: wrap the stage's module in "
+                    "DistributedDataParallel over the group of its replicas, and give compress_gradients() that"
+                ) from error
             self._check()  # by now its error is that of a backward that fails
 
     def _look(self, same: bool) -> None:
