@@ -769,6 +769,23 @@ class Two(nn.Module):
         return self.second(self.first(x))
 
 
+def frozen_later(rank: int, world_size: int) -> bool:
+    """Whether gradients are FSDP's where it hands over zeros for unused parameters, and one was frozen since."""
+    nets = []
+    for compresses in (False, True):
+        torch.manual_seed(0)
+        net = fully_shard(Block(torch.float64))
+        net.set_reduce_scatter_unused_params(True)
+        if compresses:
+            commopt.compress_gradients(net, Identity())
+        for too in (True, False, False):
+            net.zero_grad()
+            net(images(0, rank)[:, :7], too).sum().backward()
+            net.wide.bias.requires_grad_(False)
+        nets.append(net)
+    return apart(*nets) < 1e-14
+
+
 def trained_later(rank: int, world_size: int) -> str:
     """What is said if a frozen parameter gets a gradient in place of another of its size; and that it can."""
     net = Two()

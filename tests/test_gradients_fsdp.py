@@ -313,6 +313,10 @@ def test_a_parameter_that_is_trained_later_gets_no_residual_of_another(pool):
         assert "was frozen when compress_gradients was called" in said
 
 
+def test_zeros_that_fsdp_hands_over_are_seen_where_a_parameter_was_frozen_later(pool):
+    assert all(pool.over_gloo(2, fsdp_scenes.frozen_later))
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]

@@ -162,9 +162,14 @@ class Group:
 
         self._handles += [module.register_forward_pre_hook(forward) for module in self._theirs.modules]
 
+    @property
+    def _whole(self) -> list[nn.Parameter | None]:
+        """The whole parameters, None for those that FSDP has never made."""
+        return [getattr(p, "_unsharded_param", None) for p in self._of]
+
     def _watch_whole(self) -> None:
         """After FSDP has made the whole parameters; they are the same objects in every forward."""
-        whole = [getattr(p, "_unsharded_param", None) for p in self._of]
+        whole = self._whole
         if [id(p) for p in whole] == [id(p) for p in self._watched]:
             return
         self._watched, here = whole, weakref.ref(self)
@@ -190,15 +195,17 @@ class Group:
                 f"a parameter of {self.name} is trained that was frozen when compress_gradients was called: call "
                 "remove() on the handle, and compress_gradients again"
             )
-        arrived, self._arrived = sorted(self._arrived), set()
+        arrived, self._arrived = self._arrived, set()
         if columns == self.columns:
             return range(len(self.places))
+        if getattr(self._theirs, "reduce_scatter_unused_params", False):  # as zeros, which no hook has seen
+            arrived |= {i for i, p in enumerate(self._whole) if p is not None and p.requires_grad}
         if columns != sum(self.places[i].stop - self.places[i].start for i in arrived):
             raise RuntimeError(
                 f"of the parameters of a {type(self.module).__name__} some have no gradient, and which could not be "
                 "seen: call set_reduce_scatter_unused_params(True) on the model"
             )
-        return arrived
+        return sorted(arrived)
 
     def check(self) -> None:
         """Raises ValueError if FSDP takes no other collectives for it, or has others already."""
