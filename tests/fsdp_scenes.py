@@ -7,11 +7,12 @@ import gc
 import itertools
 import logging
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh_scenes import grid, images, whole
+from mesh_scenes import Plain, grid, images, tensor_parallel, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -846,6 +847,31 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
             out[name] = "allowed"
         except ValueError as error:
             out[name] = str(error)
+    return out
+
+
+class NormFirst(nn.Sequential):
+    """Of the names of ``Plain``."""
+
+    def __init__(self) -> None:
+        layers = {"norm": nn.LayerNorm(8), "first": nn.Linear(8, 16), "second": nn.Linear(16, 8)}
+        super().__init__(OrderedDict(layers))
+
+
+def over_tensor_parallelism(rank: int, world_size: int) -> dict[str, str]:
+    """What is said where FSDP2 cuts over tensor parallelism, and there are no replicas; and with some."""
+    meshes = {
+        shape: init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor")[-len(shape) :])
+        for shape in ((2, 2), (1, 2, 2), (2, 1, 2))
+    }
+    out = {}
+    for (shape, mesh), kind in itertools.product(meshes.items(), (Plain, NormFirst)):
+        net = fully_shard(tensor_parallel(kind(), mesh["tensor"]), mesh=mesh["shard"])
+        try:
+            commopt.compress_gradients(net, Int4(block=8), process_group=mesh)
+            out[f"{shape} {kind.__name__}"] = "allowed"
+        except ValueError as error:
+            out[f"{shape} {kind.__name__}"] = str(error)
     return out
 
 

@@ -317,6 +317,14 @@ def test_zeros_that_fsdp_hands_over_are_seen_where_a_parameter_was_frozen_later(
     assert all(pool.over_gloo(2, fsdp_scenes.frozen_later))
 
 
+def test_over_tensor_parallelism_there_must_be_replicas(pool):
+    """What its ranks hold alike would be compressed beside what they do not, and not stay alike."""
+    for found in pool.over_gloo(4, fsdp_scenes.over_tensor_parallelism):
+        for case, said in found.items():
+            assert said == "allowed" if case.startswith("(2, 1, 2)") else "tensor parallelism cuts too" in said, case
+            assert "\n" not in said
+
+
 def test_what_cannot_be_is_said_on_every_rank(pool):
     for rank, found in enumerate(pool.over_gloo(4, fsdp_scenes.refused)):
         assert "having the same of a gradient" in found["low rank"]

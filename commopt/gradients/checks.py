@@ -33,10 +33,12 @@ def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) 
     trained = {id(p) for p in params}
     for group in groups_of(model) if topology.is_sharded else []:
         if group.params and id(group.params[0]) in trained:
-            first = group.params[0]
-            replicated = bool(left_dims(first)) or first.device_mesh.size() < topology.world_size  # type: ignore[attr-defined]
-            out[replicated].append(group)
+            out[all(_has_replicas(p, topology) for p in group.params)].append(group)
     return out
+
+
+def _has_replicas(p: Tensor, topology: Topology) -> bool:
+    return bool(left_dims(p)) or p.device_mesh.size() < topology.world_size  # type: ignore[attr-defined]
 
 
 def check_exchanges(
@@ -163,6 +165,14 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
             "stages of a pipeline are not supported on one mesh: wrap each stage's module in DistributedDataParallel "
             "over the group of its replicas, and give compress_gradients() that"
         )
+    for group in groups[0]:
+        if group.world_size < topology.world_size:
+            raise ValueError(
+                f"{group.name}: FSDP2 cuts it over {group.world_size} of {topology.world_size} ranks, tensor "
+                "parallelism cuts too, and there are no replicas. What ranks of tensor parallelism hold alike, such as "
+                "norms, would be compressed beside what they do not, and not stay alike: compress between replicas "
+                "only, on a mesh of (replicate, shard, tensor)"
+            )
     ours = {id(p) for group in groups[0] for p in group.params}
     cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
     if topology.world_size > 1 and cut:
