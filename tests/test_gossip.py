@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import threading
@@ -281,6 +282,43 @@ def test_a_run_that_is_resumed_with_fragments_in_flight_is_the_one_that_never_st
             assert same_bits([*a.buffers.values(), *a.neighbours], [*b.buffers.values(), *b.neighbours])
 
     on_threads(3, run)
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "cast"])
+def test_replicas_of_neighbours_are_their_anchors_also_when_nothing_was_in_flight(way):
+    """Between two flights, where no rank would wait for the next one."""
+    saved: list[Any] = [None] * 3
+    all_saved = threading.Barrier(3)
+
+    def anchors_of(backend, seed=0):
+        model = Toy(seed=seed)
+        settings = {"bucket_mb": 3e-4, "period": 8, "streaming": Streaming(2, 1)}
+        return model, make("ring, signs", model, backend, **settings)
+
+    def run(backend):
+        model, optimizer = anchors_of(backend)
+        train(model, optimizer, range(6), backend.rank, 3)
+        assert optimizer.comm_stats()["in_flight"] == []
+        first = (model, optimizer)
+        saved[backend.rank] = split_state_dict(through_a_file(optimizer.state_dict()))
+        all_saved.wait(30)
+        if way == "loaded":
+            model, optimizer = anchors_of(backend, seed=1)
+            optimizer.load_state_dict(join_state_dict(saved[0][0], [part for _, part in saved], backend.rank, 3))
+        elif way == "copied":
+            model, optimizer = copy.deepcopy((model, optimizer))
+        else:
+            model.double()
+        train(model, optimizer, range(6, 14), backend.rank, 3)
+        if way != "cast":
+            train(*first, range(6, 14), backend.rank, 3)
+            assert same_bits(params_of(model), params_of(first[0])), "it is the run that never stopped"
+        return [b.buffers["anchor"] for b in optimizer.buckets], [b.neighbours for b in optimizer.buckets]
+
+    ranks = on_threads(3, run)
+    for r, (_, neighbours) in enumerate(ranks):
+        for i, replicas in enumerate(neighbours):
+            assert same_bits(replicas, [ranks[j % 3][0][i] for j in (r - 1, r + 1)])
 
 
 def test_a_rank_with_inf_keeps_all_from_merging_a_fragment():

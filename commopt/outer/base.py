@@ -489,8 +489,8 @@ class OuterOptimizer(PackedOptimizer):
         ending.equalize_anchors(self, device, where)
 
     def before_sending_again(self) -> None:
-        """Hook for when fragments in flight are sent once more: after a load, or with buckets made anew. All ranks
-        call it."""
+        """Hook for when fragments are sent on, or once more, after a load, or with buckets made anew. All ranks call
+        it."""
 
     def count_round(self, fragments: Sequence[int], whole: bool, squares: ending.Squares) -> None:
         """Counts that the rounds of fragments have ended; ``whole``: and that all replicas are equal."""

@@ -138,6 +138,7 @@ class Gossip(GossipOptimizer):
 
     def before_sending_again(self) -> None:
         self.anchors_moved(self.control_device(self.params), f"{type(self).__name__}, fragments that are sent again")
+        self._moved = False
 
     def partners(self, bucket: StateBucket) -> list[int]:
         return [src for _, src in ring(bucket.replicas)]
