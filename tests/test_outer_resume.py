@@ -519,10 +519,13 @@ def test_a_torch_optimizer_that_synchronises_is_refused():
 
 
 @pytest.mark.parametrize("cls", [SlowMo, SignMomentum])
-def test_a_base_without_a_learning_rate(cls):
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}], ids=["none", "of its own"])
+def test_a_base_without_a_learning_rate(cls, defaults):
+    """Or one that finds its own, as Adafactor of transformers does: its groups have an lr of None."""
+
     class Fixed(torch.optim.Optimizer):
         def __init__(self, params):
-            super().__init__(params, {})
+            super().__init__(params, defaults)
 
         def step(self, closure=None):
             for group in self.param_groups:
@@ -535,8 +538,11 @@ def test_a_base_without_a_learning_rate(cls):
     ):
         cls(Toy().parameters(), Fixed)
     model = Toy()
-    train(model, DiLoCo(model.parameters(), Fixed, period=2), range(4))
-    assert not same_bits(params_of(model), params_of(Toy()))
+    optimizer = DiLoCo([model.weight], Fixed, period=2)
+    optimizer.add_param_group({"params": [model.bias]})
+    train(model, optimizer, range(4))
+    assert [group["rounds"] for group in optimizer.param_groups] == [2, 2]
+    assert not same_bits([model.weight, model.bias], [Toy().weight, Toy().bias])
 
 
 def test_ranks_that_stand_at_different_places_are_told_and_nothing_changes():

@@ -273,7 +273,7 @@ class OuterOptimizer(PackedOptimizer):
             counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", WHOSE)
             new.update({key: first[key] for key in counted if key in first})
             self._check_new(new)
-            lr = float(new.get("lr", 0.0))
+            lr = _lr_of(new)
             new["round_lr"] = lr * new["round_step"]
             if self.streaming is not None:
                 new["fragment_lr"] = tuple(lr * steps for steps in new["fragment_steps"])
@@ -285,7 +285,7 @@ class OuterOptimizer(PackedOptimizer):
         check_group_keys(type(self), group, self.defaults, f"parameter group {len(self.param_groups) - 1}")
         self._check_period(group)
         if self.uses_lr:
-            if "lr" not in group:
+            if group.get("lr") is None:
                 raise ValueError(
                     f"{type(self).__name__} needs the learning rate of its base, but a parameter group of "
                     f"{name_of(self.base)} has no 'lr'; allowed are bases that have one"
@@ -394,7 +394,7 @@ class OuterOptimizer(PackedOptimizer):
     def _end_step(self, error: Exception | None) -> None:
         """Counts a local step, and ends what ends with it."""
         for group in self.param_groups:
-            lr = float(group.get("lr", 0.0))
+            lr = _lr_of(group)
             group["round_step"] += 1
             group["round_lr"] += lr
             if self.streaming is not None:
@@ -744,3 +744,9 @@ class OuterOptimizer(PackedOptimizer):
             **({} if self.streaming is None else {"in_flight": in_flight(group)}),
             **({} if self.members is None else self.members.stats()),
         }
+
+
+def _lr_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of ``group``; 0 if its base has none, or finds its own and says None."""
+    lr = group.get("lr")
+    return 0.0 if lr is None else float(lr)
