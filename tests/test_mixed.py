@@ -315,6 +315,29 @@ def test_bad_input(optimizers: Any, message: str) -> None:
         Mixed(*optimizers())
 
 
+def test_names_of_states_are_checked_without_a_step_of_any_optimizer(caplog: Any) -> None:
+    """Of a mixture that is given with gradients, and with hooks."""
+    model = {which: made(which) for which in SIZES}
+    parts = [BASES[which](model[which]) for which in SIZES]
+    params, called = [p for which in SIZES for p in model[which]], []
+    for part in parts:
+        part.register_step_post_hook(lambda *_: called.append(1))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in params]
+    for which, name in (("rest", "exp_avg"), ("hidden", "momentum_buffer")):
+        optimizer = DiLoCo(Mixed(*parts), period=1, state_period={name: 1}, backend=LocalBackend())
+        assert optimizer.state_period == {name: 1}, which
+    with pytest.raises(
+        ValueError, match=r"state of Mixed\(Muon, AdamW\) has no tensor .* allowed are exp_avg, exp_avg_sq"
+    ):
+        DiLoCo(Mixed(*parts), period=1, state_period={"m": 1}, backend=LocalBackend())
+    assert same_bits(before, [p.detach() for p in params])
+    assert not called
+    assert not any(part.state for part in parts)
+    assert not caplog.text
+
+
 def test_what_cannot_be_done_to_a_mixture_is_refused_and_nothing_changes() -> None:
     model = Toy()
     optimizer = muloco(model)

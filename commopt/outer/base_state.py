@@ -26,6 +26,7 @@ from commopt.optim.replicas import reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.loading import state_known_of
+from commopt.outer.mixed import name_of
 from commopt.sharding import local
 
 Means = list[tuple[Tensor, Tensor]]
@@ -82,7 +83,7 @@ def _refusal(base: torch.optim.Optimizer, names: Sequence[str], shaped: set[str]
         if name not in shaped:
             there = f"allowed are {', '.join(sorted(shaped))}" if shaped else "it has no such tensors at all"
             return ValueError(
-                f"state_period[{name!r}]: the state of {type(base).__name__} has no tensor of that name that is shaped "
+                f"state_period[{name!r}]: the state of {name_of(base)} has no tensor of that name that is shaped "
                 f"like its parameter; {there}"
             )
     return None

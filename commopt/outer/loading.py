@@ -70,8 +70,6 @@ def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origi
 def state_of_base(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> dict[str, Tensor]:
     """The state that ``base`` has of ``p``, of which this rank has ``x``, as plain tensors; before it has stepped,
     zeros like those that it will have, which take no memory."""
-    if isinstance(base, Mixed):
-        base = base.part_of(p)
     state = base.state.get(p)
     if not state and p.requires_grad:
         known = state_known_of(base, p, x) or {}
@@ -111,6 +109,8 @@ def _has_tensors(values: Any) -> bool:
 def state_known_of(base: torch.optim.Optimizer, p: Tensor, x: Tensor) -> Mapping[str, Tensor] | None:
     """State that a first step of ``base`` would make for ``p``, of which this rank has ``x``, as such a step finds: on
     tensors without memory, or on zeros where it looks at values. None if that is not known."""
+    if isinstance(base, Mixed):
+        base = base.part_of(p)
     group = next(group for group in base.param_groups if any(q is p for q in group["params"]))
     try:
         return _after_a_step(base, {**group, **({"fused": False} if group.get("fused") else {})}, x.to("meta"))
