@@ -434,6 +434,42 @@ def test_the_member_that_gives_the_state_dies(caplog):
     assert "this rank asks again" in caplog.text
 
 
+class Word:
+    """What somebody has put into a parameter group."""
+
+
+@pytest.mark.parametrize("extra", [None, lambda: 0, Word()], ids=["in the state", "a lambda", "an object"])
+def test_a_state_that_cannot_be_given_is_an_error_of_the_joiner_alone(extra, caplog):
+    """But for what is no parameter's: of that a joiner needs nothing."""
+    world, asked = Rendezvous(), threading.Event()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=2, patience=3.0)
+        if extra is None:
+            optimizer.state["tokens"] = 5
+        else:
+            optimizer.param_groups[0]["extra"] = extra
+        asked.set()
+        until(lambda: members.roster.client.add("tickets", 0) == 3)
+        go(params, optimizer, name, 3)
+        return numbers(params), members.names
+
+    def joins():
+        asked.wait(30)
+        if extra is not None:
+            with pytest.raises(ValueError, match=r"a member cannot give its state: .*(lambda|it has .*\.Word)"):
+                averaging(world, 2)
+            return
+        members, params, optimizer = averaging(world, 2)
+        go(params, optimizer, 2, 3 - optimizer.param_groups[0]["rounds"])
+        assert members.names == [0, 1, 2]
+
+    *found, _ = run_ranks([*(lambda n=n: rank(n) for n in range(2)), joins])
+    assert found[0] == found[1]
+    assert found[0][1] == ([0, 1, 2] if extra is None else [0, 1])
+    assert ("a rank that would join has not: " in caplog.text) is (extra is not None)
+
+
 @pytest.mark.parametrize("call", ["ready", "forsake"])
 def test_the_store_is_lost_while_a_rank_joins(call, monkeypatch, caplog):
     """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks

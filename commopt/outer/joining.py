@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +73,7 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool, again: b
     Raises:
         LeftOut: none has.
         commopt.comm.StoreLost: the store is lost, and does not come back.
-        ValueError: this rank's model or settings are not the members'.
+        ValueError: this rank's model or settings are not the members', or the member cannot give its state.
     """
     failed = 0
     while failed < ATTEMPTS:
@@ -89,7 +89,7 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool, again: b
         except CollectiveError as error:
             failed += 1
             logger.warning("members: %s; this rank asks again", error)
-        except ValueError:
+        except Exception:
             members.give_up()
             raise
         else:
@@ -111,7 +111,7 @@ def serve(optimizer: OuterOptimizer, members: Members) -> None:
             give(optimizer, members.call(ticket))
         except StoreLost:
             raise
-        except (CollectiveError, ValueError) as error:
+        except Exception as error:  # it is the joiner's alone
             logger.warning("members: a rank that would join has not: %s", error)
             members.roster.leave_for(ticket)
     members.has_joined()
@@ -121,17 +121,27 @@ def give(optimizer: OuterOptimizer, backend: Backend) -> None:
     """Sends the state to rank 1."""
     binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
     wanted = gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
-    given = optimizer.state_dict()
-    packed = optimizer.packed()
-    state = {i: {k: v for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in given["state"].items()}
-    tree = {
-        "state": state,
+    failed: Exception | None = None
+    try:
+        message = message_of(_given(optimizer, with_base=bool(wanted[1])))
+    except Exception as error:  # such as what somebody has put into a parameter group
+        failed, message = error, message_of({"error": f"{type(error).__name__}: {error}"})
+    send(backend, message)
+    gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)  # it has all
+    if failed is not None:
+        raise failed
+
+
+def _given(optimizer: OuterOptimizer, with_base: bool) -> dict[str, Any]:
+    """What a joiner is given: also the parameters that it has in no bucket."""
+    given, packed = optimizer.state_dict(), optimizer.packed()
+    entries = {i: entry for i, entry in given["state"].items() if isinstance(entry, dict)}
+    return {
+        "state": {i: {k: v for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in entries.items()},
         "param_groups": given["param_groups"],
-        "base": given["residuals"]["base"] if bool(wanted[1]) else {},
+        "base": given["residuals"]["base"] if with_base else {},
         "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if id(p) not in packed},
     }
-    send_tree(backend, tree)
-    gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)  # it has all
 
 
 def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
@@ -140,6 +150,8 @@ def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     gather_rows(backend, torch.full((1,), float(fetch_base), device="cpu"), WHERE)
     tree = receive_tree(backend)
     gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
+    if "error" in tree:
+        raise ValueError(f"a member cannot give its state: {tree['error']}")
     own = {**optimizer.own_part(), "state": {}}
     if fetch_base:
         own["base"] = tree["base"]
@@ -151,8 +163,12 @@ def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     optimizer._moved = False
 
 
-def send_tree(backend: Backend, tree: Any) -> None:
-    """Sends nested dicts and lists of tensors, numbers and strings; one tensor after another, from the CPU."""
+def message_of(tree: Any) -> list[Tensor]:
+    """Nested dicts and lists of tensors, numbers and strings as tensors that are sent one after another.
+
+    Raises:
+        Exception: there is something else in them, which the receiver would not read.
+    """
     tensors: list[Tensor] = []
 
     def without(node: Any) -> Any:
@@ -166,19 +182,25 @@ def send_tree(backend: Backend, tree: Any) -> None:
     file = io.BytesIO()
     skeleton = without(tree)
     torch.save((skeleton, [(tuple(t.shape), t.dtype) for t in tensors]), file)
+    file.seek(0)
+    if unknown := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        raise ValueError(f"it has {', '.join(unknown)}; allowed are tensors, numbers and strings")
     header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    wait(backend.broadcast(torch.tensor([header.numel()], device="cpu")), WHERE)
-    wait(backend.broadcast(header), WHERE)
-    for t in tensors:
+    return [torch.tensor([header.numel()], device="cpu"), header, *tensors]
+
+
+def send(backend: Backend, message: Sequence[Tensor]) -> None:
+    """Sends what :func:`message_of` has made, from the CPU."""
+    for t in message:
         if t.numel():
             data = t.detach().cpu().contiguous()
             wait(backend.broadcast(data.view(-1).view(torch.uint8)), WHERE)
 
 
 def receive_tree(backend: Backend) -> Any:
-    """The tree that rank 0 sends by :func:`send_tree`."""
+    """The tree that rank 0 sends by :func:`send`."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    wait(backend.broadcast(size), WHERE)
+    wait(backend.broadcast(size.view(torch.uint8)), WHERE)
     header = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
     wait(backend.broadcast(header), WHERE)
     skeleton, kinds = torch.load(io.BytesIO(header.numpy().tobytes()), weights_only=True)
