@@ -470,6 +470,40 @@ def test_a_state_that_cannot_be_given_is_an_error_of_the_joiner_alone(extra, cap
     assert ("a rank that would join has not: " in caplog.text) is (extra is not None)
 
 
+def test_all_skip_a_round_also_a_rank_that_has_not_reached_the_others(monkeypatch):
+    """The others have found that none is finite, and say so before it says that it has failed."""
+    world, told, inner = Rendezvous(), threading.Event(), Members.backend
+    cut = []
+
+    def backend(self):
+        if self.name == 2 and cut:
+            cut.clear()
+            told.wait(30)
+            raise CollectiveError("it does not reach the others")
+        return inner(self)
+
+    monkeypatch.setattr(Members, "backend", backend)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3)
+        for group in optimizer.param_groups:
+            group["period"] = 2
+        go(params, optimizer, name, 3)
+        kept = params[0].detach().clone()
+        with torch.no_grad():
+            params[0].fill_(float("nan"))
+        if name == 2:
+            cut.append(name)
+        go(params, optimizer, name)
+        told.set()
+        with torch.no_grad():
+            params[0].copy_(kept)
+        at = go(params, optimizer, name)
+        return at, optimizer.comm_stats()["skipped_rounds"], members.names
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(8.0, 1, [0, 1, 2])] * 3
+
+
 @pytest.mark.parametrize("call", ["ready", "forsake"])
 def test_the_store_is_lost_while_a_rank_joins(call, monkeypatch, caplog):
     """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks

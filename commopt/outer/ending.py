@@ -104,7 +104,7 @@ def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> bool:
     buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
     decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
     if decision.broken:
-        skip(optimizer, decision)
+        skip(optimizer, decision.broken)
         return False
     if decision.moved:
         optimizer.anchors_moved(device, where)
@@ -215,15 +215,15 @@ def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str
         )
 
 
-def skip(optimizer: OuterOptimizer, decision: RoundDecision) -> None:
-    """Counts a round that all ranks skip.
+def skip(optimizer: OuterOptimizer, broken: Sequence[int]) -> None:
+    """Counts a round that all ranks skip, because of those that are ``broken``.
 
     Raises:
         commopt.optim.NotFinite: there were too many.
     """
     optimizer.skipped_rounds += 1
     optimizer._skipped_in_a_row += 1
-    optimizer._diagnostics.round_skipped(decision.broken, optimizer.skipped_rounds)
+    optimizer._diagnostics.round_skipped(broken, optimizer.skipped_rounds)
     if optimizer.guard.ends_after(optimizer._skipped_in_a_row):
         told = tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
         raise NotFinite(

@@ -90,7 +90,7 @@ class GossipOptimizer(OuterOptimizer):
             self.topology, self.buckets, device, ending.report(self, None, False), f"{where}, agreement"
         )
         if decision.broken:
-            ending.skip(self, decision)
+            ending.skip(self, decision.broken)
             return
         self._take_means(where)
         for group in self.param_groups:

@@ -118,8 +118,7 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
             f"other; {REMEDY}"
         ) from failed
     if state == "kept":
-        assert exchange.decision is not None
-        ending.skip(optimizer, exchange.decision)
+        ending.skip(optimizer, exchange.broken)
         return
     exchange.apply()
     members.round_ended()
@@ -138,13 +137,15 @@ class Exchange:
         view: the members.
 
     Attributes:
-        state: "done", or "kept" if all skip the round; when it has run.
-        decision: of all ranks.
+        broken: ranks whose parameters are inf or NaN, and so are those of all.
+        state: "done", or "kept" if all skip the round for that.
     """
 
     def __init__(self, optimizer: OuterOptimizer, view: View) -> None:
-        self.optimizer, self.view, self.state = optimizer, view, "done"
-        self.decision: rounds.RoundDecision | None = None
+        self.optimizer, self.view = optimizer, view
+        found = zip(view.members, view.reports)
+        self.broken = [i for i, (t, r) in enumerate(found) if not r.finite and t not in view.excluded]
+        self.state = "kept" if self.broken else "done"
         self._means: Sequence[Tensor] | None = None
 
     def run(self, members: Members, where: str) -> Exception | None:
@@ -167,17 +168,16 @@ class Exchange:
         optimizer, view = self.optimizer, self.view
         topology = optimizer.topology
         table = [
-            [0, r.finite or t in view.excluded, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks]
-            for t, r in zip(view.members, view.reports)
+            [0, i not in self.broken, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks]
+            for i, r in enumerate(view.reports)
         ]
-        self.decision = rounds.decide(topology, table, RoundReport(True, 0.0, 0, 0, 0, False), where)
-        if self.decision.broken:
-            self.state = "kept"
+        decision = rounds.decide(topology, table, RoundReport(True, 0.0, 0, 0, 0, False), where)
+        if decision.broken:
             return
-        if self.decision.moved:
+        if decision.moved:
             device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
             optimizer.anchors_moved(device, where)
-        ending.follow(optimizer, self.decision, where)
+        ending.follow(optimizer, decision, where)
         entries, factor = optimizer.entries(), view.factors()[topology.rank]
         flats = [pseudo_gradient(bucket) for bucket, _ in entries]
         for flat in flats:

@@ -111,7 +111,7 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
             steps, lr = group["sent_steps"][p], group["sent_lr"][p]
             now = {"fragment_steps": group["fragment_steps"][p] + steps, "fragment_lr": group["fragment_lr"][p] + lr}
             put(group, p, sent_steps=0, sent_lr=0.0, **now)
-    ending.skip(optimizer, decision)
+    ending.skip(optimizer, decision.broken)
     return False
 
 
