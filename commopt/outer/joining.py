@@ -140,7 +140,7 @@ def _given(optimizer: OuterOptimizer, with_base: bool) -> dict[str, Any]:
         "state": {i: {k: v for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in entries.items()},
         "param_groups": given["param_groups"],
         "base": given["residuals"]["base"] if with_base else {},
-        "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if id(p) not in packed},
+        "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if not p.requires_grad or id(p) not in packed},
     }
 
 
