@@ -10,7 +10,7 @@ from oracle_outer import OuterOracle
 from torch import Tensor, nn
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo
+from commopt import DiLoCo, Guard, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Sign
 from commopt.outer import RandomSign, RandomSignOrZero
@@ -798,3 +798,38 @@ def test_a_base_that_is_refused_keeps_its_groups():
         return len(base.param_groups)
 
     assert on_threads(2, run) == [1, 1]
+
+
+@pytest.mark.parametrize("streaming", [None, Streaming(2, 1), Streaming(2, merge="eager")], ids=str)
+@pytest.mark.parametrize("cls", [DiLoCo, SlowMo, SignMomentum, NoLoCo])
+def test_a_frozen_parameter_is_not_moved_by_its_momentum_which_it_keeps(cls, streaming):
+    """Thawed, it moves again. Frozen on one rank alone it moves on all, alike."""
+    if cls is NoLoCo and streaming is not None and streaming.is_eager:
+        pytest.skip("refused")
+
+    def run(backend):
+        model, rank = Toy(), backend.rank
+        more = {"outer_weight_decay": 0.1} if cls is SignMomentum else {}
+        settings = {"lr": 1e-2, "period": 4, "bucket_mb": 2e-4, "backend": backend, "streaming": streaming, **more}
+        optimizer = cls(model.parameters(), **settings)
+
+        def seen():
+            optimizer.synchronize()
+            return [model.weight.detach().clone(), optimizer.state[model.weight]["outer_momentum"].clone()]
+
+        train(model, optimizer, range(6), rank, 2)
+        first = seen()
+        assert bool(first[1].any())
+        model.weight.requires_grad_(False)
+        train(model, optimizer, range(6, 15), rank, 2)
+        assert same_bits(first, seen())
+        model.weight.requires_grad_(rank == 0)
+        train(model, optimizer, range(15, 24), rank, 2)
+        alone = seen()
+        model.weight.requires_grad_(True)
+        train(model, optimizer, range(24, 33), rank, 2)
+        for before, now in ((first, alone), (alone, seen())):
+            assert not any(torch.equal(a, b) for a, b in zip(before, now))
+        return params_of(model)
+
+    assert same_bits(*on_threads(2, run))

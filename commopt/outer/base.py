@@ -229,6 +229,11 @@ class OuterOptimizer(PackedOptimizer):
         """
         raise NotImplementedError
 
+    def to_mean(self, anchor: Tensor, mean: Tensor) -> None:
+        """Makes the ``anchor`` of a parameter that is frozen the mean over the ranks; ``mean``: as :meth:`outer_step`
+        is given it."""
+        anchor.sub_(mean)
+
     def capacity_of(self, params: Sequence[Tensor]) -> int:
         """So that there are as many buckets as fragments, at least, unless a parameter alone is too large."""
         most = super().capacity_of(params)

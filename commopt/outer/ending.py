@@ -5,9 +5,10 @@ Nothing that lasts changes before all collectives are done, but for anchors that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from commopt.optim.guard import NotFinite, tell_not_finite
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.setup import equalize
+from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
 from commopt.outer.means import Entry, wait_for_means
 from commopt.outer.rounds import Comparison, Round, RoundDecision, RoundReport, pseudo_gradient
@@ -56,8 +58,10 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
     due = [(base_state.due(optimizer.state_period, optimizer.round_of(p) + 1), p) for p in fragments]
     error = error or base_state.lacking(optimizer.base, [name for names, _ in due for name in names])
     checks = whole or fragments[-1] == optimizer.fragments - 1
-    if not agreed(optimizer, report(optimizer, error, checks), where):
+    decision = agreed(optimizer, report(optimizer, error, checks), where)
+    if decision is None:
         return False
+    frozen = frozen_of(optimizer) if decision.alike_frozen else ()
     own = mean_buffers(optimizer, where) if whole and optimizer.is_eager else []
     means = optimizer.means_of(entries, [pseudo_gradient(bucket) for bucket, _ in entries])
     wait_for_means(topology, means, where)
@@ -68,7 +72,7 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
     for mine, mean in states:
         mine.copy_(mean)
     squares = squares_of(entries, means.flats)
-    take_steps(optimizer, entries, means.flats, lambda _, entry: to_anchor(entry))
+    take_steps(optimizer, entries, means.flats, lambda _, entry: to_anchor(entry), frozen)
     if own:
         for entry in optimizer.entries():
             to_anchor(entry)
@@ -98,18 +102,18 @@ def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
     return [(mine, mean) for _, mine, mean in out]
 
 
-def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> bool:
-    """True if the ranks agree to end a round: waits for their reports. Anchors are the same on all ranks then, if
-    parameters were changed before it."""
+def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> RoundDecision | None:
+    """The decision of the ranks to end a round, None if they skip it: waits for their reports. Anchors are the same on
+    all ranks then, if parameters were changed before it."""
     buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
     decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
     if decision.broken:
         skip(optimizer, decision.broken)
-        return False
+        return None
     if decision.moved:
         optimizer.anchors_moved(device, where)
     follow(optimizer, decision, where)
-    return True
+    return decision
 
 
 def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str, waits: bool = True) -> None:
@@ -147,7 +151,13 @@ def report(
     if checks := checks and not optimizer.own_anchors:
         checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
-    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error)
+    frozen = zlib.crc32(str(frozen_of(optimizer)).encode()) % 2**20
+    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, frozen)
+
+
+def frozen_of(optimizer: OuterOptimizer) -> Sequence[int]:
+    """The numbers of the parameters that are frozen now."""
+    return tuple(i for i, p in enumerate(optimizer.params) if not p.requires_grad)
 
 
 def take_steps(
@@ -155,19 +165,37 @@ def take_steps(
     entries: Sequence[Entry],
     means: Sequence[Tensor],
     write: Write,
+    frozen: Sequence[int],
     sent: bool = False,
     commit: bool = True,
 ) -> None:
-    """Outer steps along ``means``, of each entry, the residuals of which are committed if asked for. ``sent``: the
-    rounds are those in flight, and not those of now."""
-    positions = _positions(optimizer)
+    """Outer steps along ``means``, of each entry, the residuals of which are committed if asked for. ``frozen``: the
+    numbers of the parameters that become the mean, without a momentum. ``sent``: the rounds are those in flight, and
+    not those of now."""
+    positions, params = _positions(optimizer), optimizer.params
+    still = {id(params[i]) for i in frozen} if optimizer.momentum else set()
     for i, ((bucket, group), mean) in enumerate(zip(entries, means)):
         number, lr = optimizer.place_of(bucket, group, sent)
         if bucket.feedback is not None and commit:
             bucket.feedback.commit()
         ctx = Round(number, lr, [positions[id(p)] for p in bucket.params])
-        optimizer.outer_step(bucket, group, mean, ctx)
+        with averaging(optimizer, bucket, mean, [k for k, p in enumerate(bucket.params) if id(p) in still]):
+            optimizer.outer_step(bucket, group, mean, ctx)
         write(i, (bucket, group))
+
+
+@contextlib.contextmanager
+def averaging(optimizer: OuterOptimizer, bucket: StateBucket, mean: Tensor, indices: Sequence[int]) -> Iterator[None]:
+    """Context of an outer step of ``bucket`` along ``mean``, of which the parameters given by their indices do not take
+    part: they become the mean, and their momenta stay."""
+    means = [bucket.views(mean)[i].clone() for i in indices]
+    kept = {name: [x.clone() for x in bucket.tensors(name, indices)] for name in bucket.buffers} if indices else {}
+    yield
+    for name, before in kept.items():
+        for x, was in zip(bucket.tensors(name, indices), before):
+            x.copy_(was)
+    for i, d in zip(indices, means):
+        optimizer.to_mean(bucket.tensors("anchor")[i], d)
 
 
 def squares_of(entries: Sequence[Entry], means: Sequence[Tensor]) -> Squares:

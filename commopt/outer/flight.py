@@ -57,6 +57,7 @@ class Flight:
         means: the means of its buckets, on their way.
         sent: of each bucket, what this rank has sent, (padded,).
         report: of this rank, as the flight was launched.
+        frozen: the numbers of the parameters that were frozen then.
         where: begins errors.
         traffic, receipt: of what it has sent and received; counted when it is done, as that is the same in every run.
         table: the reports of all ranks, by rank, when they have come.
@@ -68,6 +69,7 @@ class Flight:
     means: Means
     sent: list[Tensor]
     report: RoundReport
+    frozen: Sequence[int]
     where: str
     traffic: Traffic = field(default_factory=Traffic)
     receipt: Receipt = field(default_factory=Receipt)

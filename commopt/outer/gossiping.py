@@ -48,6 +48,9 @@ class GossipOptimizer(OuterOptimizer):
         """Ranks of ``bucket.replicas`` that this one talks to in the round that ends now."""
         raise NotImplementedError
 
+    def to_mean(self, anchor: Tensor, mean: Tensor) -> None:
+        anchor.copy_(mean)
+
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Nothing: they are each rank's own."""
 

@@ -147,6 +147,7 @@ class Exchange:
         self.broken = [i for i, (t, r) in enumerate(found) if not r.finite and t not in view.excluded]
         self.state = "kept" if self.broken else "done"
         self._means: Sequence[Tensor] | None = None
+        self._frozen: Sequence[int] = ()
 
     def run(self, members: Members, where: str) -> Exception | None:
         """Exchanges; changes nothing that lasts. Returns why that has failed.
@@ -168,16 +169,19 @@ class Exchange:
         optimizer, view = self.optimizer, self.view
         topology = optimizer.topology
         table = [
-            [0, i not in self.broken, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks]
+            RoundReport(
+                i not in self.broken, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks, None, r.frozen
+            )
             for i, r in enumerate(view.reports)
         ]
-        decision = rounds.decide(topology, table, RoundReport(True, 0.0, 0, 0, 0, False), where)
+        decision = rounds.decide(topology, [report.row for report in table], table[topology.rank], where)
         if decision.broken:
             return
         if decision.moved:
             device = optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params])
             optimizer.anchors_moved(device, where)
         ending.follow(optimizer, decision, where)
+        self._frozen = ending.frozen_of(optimizer) if decision.alike_frozen else ()
         entries, factor = optimizer.entries(), view.factors()[topology.rank]
         flats = [pseudo_gradient(bucket) for bucket, _ in entries]
         for flat in flats:
@@ -198,7 +202,7 @@ class Exchange:
         optimizer, view = self.optimizer, self.view
         entries = optimizer.entries()
         squares = ending.squares_of(entries, self._means)
-        ending.take_steps(optimizer, entries, self._means, lambda _, entry: ending.to_anchor(entry))
+        ending.take_steps(optimizer, entries, self._means, lambda _, entry: ending.to_anchor(entry), self._frozen)
         optimizer.count_round([0], True, squares)
         optimizer._moved = False
         if not view.reports[optimizer.topology.rank].finite:
@@ -238,6 +242,7 @@ def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int
         square_norm=mine.square_norm,
         moved=mine.moved,
         checks=mine.checks,
+        frozen=mine.frozen,
         unreached=list(unreached),
     )
 

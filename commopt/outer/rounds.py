@@ -31,6 +31,8 @@ from commopt.optim.state_bucket import StateBucket
 FIELDS = 8
 ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 """Bytes of the rows that each rank all-gathers at a synchronisation: before it, and when all has come."""
+_OF_TERMS = 2**32
+"""Above the checksum of the hyper-parameters, in one number with that of what is frozen."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ class RoundReport:
         finite: whether all its parameters are.
         square_norm: of the last gradients that it stepped on.
         step, number: local steps since the last synchronisation, and synchronisations so far.
-        terms: a checksum of the hyper-parameters that the outer step uses, below 2**48.
+        terms: a checksum of the hyper-parameters that the outer step uses, below 2**32.
         moved: whether parameters were changed between the last synchronisation and the next step.
         checks: whether this rank wants digests compared.
         error: why this rank cannot continue.
+        frozen: a checksum of which parameters are frozen, below 2**20.
     """
 
     finite: bool
@@ -70,6 +73,14 @@ class RoundReport:
     moved: bool
     checks: bool = False
     error: Exception | None = None
+    frozen: int = 0
+
+    @property
+    def row(self) -> list[float]:
+        """What the others are told."""
+        both = self.terms + _OF_TERMS * self.frozen
+        row = (self.error is not None, self.finite, self.square_norm, self.step, self.number, both, self.moved)
+        return [float(x) for x in (*row, self.checks)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class RoundDecision:
         alike: whether these had nearly the same norms, of which the first is ``norm``: somebody may have clipped them.
         moved: whether parameters of any rank were changed between two rounds.
         checks: whether any rank wants digests compared.
+        alike_frozen: whether all ranks have frozen the same parameters.
     """
 
     broken: list[int]
@@ -90,6 +102,7 @@ class RoundDecision:
     checks: bool
     alike: bool
     norm: float
+    alike_frozen: bool
 
 
 def agree(
@@ -111,8 +124,7 @@ def agree(
 def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Tensor, Work]:
     """Starts to tell all ranks the report of this one. Returns where those of all will be, a row for each rank, when
     the work is done."""
-    row = [mine.error is not None, mine.finite, mine.square_norm, mine.step, mine.number, mine.terms, mine.moved]
-    message = torch.tensor([float(x) for x in (*row, mine.checks)], dtype=torch.float64, device=device)
+    message = torch.tensor(mine.row, dtype=torch.float64, device=device)
     if backend.world_size == 1:
         return message.unsqueeze(0), STARTED
     received = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
@@ -134,7 +146,7 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
                 f"{where}: rank {rank} has taken {step:.0f} local steps after {number:.0f} synchronisations, rank 0 "
                 f"{first[3]:.0f} after {first[4]:.0f}; all ranks must call step() and synchronize() equally often"
             )
-        if terms != first[5]:
+        if terms % _OF_TERMS != first[5] % _OF_TERMS:
             raise StepRefused(
                 f"{where}: rank {rank} has other learning rates or outer hyper-parameters than rank 0; set them alike "
                 "on every rank"
@@ -142,7 +154,8 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
     equal = within(0.0, squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
     moved, checks = (any(line[i] for line in table) for i in (6, 7))
-    return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5)
+    alike_frozen = len({table[rank][5] for rank in topology.same_part()}) == 1
+    return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5, alike_frozen)
 
 
 class Comparison:

@@ -90,7 +90,7 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
         drifts = [sent - pseudo_gradient(bucket) for (bucket, _), sent in zip(entries, flight.sent)]
         write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
     squares = ending.squares_of(entries, flight.means.flats)
-    ending.take_steps(optimizer, entries, flight.means.flats, write, sent=True)
+    ending.take_steps(optimizer, entries, flight.means.flats, write, flight.frozen, sent=True)
     flights.done(flight)
     for group in optimizer.param_groups:
         put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_rounds=group["fragment_rounds"][fragment] + 1)
@@ -101,6 +101,8 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """True if the ranks merge a flight that has landed; if not, it counts as never sent."""
     decision = optimizer.flights.decide(flight)
     settle(optimizer)
+    if not decision.alike_frozen:
+        flight.frozen = ()
     if not decision.broken:
         ending.follow(optimizer, decision, flight.where, waits=False)
         return True
@@ -158,7 +160,7 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
     means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
     optimizer.flights.follow(optimizer.params)
-    optimizer.flights.launch(Flight(fragment, means, sent, report, where))
+    optimizer.flights.launch(Flight(fragment, means, sent, report, ending.frozen_of(optimizer), where))
     forget_sent(optimizer, entries)
 
 
@@ -241,7 +243,7 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     squares = ending.Squares()
     if flight is not None and counts:
         squares = ending.squares_of(flight.means.entries, flight.means.flats)
-    ending.take_steps(optimizer, entries, along, write, commit=counts)
+    ending.take_steps(optimizer, entries, along, write, ending.frozen_of(optimizer), commit=counts)
     _taken(optimizer, fragment, flight, squares)
     keep_sent(optimizer, entries, sent)
 
@@ -263,7 +265,8 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
         drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
         squares = ending.squares_of(entries, flight.means.flats)
-        ending.take_steps(optimizer, entries, along, lambda i, entry: _add_to_anchor(entry, drifts[i]), sent=True)
+        write: ending.Write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
+        ending.take_steps(optimizer, entries, along, write, flight.frozen, sent=True)
     _taken(optimizer, fragment, flight, squares)
     for group in optimizer.param_groups:
         put(group, fragment, sent_steps=0, sent_lr=0.0)

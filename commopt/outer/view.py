@@ -48,7 +48,7 @@ class Report:
         weight: of what it has done in its round; None: it has not said.
         norm: 2-norm of its pseudo-gradient; not finite if its parameters are not.
         square_norm: of the last gradients that it stepped on.
-        moved, checks: as of :class:`commopt.outer.rounds.RoundReport`.
+        moved, checks, frozen: as of :class:`commopt.outer.rounds.RoundReport`.
         unreached: the tickets of members that it has tried to reach, and has not.
     """
 
@@ -61,6 +61,7 @@ class Report:
     square_norm: float = 0.0
     moved: bool = False
     checks: bool = False
+    frozen: int = 0
     unreached: Sequence[Ticket] = ()
 
     @property
