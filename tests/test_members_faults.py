@@ -361,6 +361,56 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
         go(params, optimizer, 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_verdict_that_the_store_has_taken_down_and_not_answered_is_asked_for_again(ranks, monkeypatch, caplog):
+    """By all: each holds the mean, and would else find that the others have ended a round without it."""
+    world, inner, lost = Rendezvous(), StoreClient.compare_set, set()
+
+    def compare_set(self, key, expected, desired):
+        out = inner(self, key, expected, desired)
+        if desired.startswith(f"{ended} done") and id(self) not in lost:
+            lost.add(id(self))
+            raise StoreLost("no answer")
+        return out
+
+    monkeypatch.setattr(StoreClient, "compare_set", compare_set)
+    ended = 2
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=ranks, patience=3.0, join_timeout=5.0)
+        return go(params, optimizer, name, 3), members.epoch, len(members.names)
+
+    mean = (ranks + 1) / 2
+    assert run_ranks([lambda n=n: rank(n) for n in range(ranks)]) == [(3 * mean, 3, ranks)] * ranks
+    assert len(lost) == ranks
+    assert "joins anew" not in caplog.text
+
+
+def test_a_rank_counts_once_whose_count_the_store_has_not_answered(monkeypatch):
+    """Of three, two are there: a third one would be taken for missing if one of them counted twice."""
+    world, inner, lost = Rendezvous(), StoreClient.add, []
+
+    def add(self, key, amount):
+        out = inner(self, key, amount)
+        if key == "count/1" and not lost:
+            lost.append(key)
+            raise StoreLost("no answer")
+        return out
+
+    monkeypatch.setattr(StoreClient, "add", add)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=3.0)
+        go(params, optimizer, name)
+        if name == 2:
+            until(lambda: lost and inner(members.roster.client, "count/1", 0) >= 2)
+            time.sleep(0.5)
+        return go(params, optimizer, name), members.epoch, members.names
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(4.0, 2, [0, 1, 2])] * 3
+    assert lost
+
+
 def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone():
     """The others' connections wait for it at the store, for as long as a collective may take, and are given up before
     that: those of the next meeting do not wait behind them."""

@@ -16,8 +16,9 @@ itself has failed meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
 
 logger = logging.getLogger("commopt")
+
+T = TypeVar("T")
 
 ATTEMPTS = 5
 """Times that members meet for one round, at most: each time that an exchange fails, somebody should be missing then."""
@@ -84,30 +87,39 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
     if error is not None:
         members.give_up()
         raise error
+    try:
+        _end_round(optimizer, members)
+    except LeftOut as left:
+        joining.join_anew(optimizer, members, left)
+    except (CollectiveError, StepRefused):
+        raise  # it may come to the next meeting
+    except Exception:
+        members.give_up()
+        raise
+
+
+def _answered(members: Members, question: Callable[[], T]) -> T:
+    """The answer to ``question()``, which is asked again until the store answers: it may have taken down what a rank
+    has said, and what that has received of the others must not be lost meanwhile.
+
+    Raises:
+        StoreLost: it does not answer for too long.
+    """
     while True:
         try:
-            _end_round(optimizer, members)
+            return question()
         except StoreLost as lost:
             members.find_store(lost)
-        except LeftOut as left:
-            joining.join_anew(optimizer, members, left)
-            return
-        except (CollectiveError, StepRefused):
-            raise  # it may come to the next meeting
-        except Exception:
-            members.give_up()
-            raise
-        else:
-            return
 
 
 def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
     exchange, where = None, ending.where_of(optimizer, None)
     unreached: list[int] = []
     for _ in range(ATTEMPTS):
-        exchange = Exchange(optimizer, members.meet(_report(optimizer, members, unreached)))
+        report = _report(optimizer, members, unreached)
+        exchange = Exchange(optimizer, _answered(members, partial(members.meet, report)))
         failed = exchange.run(members, where)
-        state = members.verdict("failed" if failed else exchange.state)
+        state = _answered(members, partial(members.verdict, "failed" if failed else exchange.state))
         if state != "failed":
             break
         tell_of(members, failed)

@@ -249,10 +249,11 @@ class Roster:
         before = self._say(self.ticket, word)
         if before is not None:
             self.client.set(self._here(self.ticket), word)
-        counted = self._told or (before is not None and _report_of(before) is None)
-        last = not counted and self._count() >= len(self.expected)
+        if self._told:  # it comes again, and does not know whether its count was taken down
+            return not self._missing()
         self._told = True
-        return last
+        counted = before is not None and _report_of(before) is None
+        return not counted and self._count() >= len(self.expected)
 
     def _say(self, ticket: Ticket, word: str) -> str | None:
         """Says ``word`` of a rank, if nothing has been said of it; else returns what has."""
