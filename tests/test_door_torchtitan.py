@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from worlds import on_processes, same_bits, tensors_in
 
 import commopt
@@ -75,6 +76,69 @@ class Model(Stateful):
         set_model_state_dict(self.model, state)
 
 
+class Fused(nn.Linear):
+    """As torchtitan's FusedQKVLinear: copies of its halves are saved, and merged where they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(9, 4, bias=False)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._merge)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        weight = state.pop(f"{prefix}weight")
+        if isinstance(weight, DTensor):
+            weight = weight.redistribute(weight.device_mesh, [Replicate()])
+        state[f"{prefix}upper"], state[f"{prefix}lower"] = weight[:2].clone(), weight[2:].clone()
+
+    @staticmethod
+    def _merge(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = torch.cat([state.pop(f"{prefix}upper"), state.pop(f"{prefix}lower")])
+
+
+class Trainer:
+    """What of torchtitan's Trainer matters here, with its own checkpoints."""
+
+    def __init__(self, dims: Any, folder: str, config: Any, seed: int = 0, **checkpoint: Any) -> None:
+        from torchtitan.components.checkpointer import CheckpointManager
+
+        from commopt.integrations.torchtitan import within_a_replica
+
+        model = nn.Sequential(net(seed), nn.Linear(3, 9), Fused())
+        self.model = within_a_replica(parallelize)(model, parallel_dims=dims, parallelism="as given")
+        self.optimizers = config.build(model_parts=[self.model])
+        self.checkpointer = CheckpointManager.Config(enable=True, folder="kept", interval=STEPS, **checkpoint).build(
+            dataloader=None, model_parts=[self.model], optimizers=self.optimizers, lr_schedulers=None,
+            states={"train_state": self}, sd_adapter=None, base_folder=folder,
+        )  # fmt: skip
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+    def train(self, rank: int, steps: int) -> Trainer:
+        self.checkpointer.load()
+        while self.step < steps:
+            train(self.model, self.optimizers, rank, range(self.step, self.step + 1))
+            self.step += 1
+            self.checkpointer.save(self.step, last_step=self.step == steps)
+        return self
+
+
+def between_rounds(rank: int, dims: Any, folder: str) -> dict[str, Any]:
+    """Checkpoints of replicas that differ."""
+    from commopt.integrations.torchtitan import optimizers
+
+    config = optimizers(commopt.DiLoCo, lr=1e-2, period=30)
+    never = Trainer(dims, f"{folder}/never", config).train(rank, STEPS + 1)
+    Trainer(dims, f"{folder}/stopped", config, last_save_model_only=False).train(rank, STEPS)
+    resumed = Trainer(dims, f"{folder}/stopped", config, seed=1).train(rank, STEPS + 1)
+    return {"never": params_of(never.model), "resumed": params_of(resumed.model)}
+
+
 def scenes(rank: int, world: int) -> dict[str, Any]:
     from torchtitan.distributed import ParallelDims, parallel_dims
 
@@ -116,6 +180,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
             "sent": [one.comm_stats()["total"]["bytes"] for one in (by_hand, ours[0])],
         }
     out["refused"] = refused(model)
+    out["between rounds"] = between_rounds(rank, dims, folder[0])
     return out
 
 
@@ -174,6 +239,14 @@ def test_its_checkpoints_resume_to_the_bit(ranks: list[Any], name: str) -> None:
         assert same_bits(mine["resumed"][1], mine["never"][1])
     if name == "OneBitAdam":
         assert not same_bits(ranks[0][name]["never"][1][-2:], ranks[2][name]["never"][1][-2:])  # replicas' residuals
+
+
+def test_a_resume_between_rounds_gives_each_replica_its_own(ranks: list[Any]) -> None:
+    """Of what the model saves as copies, too: torchtitan loads the model last."""
+    for rank in ranks:
+        mine = rank["between rounds"]
+        assert same_bits(mine["resumed"], mine["never"])
+    assert not same_bits(ranks[0]["between rounds"]["never"][-1:], ranks[2]["between rounds"]["never"][-1:])
 
 
 def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:

@@ -48,6 +48,20 @@ class Optimizers(OptimizersContainer):
             )
         self._mesh = _meshes[model_parts[0]]
         super().__init__(config, model_parts=model_parts)
+        self._loaded: dict[str, Any] | None = None  # until the model has been loaded, too
+        model_parts[0].register_load_state_dict_post_hook(lambda *_: self._load_again())
+        self.register_step_pre_hook(lambda *_: setattr(self, "_loaded", None))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave; once more behind the model, which torchtitan loads last: between two rounds
+        each replica's own parameters are in it."""
+        super().load_state_dict(state_dict)
+        self._loaded = state_dict if any(optimizer.ever_rank_local for optimizer in self.optimizers) else None
+
+    def _load_again(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            super().load_state_dict(loaded)
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
         made: Any = getattr(commopt, name, None)
