@@ -111,6 +111,7 @@ class Trainer:
             dataloader=None, model_parts=[self.model], optimizers=self.optimizers, lr_schedulers=None,
             states={"train_state": self}, sd_adapter=None, base_folder=folder,
         )  # fmt: skip
+        self.validator = Validator()
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,18 +126,51 @@ class Trainer:
             train(self.model, self.optimizers, rank, range(self.step, self.step + 1))
             self.step += 1
             self.checkpointer.save(self.step, last_step=self.step == steps)
+            self.validator.validate([self.model], self.step)
         return self
+
+
+class Validator:
+    """Its losses are of the same batch on all ranks."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        (model,) = model_parts
+        model.eval()
+        self.losses.append(float(model(torch.ones(2, 7)).square().sum()))
+        model.train()
 
 
 def between_rounds(rank: int, dims: Any, folder: str) -> dict[str, Any]:
     """Checkpoints of replicas that differ."""
+    from torchtitan.components.checkpointer.base import ModelWrapper
+
     from commopt.integrations.torchtitan import optimizers
 
     config = optimizers(commopt.DiLoCo, lr=1e-2, period=30)
     never = Trainer(dims, f"{folder}/never", config).train(rank, STEPS + 1)
     Trainer(dims, f"{folder}/stopped", config, last_save_model_only=False).train(rank, STEPS)
     resumed = Trainer(dims, f"{folder}/stopped", config, seed=1).train(rank, STEPS + 1)
-    return {"never": params_of(never.model), "resumed": params_of(resumed.model)}
+    unwatched = Trainer(dims, f"{folder}/unwatched", config, load_only=True)
+    train(unwatched.model, unwatched.optimizers, rank, range(STEPS + 1))
+    saved = ModelWrapper(Trainer(dims, f"{folder}/saved", config, seed=1).model)
+    dcp.load(state := saved.state_dict(), checkpoint_id=f"{folder}/never/kept/step-{STEPS + 1}")
+    saved.load_state_dict(state)
+    own = params_of(never.model)
+    with next(iter(never.optimizers)).averaged():
+        mean = params_of(never.model)
+        Validator.validate(never.validator, [never.model], STEPS + 1)
+    return {
+        "never": own,
+        "resumed": params_of(resumed.model),
+        "unwatched": params_of(unwatched.model),
+        "mean": mean,
+        "saved": params_of(saved.model[0]),
+        "losses": never.validator.losses,
+    }
 
 
 def scenes(rank: int, world: int) -> dict[str, Any]:
@@ -247,6 +281,17 @@ def test_a_resume_between_rounds_gives_each_replica_its_own(ranks: list[Any]) ->
         mine = rank["between rounds"]
         assert same_bits(mine["resumed"], mine["never"])
     assert not same_bits(ranks[0]["between rounds"]["never"][-1:], ranks[2]["between rounds"]["never"][-1:])
+
+
+def test_the_mean_of_replicas_is_saved_and_validated(ranks: list[Any]) -> None:
+    """Else the ranks save parts of several replicas. Training goes on as if there had been neither."""
+    for rank in ranks:
+        mine = rank["between rounds"]
+        assert same_bits(mine["saved"], mine["mean"])
+        assert mine["losses"][-2] == mine["losses"][-1]
+        assert mine["losses"] == ranks[0]["between rounds"]["losses"]
+        assert same_bits(mine["never"], mine["unwatched"])
+        assert not same_bits(mine["never"], mine["mean"])
 
 
 def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from commopt.hsdp import modules_of
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.packed import PackedOptimizer
 
@@ -19,9 +20,11 @@ def mean_model(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, b
 
     Without local steps nothing is sent: buffers are as the framework has them, and one rank may save alone. Else all
     ranks must enter it. Where ranks hold parts of the model, or come and go, ``averaged()`` takes no model, and buffers
-    are each rank's own.
+    are each rank's own. FSDP2 forgets the mean, too: what it has gathered for a forward without a backward, it keeps.
     """
     with contextlib.ExitStack() as stack:
+        for module in modules_of(model) if model is not None else ():
+            stack.callback(module.reshard)
         for optimizer, given in _in_order(optimizers, model, buffers):
             stack.enter_context(optimizer.averaged(*given))
         yield
@@ -35,13 +38,13 @@ def end_training(optimizers: Sequence[PackedOptimizer], model: nn.Module | None,
 
 
 def of_the_mean(
-    method: Callable[..., Any], optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers
+    method: Callable[..., Any], optimizers: Sequence[PackedOptimizer], model: nn.Module | None, buffers: HowBuffers
 ) -> Callable[..., Any]:
     """``method`` within :func:`mean_model`."""
 
     @functools.wraps(method)
     def with_mean(*args: Any, **kwargs: Any) -> Any:
-        with mean_model([optimizer], model, buffers):
+        with mean_model(optimizers, model, buffers):
             return method(*args, **kwargs)
 
     return with_mean

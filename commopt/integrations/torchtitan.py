@@ -18,9 +18,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import commopt
+from commopt.integrations import means
+from commopt.integrations.common import frame_of
 from commopt.integrations.shards import OneReplica
 from commopt.optim.packed import PackedOptimizer
 
@@ -30,8 +33,9 @@ _meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
 
 class Optimizers(OptimizersContainer):
     """A container of optimizers of commopt, by name. Its checkpoints keep residuals, and what else is a rank's own, and
-    load on any mesh. Raises ValueError for a model that :func:`within_a_replica` has not sharded, and for an optimizer
-    that is not commopt's or does not communicate."""
+    load on any mesh. While replicas differ, a Trainer validates and saves their mean. Raises ValueError for a model
+    that :func:`within_a_replica` has not sharded, and for an optimizer that is not commopt's or does not communicate.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -49,8 +53,11 @@ class Optimizers(OptimizersContainer):
         self._mesh = _meshes[model_parts[0]]
         super().__init__(config, model_parts=model_parts)
         self._loaded: dict[str, Any] | None = None  # until the model has been loaded, too
+        self._connected = False
         model_parts[0].register_load_state_dict_post_hook(lambda *_: self._load_again())
-        self.register_step_pre_hook(lambda *_: setattr(self, "_loaded", None))
+        self.register_step_pre_hook(lambda *_: self._begin_step())
+        for optimizer in self.optimizers:
+            optimizer.warn_in_evaluation(model_parts[0])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict()`` gave; once more behind the model, which torchtitan loads last: between two rounds
@@ -63,6 +70,23 @@ class Optimizers(OptimizersContainer):
         if loaded is not None:
             super().load_state_dict(loaded)
 
+    def _begin_step(self) -> None:
+        self._loaded = None
+        if not self._connected and any(optimizer.takes_local_steps for optimizer in self.optimizers):
+            self._connect()
+        self._connected = True
+
+    def _connect(self) -> None:
+        """Has the Trainer that takes the first step validate and save the mean of all replicas."""
+        found = frame_of(object, lambda frame: getattr(frame.f_locals.get("self"), "optimizers", None) is self)
+        trainer = None if found is None else found.f_locals["self"]
+        ours = {"optimizers": self.optimizers, "model": self.model_parts[0], "buffers": "mean"}
+        if (validator := getattr(trainer, "validator", None)) is not None:
+            validator.validate = means.of_the_mean(validator.validate, **ours)
+        if (checkpointer := getattr(trainer, "checkpointer", None)) is not None:
+            save = means.of_the_mean(_saving(checkpointer), **ours)
+            checkpointer.save = lambda *when, **last: checkpointer._should_save(*when, **last) and save(*when, **last)
+
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
         made: Any = getattr(commopt, name, None)
         communicates = isinstance(made, type) and issubclass(made, PackedOptimizer)
@@ -73,6 +97,18 @@ class Optimizers(OptimizersContainer):
     @staticmethod
     def _build_impl_kwargs(config: Any) -> dict[str, Any]:
         return {}
+
+
+def _saving(checkpointer: BaseCheckpointManager) -> Callable[..., bool]:
+    """Its ``save()``, which has read the model when it returns."""
+    save = checkpointer.save
+
+    def save_and_stage(*when: Any, **last: Any) -> bool:
+        saved = save(*when, **last)
+        checkpointer.maybe_wait_for_staging()
+        return saved
+
+    return save_and_stage
 
 
 def optimizers(opt_class: type[PackedOptimizer], **settings: Any) -> Optimizers.Config:

@@ -72,7 +72,7 @@ class CommoptCallback(TrainerCallback):
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in _OF_THE_MEAN:  # all events come after these
             method, model = getattr(self._trainer, name), self._trainer.model
-            setattr(self._trainer, name, means.of_the_mean(method, ours, model, self._buffers))
+            setattr(self._trainer, name, means.of_the_mean(method, [ours], model, self._buffers))
         if not ours.own_in_state:  # else FSDP2 saves it
             setattr(self._trainer, _SAVE, _with_parts(self._trainer, ours))
         if state.is_world_process_zero:
