@@ -38,6 +38,14 @@ def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: str) -> nn
     return sharded(model, parallel_dims.get_mesh(names))
 
 
+def parallelize_as_flux(model: nn.Module, *, parallel_dims: Any) -> nn.Module:
+    return sharded(model, parallel_dims.get_activated_mesh(["dp_replicate", "fsdp"]))
+
+
+def parallelize_regardless(model: nn.Module, *, parallel_dims: Any) -> nn.Module:
+    return sharded(model, parallel_dims.get_mesh(["dp_replicate", "fsdp"]))
+
+
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
     fully_shard(model, mesh=mesh)
     model.set_gradient_divide_factor(1.0)
@@ -213,7 +221,10 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
             "resumed": [params_of(again), own(ours[1])],
             "sent": [one.comm_stats()["total"]["bytes"] for one in (by_hand, ours[0])],
         }
-    out["refused"] = refused(model)
+    out["refused"] = refused(model, dims)
+    out["as flux"] = within_a_replica(parallelize_as_flux)(net(), parallel_dims=dims)[
+        0
+    ].weight.device_mesh.mesh_dim_names
     out["between rounds"] = between_rounds(rank, dims, folder[0])
     return out
 
@@ -226,7 +237,7 @@ def own(optimizer: Any) -> list[torch.Tensor]:
     return [t.clone() for t in (*flats, *residuals)]
 
 
-def refused(model: nn.Module) -> list[str]:
+def refused(model: nn.Module, dims: Any) -> list[str]:
     """What is said of what does not go together, of which no rank communicates anything."""
     from commopt.integrations.torchtitan import optimizers, within_a_replica
 
@@ -239,6 +250,7 @@ def refused(model: nn.Module) -> list[str]:
         lambda: dataclasses.replace(config, implementation="fused_opt_states_bf16").build(model_parts=[model]),
         lambda: optimizers(torch.optim.AdamW).build(model_parts=[model]),  # type: ignore[arg-type]
         lambda: optimizers(commopt.Lamb).build(model_parts=[model]),  # type: ignore[arg-type]
+        lambda: within_a_replica(parallelize_regardless)(net(), parallel_dims=dims),
     ]
     said = []
     for attempt in attempts:
@@ -294,6 +306,10 @@ def test_the_mean_of_replicas_is_saved_and_validated(ranks: list[Any]) -> None:
         assert not same_bits(mine["never"], mine["mean"])
 
 
+def test_fsdp_averages_over_no_replicas_however_it_asks_for_its_mesh(ranks: list[Any]) -> None:
+    assert [rank["as flux"] for rank in ranks] == [("fsdp",)] * 4
+
+
 def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:
     for rank in ranks:
         for said, words in zip(
@@ -302,10 +318,11 @@ def test_what_does_not_go_together_is_refused(ranks: list[Any]) -> None:
                 "parallelism.pipeline_parallel_degree=1, got 2",
                 "parallelism.expert_parallel_degree=1, got 2",
                 "parallelism.spmd_backend='partial_dtensor', got 'spmd_types'",
-                "set model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn)",
+                "(model_spec.parallelize_fn). For checkpoint.create_seed_checkpoint torchtitan shards nothing",
                 "take implementation='fused' or 'foreach' or 'for-loop', got 'fused_opt_states_bf16'",
                 "got 'AdamW'",
                 "got 'Lamb'",
+                "parallelize_fn has FSDP do that",
             ),
             strict=True,
         ):

@@ -33,13 +33,16 @@ def tell_of_shards(mesh: Any, optimizer: PackedOptimizer) -> None:
 
 
 class OneReplica:
-    """torchtitan's ``parallel_dims`` as of a run without replicas, so that FSDP averages over none; its meshes are the
-    same."""
+    """torchtitan's ``parallel_dims`` as of a run without replicas, so that FSDP averages over none; its other meshes
+    are the same."""
 
     dp_replicate, dp_replicate_enabled = 1, False
 
     def __init__(self, parallel_dims: Any) -> None:
         self._all = parallel_dims
+
+    def get_activated_mesh(self, axes: list[str]) -> Any:
+        return self._all.get_activated_mesh([axis for axis in axes if axis != "dp_replicate"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._all, name)

@@ -22,6 +22,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import commopt
+from commopt.hsdp import has_replicas
 from commopt.integrations import means
 from commopt.integrations.common import frame_of
 from commopt.integrations.shards import OneReplica
@@ -48,7 +49,9 @@ class Optimizers(OptimizersContainer):
         if model_parts[0] not in _meshes:
             raise ValueError(
                 "commopt's optimizers in torchtitan take a model that is sharded within a replica: set "
-                "model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn)"
+                "model_spec.parallelize_fn = within_a_replica(model_spec.parallelize_fn). For "
+                "checkpoint.create_seed_checkpoint torchtitan shards nothing, and the checkpoint has the model alone: "
+                "make it with torchtitan's own config.optimizer"
             )
         self._mesh = _meshes[model_parts[0]]
         super().__init__(config, model_parts=model_parts)
@@ -133,7 +136,8 @@ def within_a_replica(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``parallelize_fn`` of a model of torchtitan, which shards over the ranks of a replica only: with replicas in its
     mesh, FSDP itself would average over them, in full precision, and nothing would be left to compress.
 
-    It raises ValueError for stages of a pipeline, for experts on a mesh of their own, and for another ``spmd_backend``.
+    It raises ValueError for stages of a pipeline, for experts on a mesh of their own, for another ``spmd_backend``, and
+    if FSDP averages over replicas nevertheless.
     """
 
     def parallelize(model: nn.Module, *, parallel_dims: Any, **settings: Any) -> nn.Module:
@@ -141,6 +145,11 @@ def within_a_replica(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
         _take("parallelism.expert_parallel_degree", parallel_dims.ep, 1)
         _take("parallelism.spmd_backend", parallel_dims.spmd_backend, "partial_dtensor")
         sharded = parallelize_fn(model, parallel_dims=OneReplica(parallel_dims), **settings)
+        if has_replicas(sharded):
+            raise ValueError(
+                "commopt's optimizers in torchtitan average over the replicas, but parallelize_fn has FSDP do that: it "
+                "is to leave dp_replicate out of FSDP's mesh where parallel_dims.dp_replicate_enabled is False"
+            )
         _meshes[sharded] = parallel_dims.get_activated_mesh(["dp_replicate", "fsdp", "tp"])
         return sharded
 
