@@ -156,14 +156,18 @@ def states(net: Net, optimizer: Any, flat: bool) -> dict[str, Any]:
 
 
 def saved(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Trains every optimizer on (2, 2), writes what it has, flattened and not, and trains on."""
+    """Trains every optimizer on (2, 2), writes what it has, flattened in the background and not, and trains on."""
     mesh, out = grid(2, 2), {}
     for name in COMMUNICATING:
         net = sharded(mesh["shard"])
         optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
         learn(net, optimizer, range(SAVED), rank)
         for flat in (False, True) if name in KINDS else (False,):
-            dcp.save(states(net, optimizer, flat), checkpoint_id=f"{folder}/{name} {flat}")
+            state, where = states(net, optimizer, flat), f"{folder}/{name} {flat}"
+            if flat:
+                dcp.async_save(state, checkpoint_id=where).result()
+            else:
+                dcp.save(state, checkpoint_id=where)
         out[name] = {"residuals": residuals(optimizer), "start": [whole(p).detach().clone() for p in net.parameters()]}
         learn(net, optimizer, range(SAVED, LATER), rank)
         out[name]["later"] = [local(p) for p in net.parameters()]

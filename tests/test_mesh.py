@@ -16,6 +16,8 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from worlds import same_bits
 
 from commopt.optim.own_tensor import OwnTensor, Place, boxes
@@ -275,3 +277,18 @@ def test_a_tensor_that_knows_its_place_stays_that_where_it_is_copied():
     assert own.size() != (2, 7, 4)
     assert own.size() == (9, 7, 3)
     assert own.rows_read == 9
+
+
+def test_a_tensor_that_knows_its_place_is_staged_for_a_save_in_the_background():
+    """Or refused, where that would make a plain one of it, which is written once, whichever rank's it is."""
+    own = {n: OwnTensor.make(torch.arange(float(n)), Place((7, 3), (2, 0), (3, 3), 4, 1, 2)) for n in (0, 3)}
+    staged = StateDictStager().stage(own)
+    own[3].plain().zero_()
+    for n, copied in staged.items():
+        assert isinstance(copied, OwnTensor)
+        assert copied.place == own[n].place
+        assert copied.plain().tolist() == list(range(n))
+        assert copied.size() == (9, 7, 3)
+        assert (copied.rows_read, own[n].rows_read) == (9, None)
+    with pytest.raises(TypeError, match=r"each rank's own: stage it with .*DefaultStager"):
+        BlockingAsyncStager().stage({"own": own[3]})

@@ -87,6 +87,14 @@ class OwnTensor(Tensor):
         """Something that equals the size of what was saved, with any number of rows."""
         return _AnyRows(self)
 
+    def new_empty(self, size: Any, **settings: Any) -> OwnTensor:  # type: ignore[override]
+        """One of this place, for which :meth:`set_` brings the memory: so a state is staged for ``dcp.async_save``."""
+        return _with_place(self.plain().new_empty(_of_elements(size), **settings), self)
+
+    def set_(self, source: Any, offset: int, size: Any, stride: Any) -> OwnTensor:  # type: ignore[override]
+        """As of a plain tensor, with the size of another one of this kind."""
+        return super().set_(source, offset, _of_elements(size), stride)  # type: ignore[return-value]
+
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -171,8 +179,22 @@ class _AnyRows:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __len__(self) -> int:
+        raise TypeError(
+            "a plain tensor of this size would not know whose elements it has, of the state of a sharded model that is "
+            "each rank's own: stage it with torch.distributed.checkpoint.staging.DefaultStager, as dcp.async_save does "
+            "by itself, or save it with dcp.save"
+        )
+
+    __iter__ = __len__  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         return f"({self._own.place.rows}, {', '.join(map(str, self._own.place.shape))})"
+
+
+def _of_elements(size: Any) -> Any:
+    """The size of the elements as they are."""
+    return size._own.plain().shape if isinstance(size, _AnyRows) else size
 
 
 def _with_place(out: Tensor, own: OwnTensor) -> OwnTensor:
