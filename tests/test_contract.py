@@ -8,10 +8,11 @@ import io
 import pickle
 import warnings
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from every import EVERY, OUTER, every, every_communicating, every_outer, every_overlapping
+from every import EVERY, OUTER, every, every_communicating, every_outer, every_overlapping, every_variant, make
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -614,21 +615,26 @@ def test_a_model_that_is_loaded_between_two_rounds_is_trained_and_saved(name, be
         assert same
 
 
+def exchange(model: nn.Module, optimizer: Any) -> None:
+    """Puts copies of all parameters in their place, in the model and in the groups."""
+    new = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
+    for key, p in list(model.named_parameters()):
+        setattr(model, key, new[p])
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[p] for p in group["params"]]
+
+
 @every_communicating
 @pytest.mark.parametrize("steps", [3, 5])
 def test_parameters_that_are_exchanged_in_mid_run_go_on_as_they_were(name, steps):
     """As frameworks do that put others in their place: after a round, and between two, where each rank has its own."""
 
-    def run(backend, exchange):
+    def run(backend, exchanged):
         model = Toy()
         optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
         train(model, optimizer, range(steps), backend.rank, 2)
-        if exchange:
-            new = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
-            for key, p in list(model.named_parameters()):
-                setattr(model, key, new[p])
-            for group in optimizer.param_groups:
-                group["params"][:] = [new[p] for p in group["params"]]
+        if exchanged:
+            exchange(model, optimizer)
             optimizer.rebind()
         train(model, optimizer, range(steps, steps + 4), backend.rank, 2)
         own = params_of(model)
@@ -638,3 +644,62 @@ def test_parameters_that_are_exchanged_in_mid_run_go_on_as_they_were(name, steps
     for whole, other in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
         for mine, theirs in zip(whole, other):
             assert same_bits(mine, theirs)
+
+
+@every_variant
+def test_a_rebind_that_is_refused_changes_nothing(name):
+    """For what one rank brings: all ranks raise, and so do their steps, until it is called with what can be."""
+
+    def on_meta(params):
+        params[1] = nn.Parameter(params[1].detach().to("meta"))
+
+    def run(backend, spoils):
+        model = Toy()
+        optimizer = make(name, model.parameters(), backend=backend)
+        train(model, optimizer, range(5), backend.rank, 2)
+        exchange(model, optimizer)
+        backward(model, 5, backend.rank, 2)
+        params, before = optimizer.param_groups[0]["params"], tensors_in({"state": optimizer.state})
+        whole = list(params)
+        for spoil in spoils:
+            if backend.rank == 1:
+                spoil(params)
+            for call in (optimizer.rebind, optimizer.step, optimizer.rebind):
+                with pytest.raises((ValueError, RuntimeError), match=r"meta|parameters now|exchanged|cannot take this"):
+                    call()
+            assert same_bits(before, tensors_in({"state": optimizer.state}))
+            params[:] = whole
+        optimizer.rebind()
+        train(model, optimizer, range(5, 9), backend.rank, 2)
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    spoiled = on_threads(2, lambda b: run(b, [on_meta, list.pop]))
+    for once, twice in zip(on_threads(2, lambda b: run(b, [])), spoiled):
+        for mine, other in zip(once, twice):
+            assert same_bits(mine, other)
+
+
+@every_communicating
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_users_add_to_state_is_kept_where_parameters_are_exchanged(name, steps):
+    """In the first step, and by ``rebind()`` later."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(steps), backend.rank, 2)
+        optimizer.state["x"] = 1
+        for p in (model.weight, model.frozen):
+            optimizer.state[p]["note"] = torch.ones(2)
+        gone = model.weight
+        exchange(model, optimizer)
+        if steps:
+            optimizer.rebind()
+        train(model, optimizer, range(steps, steps + 1), backend.rank, 2)
+        assert optimizer.state["x"] == 1
+        assert (
+            optimizer.state[model.weight]["note"].tolist() == optimizer.state[model.frozen]["note"].tolist() == [1, 1]
+        )
+        assert gone not in optimizer.state
+
+    on_threads(2, run)

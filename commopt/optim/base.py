@@ -481,7 +481,9 @@ class CommOptimizer(PackedOptimizer):
 
         def group_of(bucket: StateBucket) -> dict[str, Any]:
             key = id(bucket.params[0])
-            if key not in groups:  # added since
+            if key not in groups:  # added since, or exchanged: then the step is refused
+                registered = zip(self._registered, self.param_groups)
+                groups.update({id(p): group for params, group in registered for p in params})
                 groups.update(self.group_of())
             return groups[key]
 

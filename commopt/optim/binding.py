@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from commopt import ops
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
-from commopt.optim import checks, loading, saving
+from commopt.optim import checks, loading
 from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("commopt")
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def on_itself(method: Method) -> Method:
+def on_itself(method: Function) -> Function:
     """``method`` of an optimizer, on the optimizer itself where a wrapper calls it whose class is derived from the
     optimizer's, but whose attributes are its own: those of Lightning and Fabric."""
 
@@ -36,7 +36,7 @@ def on_itself(method: Method) -> Method:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(vars(self).get("_optimizer", self), *args, **kwargs)
 
-    return cast(Method, called)
+    return cast(Function, called)
 
 
 def in_a_list(params: Any) -> Any:
@@ -83,11 +83,29 @@ def rebind_if_new(optimizer: PackedOptimizer, *counters: str) -> None:
         optimizer.rebind()
 
 
+def or_not_at_all(function: Function) -> Function:
+    """``function`` of an optimizer, which has its attributes back, state and buckets among them, where that raises."""
+
+    @functools.wraps(function)
+    def called(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(optimizer))
+        try:
+            return function(optimizer, *args, **kwargs)
+        except BaseException:
+            vars(optimizer).clear()
+            vars(optimizer).update(before)
+            raise
+
+    return cast(Function, called)
+
+
+@or_not_at_all
 def rebind(optimizer: PackedOptimizer) -> None:
     """``optimizer.rebind()``."""
     before, now = optimizer._registered, [list(group["params"]) for group in optimizer.param_groups]
+    error: Exception | None = None
     if [len(params) for params in before] != [len(params) for params in now]:
-        raise ValueError(
+        error = ValueError(
             f"the parameter groups have {[len(params) for params in now]} parameters now, they had "
             f"{[len(params) for params in before]}; allowed are as many, in the same order"
         )
@@ -104,11 +122,12 @@ def rebind(optimizer: PackedOptimizer) -> None:
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
     optimizer.state, optimizer.buckets = defaultdict(dict), []
-    optimizer._register(optimizer.param_groups, _error_in_groups(optimizer), differ)
-    loading.fill(optimizer, saving.without_values(moved), origin)
+    optimizer._register(optimizer.param_groups, error or _error_in_groups(optimizer), differ)
+    loading.take_over(optimizer, moved, origin)
     optimizer.rebound(new)
 
 
+@or_not_at_all
 def take_replicas(optimizer: PackedOptimizer) -> None:
     """As :meth:`rebind`, of parameters that FSDP2 averages over replicas no longer: the optimizer does, from now on."""
     if isinstance(optimizer.topology.backend, MeshBackend):

@@ -68,6 +68,13 @@ def fill(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) ->
     optimizer.loaded(entries, origin)
 
 
+def take_over(optimizer: PackedOptimizer, state: Mapping[Any, Any], origin: Origin | None) -> None:
+    """Copies ``state``, by parameter and of ``origin``, into buckets that were made anew, and puts back what users have
+    added to it."""
+    fill(optimizer, saving.without_values(state), origin)
+    keep_users(optimizer, saving.added_by_users(state, our_names(optimizer)))
+
+
 def _report_left_out(optimizer: PackedOptimizer, origin: Origin | None, here: Origin) -> None:
     """Warns that residuals of ``origin`` were left out."""
     keeps = origin is not None and origin[0] == 0 and origin[1:] == here[1:]  # rank 0, given its own

@@ -184,7 +184,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: on every rank, if there are more or fewer parameters than before, or what the constructor
-                raises.
+                raises. Nothing has changed then, and it may be called again with what is allowed.
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("rebind()")
@@ -643,8 +643,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.make_buckets(group)
         self._registered = [list(group["params"]) for group in self.param_groups]
-        loading.fill(self, saving.without_values(state), origin)
-        loading.keep_users(self, saving.added_by_users(state, loading.our_names(self)))
+        loading.take_over(self, state, origin)
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
