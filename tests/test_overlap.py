@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from functools import partial
 from typing import Any
@@ -380,6 +381,52 @@ def test_another_decay_between_backward_and_step(decoupled):
             optimizer.step()
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("lacking", [True, False])
+def test_a_state_that_is_loaded_between_backward_and_step(lacking, again):
+    """What backward has begun is given up: a run is the one without overlap, to the bit. So it is where a rank has
+    begun nothing for want of a gradient, and where the model goes back, too."""
+
+    def run(backend, overlap):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        train(model, optimizer, range(6), backend.rank, 2)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, range(6, 7), backend.rank, 2)
+        first = next(p for p in optimizer.buckets[0].params if p.numel())
+        for t in range(7, 9):
+            backward_without(model, t, backend, {first} if lacking and backend.rank == 1 else set())
+            optimizer.load_state_dict(kept[1])
+            if again:
+                model.load_state_dict(kept[0])
+                backward(model, t, backend.rank, 2)
+            optimizer.step()
+        train(model, optimizer, range(9, 11), backend.rank, 2)
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    for plain, overlapped in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        assert same_bits(plain[0], overlapped[0])
+        assert same_bits(plain[1], overlapped[1])
+
+
+def test_a_state_that_does_not_fit_between_backward_and_step():
+    """It is refused, and the step is taken as if nothing had been."""
+
+    def run(backend, spoil):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        backward(model, 6, backend.rank, 2)
+        if spoil:
+            with pytest.raises(ValueError, match="parameter group"):
+                optimizer.load_state_dict({"state": {}, "param_groups": []})
+        optimizer.step()
+        train(model, optimizer, range(7, STEPS), backend.rank, 2)
+        return params_of(model)
+
+    assert same_bits(on_threads(2, lambda b: run(b, True))[0], on_threads(2, lambda b: run(b, False))[0])
 
 
 def test_a_grad_scaler():

@@ -517,6 +517,22 @@ class CommOptimizer(PackedOptimizer):
             return None
         return ValueError("overlap=True has begun the next step in backward(): take the mean after step(), not before")
 
+    @torch.no_grad()
+    def give_up_step(self) -> None:
+        """Starts all of a step that has begun in backward, as other ranks may have, and stops it at the barrier."""
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight.abort()
+        except CollectiveError:
+            self._in_flight.pipeline.abandon()
+            raise
+        finally:
+            self._in_flight = None
+            self.topology.receipt.clear()
+            self._watch()
+            self.topology.traffic.leave_out()
+
     def steps_locally(self) -> bool:
         """True if the next step communicates nothing."""
         return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]

@@ -174,6 +174,7 @@ class StepInFlight:
                 "but the last backward() of a step in `with optimizer.no_sync():` (DDP: model.no_sync()), or create "
                 "the optimizer with overlap=False"
             )
+        self._overlapped = True
         if self.buckets[index].sharded:
             settle([p])
         self._waiting[index].discard(id(p))

@@ -124,6 +124,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Error that forbids this rank to take the mean now, if there is one."""
         return None
 
+    def give_up_step(self) -> None:
+        """Hook for when a state is loaded: ends without effect a step that has begun in backward."""
+
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """Prepares loaded ``entries``, by parameter, of ``origin``, before they are copied into buffers."""
         return entries
@@ -571,12 +574,17 @@ class PackedOptimizer(torch.optim.Optimizer):
         mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
         have added to ``state``, or to a parameter's, are kept as they are.
 
+        Communicates nothing, but for between ``backward()`` and ``step()`` with ``overlap=True``: there all ranks must
+        call it, and what the step has begun with ends without effect.
+
         Raises:
             ValueError: if groups, parameters or shapes do not match, or if it is the state of another optimizer;
                 nothing is changed then.
             RuntimeError: within :meth:`averaged`.
+            commopt.comm.CollectiveError: a collective of the step that had begun failed or timed out.
         """
         self.refuse_inside_averaged("load_state_dict()")
+        self.give_up_step()
         if not isinstance(state_dict, dict):
             foreign.check_form(state_dict)
         self._of_ranks = None
