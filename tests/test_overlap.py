@@ -16,7 +16,7 @@ from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensor
 from commopt import OneBitAdam
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
 from commopt.compress import Identity, Sign
-from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.optim.agreement import AGREEMENT_BYTES, OutOfStep
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
 STEPS = 9
@@ -502,6 +502,24 @@ def test_a_rank_that_never_joins_is_an_error_that_names_step_and_bucket(overlap,
                 train(model, optimizer, range(6, 7), backend.rank, 2)
 
     ThreadWorld(2, timeout=1.0).run(run)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_another_learning_rate_on_one_rank_is_an_error_on_all(lacking):
+    """Also where a rank has begun nothing for want of a gradient, and the other waits for its first bucket."""
+
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        first = next(p for p in optimizer.buckets[0].params if p.numel())
+        backward_without(model, 6, backend, {first} if backend.rank == lacking else set())
+        if backend.rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(OutOfStep, match=r"lr of parameter group 0 is 0\.5 on rank 1 and 0\.01 on rank 0"):
+            optimizer.step()
+
+    ThreadWorld(2, timeout=5.0).run(run)
 
 
 def test_unfreezing_on_one_rank_only_is_an_error_on_all():

@@ -205,7 +205,8 @@ class Agreement:
         return StepDecision([] if usable else [0], norm, report.present, False, False, growth=report.growth)
 
     def _read(self) -> list[list[float]]:
-        """Reports of all ranks, by rank; starts the second collective if it is needed.
+        """Reports of all ranks, by rank; starts the second collective if it is needed. Communicates nothing else: ranks
+        may call it differently often.
 
         Raises:
             Exception: the step is refused.
@@ -231,9 +232,7 @@ class Agreement:
                     f"{self._where}: ranks hold different numbers of trainable parameters: {row[5]:.0f} on rank "
                     f"{rank}, {count} on rank {first}; freeze and unfreeze the same ones on every rank"
                 )
-        if any(row[6] != table[0][6] for row in table):
-            self._raise_different_terms()
-        if any(row[3] for row in table):
+        if any(row[3] for row in table) and _same_terms(table):
             mine = 0 if self._holders is None else stages[self._holders.rank]
             sizes = {stage: count for stage, (count, _) in counts.items()}
             start = sum(count for stage, count in sizes.items() if stage < mine)
@@ -267,6 +266,8 @@ class Agreement:
 
     def _settle(self) -> StepDecision:
         table = self._read()
+        if not _same_terms(table):
+            self._raise_different_terms()
         report, backend = self._report, self._backend
         assert backend is not None
         present: Sequence[bool] = report.present
@@ -330,6 +331,11 @@ def clipped_alike(squares: Sequence[float]) -> bool:
 def is_usable(square_norm: float) -> bool:
     """True if gradients with this sum of squares can be stepped on; False for NaN."""
     return square_norm <= LARGEST_NORM**2
+
+
+def _same_terms(table: Sequence[Sequence[float]]) -> bool:
+    """True if all ranks have reported the same terms."""
+    return all(row[6] == table[0][6] for row in table)
 
 
 def _as_json(terms: Sequence[Mapping[str, Any]]) -> str:
