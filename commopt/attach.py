@@ -90,6 +90,26 @@ class Attachment:
                 "model.join(throw_on_early_termination=True)"
             )
 
+    def refuse_scaler(self) -> None:
+        """Raises ValueError, on every rank, where a GradScaler's scales may differ between ranks, and DDP averages the
+        scaled gradients of parameters that are another optimizer's."""
+        optimizer, model = self._optimizer(), self._model()
+        if optimizer is None or model is None or getattr(optimizer, "found_inf", None) is None:
+            return
+        if self._group.size() == 1 or all(map(optimizer.lets_average, optimizer.param_groups)):
+            return
+        owned = optimizer.group_of()
+        others = sum(p.requires_grad and id(p) not in owned for p in model._module_parameters)
+        if others:
+            self.clear()
+            raise ValueError(
+                f"{others} trainable parameters of the DistributedDataParallel are not this optimizer's, and their "
+                "gradients are averaged as they are scaled, but a GradScaler whose rank overflows alone, as it may "
+                "where gradients stay local, halves its scale alone: replicas would drift apart. Give this optimizer "
+                "all of them, freeze those that nobody trains, wrap each optimizer's part of the model in a "
+                "DistributedDataParallel of its own, or train in bfloat16 without a scaler"
+            )
+
     def clear(self) -> None:
         self.averaged, self._late = {}, False
 

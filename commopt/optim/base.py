@@ -245,6 +245,8 @@ class CommOptimizer(PackedOptimizer):
 
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
+            differ = any(group["scales_may_differ"] for group in self.param_groups)
+            self.param_groups[-1]["scales_may_differ"] = differ
             binding.take_mesh(self, self.param_groups[-1])
             binding.check_held(self, self.param_groups[-1]["params"])
             where = f"parameter group {len(self.param_groups) - 1}"
@@ -292,8 +294,9 @@ class CommOptimizer(PackedOptimizer):
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
             ValueError: for sparse gradients, and for what ``overlap=True`` excludes: a GradScaler, gradients or
-                hyper-parameters changed between backward and step(). On the other ranks RuntimeError. Nothing has
-                changed then.
+                hyper-parameters changed between backward and step(). On the other ranks RuntimeError. For a GradScaler
+                after the warm-up, if an attached DDP model has parameters of another optimizer. Nothing has changed
+                then.
             commopt.optim.agreement.OutOfStep: a rank has another learning rate, or is at another step.
             commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
             commopt.comm.MessageDamaged: what was received is not what was sent. Parameters and momenta are as before,
@@ -310,6 +313,7 @@ class CommOptimizer(PackedOptimizer):
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
+            self._attachment.refuse_scaler()
         loss = loss_of(closure)
         step = self.step_in_flight()
         try:

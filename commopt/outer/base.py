@@ -371,6 +371,7 @@ class OuterOptimizer(PackedOptimizer):
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
+            self._attachment.refuse_scaler()
         error = None
         loss = loss_of(closure)
         self.follow()
