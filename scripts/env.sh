@@ -2,6 +2,7 @@
 #
 #   ensure_env EXTRAS     make or refresh .venv for pyproject.toml's extras, for example train or train,test
 #   ensure_mpi            make sure that there is an mpirun, or say that there is none
+#   default_config WORD.. the config to train where the words of `commopt train` name none; nothing where they do
 #   wait_for PID          wait for a child, whatever signals are trapped meanwhile; its exit status
 #
 # ensure_env installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
@@ -92,6 +93,19 @@ ensure_mpi() { # installs Open MPI from the system's packages if nobody has; goe
     "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null ||
         { "${install[@]}" update && "${install[@]}" install -y --no-install-recommends "$packages" >/dev/null; } ||
         printf '%s\n' "$(basename "$0"): apt-get failed: the lines above say why" "$skipped" >&2
+}
+
+default_config() { # WORD...
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            --config | --config=*) return 0 ;;
+            --help | --print_config | --*=*) ;;
+            --*) shift $(($# > 1)) ;; # its value
+            *) return 0 ;;
+        esac
+        shift
+    done
+    echo "$ROOT/configs/gpt_quick.yaml"
 }
 
 wait_for() { # PID

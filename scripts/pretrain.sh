@@ -18,9 +18,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 ensure_env train
 
-if [ $# -eq 0 ] || [[ "$1" == --* ]]; then
-    set -- "$ROOT/configs/gpt_quick.yaml" "$@"
-fi
+config="$(default_config "$@")"
+set -- ${config:+"$config"} "$@"
 where=(--standalone)
 if [ "${COMMOPT_MACHINES:-1}" != 1 ]; then
     [ -n "${COMMOPT_MACHINE:-}" ] || fail "COMMOPT_MACHINES=$COMMOPT_MACHINES needs COMMOPT_MACHINE: 0, 1, ..."

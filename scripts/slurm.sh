@@ -3,9 +3,10 @@
 #
 #   sbatch --nodes=4 --gpus-per-node=8 --time=24:00:00 scripts/slurm.sh [CONFIG.yaml] [--section.key=value ...]
 #
-# Every machine runs scripts/pretrain.sh, and that one process per GPU. Five minutes before the time limit the trainers
-# save a checkpoint and the job goes back into the queue. When it starts again, after that, a preemption or the loss of a
-# machine, it goes on from the newest checkpoint. scancel, too, lets them save one, within Slurm's KillWait.
+# Every machine runs scripts/pretrain.sh, and that one process per GPU. Without CONFIG it trains configs/gpt_quick.yaml.
+# Five minutes before the time limit the trainers save a checkpoint and the job goes back into the queue. When it starts
+# again, after that, a preemption or the loss of a machine, it goes on from the newest checkpoint. scancel, too, lets
+# them save one, within Slurm's KillWait.
 #
 #   MASTER_PORT          a free port of the first machine, instead of 20000 + job number % 10000
 #   COMMOPT_PROCESSES, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, ...   reach the trainers as they are
@@ -31,6 +32,8 @@ fi
 source "$SLURM_SUBMIT_DIR/scripts/env.sh"
 ensure_env train # here once, and not on all machines at the same time
 
+config="$(default_config "$@")"
+set -- ${config:+"$config"} "$@"
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     set -- "$@" --resume=auto
 fi

@@ -30,7 +30,9 @@ DOCUMENTED = re.findall(
 PYTHON = """
 case "$1 $2" in
 "-c "*) echo 8 ;;
-"-m commopt") if [ -n "${MISTAKE:-}" ]; then echo "commopt: error: $MISTAKE" >&2; exit 2; fi ;;
+"-m commopt")
+    if [ -n "${MISTAKE:-}" ]; then echo "commopt: error: $MISTAKE" >&2; exit 2; fi
+    echo "$*" >>"$LOG/checked" ;;
 "-m commopt.train.launcher")
     printf '%s\\n' "$@" >"$LOG/launch-${COMMOPT_MACHINE:-}"
     printf '%s\\n' "${GLOO_SOCKET_IFNAME:-}" >"$LOG/environment-${COMMOPT_MACHINE:-}"
@@ -120,6 +122,34 @@ WORDS = ("configs/some config.yaml", "--optim.args={freeze_step: 5}", "--train.r
 def test_one_machine_stands_alone(cluster: Cluster) -> None:
     assert cluster.run("pretrain.sh", *WORDS) == (0, "")
     assert cluster.started("") == ["--standalone", "--nproc-per-node=8", "-m", "commopt", "train", *WORDS]
+
+
+QUICK = "configs/gpt_quick.yaml"
+"""Trained where the words name no config."""
+
+NAMED = [
+    ("pretrain.sh", [], True),
+    ("pretrain.sh", ["--optim.lr", "1e-4", "--train.steps=3"], True),
+    ("pretrain.sh", ["--optim.lr=1e-4", "mine.yaml"], False),
+    ("pretrain.sh", ["--optim.lr", "1e-4", "mine.yaml"], False),
+    ("pretrain.sh", ["--config=mine.yaml"], False),
+    ("slurm.sh", [], True),
+    ("slurm.sh", ["--optim.lr=1e-4"], True),
+    ("slurm.sh", ["--optim.lr=1e-4", "--config", "mine.yaml"], False),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "quick"), NAMED, ids=[" ".join([one, *words]) for one, words, _ in NAMED])
+def test_a_config_of_ones_own_is_trained_as_it_is_and_else_the_quick_one(
+    cluster: Cluster, script: str, words: list[str], quick: bool
+) -> None:
+    """What is checked before is what is trained."""
+    job = {**cluster.job, "HOSTS": "node7"} if script == "slurm.sh" else {}
+    assert cluster.run(script, *words, **job) == (0, "")
+    trained = [*([f"{cluster.root}/{QUICK}"] if quick else []), *words]
+    launched = cluster.started("0" if job else "")
+    assert launched[launched.index("train") + 1 :] == trained
+    assert set(cluster.calls("checked")) == {" ".join(["-m commopt train", *trained, "--print_config"])}
 
 
 def test_pretrain_starts_what_the_recipes_say_on_each_machine(cluster: Cluster) -> None:
