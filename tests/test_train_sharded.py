@@ -187,6 +187,36 @@ def test_weights_of_another_run_with_or_without_a_mesh(four: Pool, tiny: Make, s
         assert "take it up with one, such as --parallel.replicate=2" in message
 
 
+def on_older_torch(config: Config) -> Any:
+    """Trains where torch does not know some arguments, as 2.6 does not."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed import tensor
+
+    def older(function: Callable[..., Any], unknown: str) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            if unknown in given:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
+            return function(*args, **given)
+
+        return call
+
+    with (
+        mock.patch.object(dcp, "save", older(dcp.save, "no_dist")),
+        mock.patch.object(dcp, "load", older(dcp.load, "no_dist")),
+        mock.patch.object(tensor, "distribute_tensor", older(tensor.distribute_tensor, "src_data_rank")),
+    ):
+        return run(config)
+
+
+def test_a_torch_that_knows_fewer_arguments(four: Pool, tiny: Make, tmp_path: Path) -> None:
+    """Cuts the model, saves it, and takes it up."""
+    settings = {"model": {"layers": 1}, "optim": WARM, "parallel": {"tensor": 2}}
+    for steps in (1, 2):
+        train = {"steps": steps, "eval_samples": 4}
+        four.run(on_older_torch, tiny(tmp_path, **settings, train=train, resume="auto"), ranks=2)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
 class Evil:
     """Runs code where it is unpickled."""
 

@@ -102,7 +102,7 @@ def tensor_style(cut: Cut) -> Any:
         for name, p in list(module.named_parameters(recurse=False)):
             whole = name == "bias" and cut == "in"
             place = Replicate() if whole else Shard(0 if name == "bias" else dim)
-            piece = distribute_tensor(p.detach(), mesh, [place], src_data_rank=None)  # all ranks have the same
+            piece = distribute_tensor(p.detach(), mesh, [place])
             module.register_parameter(name, nn.Parameter(piece, p.requires_grad))
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

@@ -94,7 +94,7 @@ def write(folder: Path, tensors: Tensors, world: World) -> None:
     writer = FileSystemWriter(folder / PIECES)
     writer.fs = _Files()
     try:
-        _together(lambda **where: dcp.save(dict(tensors), storage_writer=writer, **where), world)
+        _together(lambda group: dcp.save(dict(tensors), storage_writer=writer, process_group=group), world)
     except CheckpointException as error:
         raise _cause(error) from error
 
@@ -102,7 +102,8 @@ def write(folder: Path, tensors: Tensors, world: World) -> None:
 def read(folder: Path, tensors: Tensors, world: World) -> None:
     """Reads ``tensors`` of the checkpoint ``folder``, into the memory that they have. Raises DamagedError."""
     try:
-        _together(lambda **where: dcp.load(dict(tensors), storage_reader=_Reader(folder / PIECES), **where), world)
+        reader = _Reader(folder / PIECES)
+        _together(lambda group: dcp.load(dict(tensors), storage_reader=reader, process_group=group), world)
     except CheckpointException as error:
         raise DamagedError(f"checkpoint {folder} does not fit: {explain(_cause(error))}") from error
 
@@ -113,10 +114,9 @@ def files_of(folder: Path, world: World) -> list[Path]:
     return [*mine, folder / PIECES / ".metadata"] if world.is_main else mine
 
 
-def _together(work: Callable[..., None], world: World) -> None:
-    control = getattr(world.control, "group", None)
+def _together(work: Callable[[dist.ProcessGroup | None], Any], world: World) -> None:
     try:
-        work(process_group=control, no_dist=not dist.is_initialized())
+        work(getattr(world.control, "group", None))
     except RuntimeError as error:
         if is_loss_of_contact(error):
             raise CollectiveError(str(error)) from error
