@@ -160,6 +160,45 @@ def test_numbers_that_stand_for_null_are_no_change(
             run(tiny(tmp_path, model=llama | other, **folder))
 
 
+SPELLINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"optim": {"args": {"betas": (0.9, 0.98)}}}, {"optim": {"args": {"betas": [0.9, 0.98]}}}),
+    (
+        {"optim": {"args": {"warmup_compressor": "Int8"}}},
+        {"optim": {"args": {"warmup_compressor": {"name": "Int8", "args": {}}}}},
+    ),
+    (
+        {"optim": BASELINE, "comm": {"compress": {"name": "Int4", "feedback": "LoCo"}}},
+        {"optim": BASELINE, "comm": {"compress": {"name": "Int4", "feedback": {"name": "LoCo"}}}},
+    ),
+    (
+        {"optim": {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"betas": (0.9, 0.98)}}}},
+        {"optim": {"name": "DiLoCo", "args": {"base": "AdamW", "base_args": {"betas": [0.9, 0.98]}}}},
+    ),
+]
+"""As one writes it in Python, and in YAML."""
+
+
+@pytest.mark.parametrize(("one", "other"), SPELLINGS, ids=str)
+def test_another_spelling_is_no_other_setting(
+    tiny: Make, tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    python, yaml = (asdict(tiny(tmp_path, **sections)) for sections in (one, other))
+    assert python != yaml
+    assert resume._check_settings(python, yaml, tmp_path) == resume._check_settings(yaml, python, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "args", [{"betas": [0.98, 0.9]}, {"warmup_compressor": {"name": "Int8", "args": {"block": 64}}}], ids=str
+)
+def test_what_only_looks_alike_is_another_setting(tiny: Make, tmp_path: Path, args: dict[str, Any]) -> None:
+    from commopt.train.errors import CheckpointError
+
+    saved = asdict(tiny(tmp_path, optim={"args": {"betas": (0.9, 0.98), "warmup_compressor": "Int8"}}))
+    given = asdict(tiny(tmp_path, optim={"args": {"betas": (0.9, 0.98), "warmup_compressor": "Int8", **args}}))
+    with pytest.raises(CheckpointError, match=r"made with optim\.args="):
+        resume._check_settings(saved, given, tmp_path)
+
+
 def test_a_new_run_does_not_overwrite_an_old_one(tiny: Make, unstopped: Path) -> None:
     from commopt.train.errors import CheckpointError
 

@@ -353,10 +353,22 @@ class Config:
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the sections of a config as a tree, by their whole names."""
+    """The settings of the sections of a config as a tree, by their whole names, to be compared: what means the same is
+    the same."""
     tree = {"parallel": asdict(ParallelConfig()), **tree}  # checkpoints from before there was one have none
     return {
-        f"{section}.{name}": value
+        f"{section}.{name}": _plain(value)
         for section in ("model", "data", "optim", "comm", "parallel", "train")
         for name, value in tree.get(section, {}).items()  # nor comm
     }
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with lists for tuples, and Int8 for {name: Int8, args: {}}."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "name" in value and value.keys() <= {"name", "args"} and not value.get("args"):
+        return value["name"]
+    return {key: _plain(item) for key, item in value.items()}
