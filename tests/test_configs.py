@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -374,6 +375,25 @@ def test_settings_of_an_optimizer_come_between_file_and_command_line(tmp_path: P
     assert (more.optim.decay, more.train.batch_size, more.train.steps, more.init) == ("linear", 64, 9, "runs/first")
     path.write_text(to_yaml(config))  # what a run writes down is what it does, whoever reads it
     assert parse([str(path)]) == config
+
+
+OF_CSER = """
+max_grad_norm: .inf
+lr: 3e-4
+args: {few: &few [-.inf, 1, null, true], word: "1e3", again: *few}
+compressor: {name: RandomBlocks, args: {ratio: .inf, of: "no: 'one' é"}}
+"""
+
+
+def test_settings_are_what_they_are_in_the_section_itself(tmp_path: Path) -> None:
+    """Infinity, too, which is another word in JSON."""
+    path = tmp_path / "c.yaml"
+    path.write_text("optim:\n  name: CSER" + indent(OF_CSER, "  "))
+    plain = parse([str(path)])
+    assert plain.optim.compressor is not None
+    assert plain.optim.compressor.args["ratio"] == plain.optim.max_grad_norm == float("inf")
+    path.write_text("optim:\n  settings:\n    CSER:" + indent(OF_CSER, "      "))
+    assert parse([str(path), "--optim.name=CSER"]) == plain
 
 
 @pytest.mark.parametrize(

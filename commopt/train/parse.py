@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
+import math
 import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -237,7 +237,7 @@ def _plain(key: str, value: str) -> Any:
 def _override(key: str, value: str = "") -> str:
     """The word of the command line that gives ``key`` a value."""
     named = _named(key, value)
-    return f"--{key}={value if named is value else json.dumps(named)}"
+    return f"--{key}={value if named is value else _one_line(named)}"
 
 
 def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
@@ -252,4 +252,23 @@ def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
         resolved[name] = {key if key.split(".")[0] in whole else f"optim.{key}": value for key, value in own.items()}
         _check_tree(resolved[name], f"in optim.settings.{name}")
     own = resolved.get(chosen, {})
-    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()]
+    return [f"--{key}={value if isinstance(value, str) else _one_line(value)}" for key, value in own.items()]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes out aliases, and words in quotes, so that none is read as anything else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _one_line(value: Any) -> str:
+    """``value`` as YAML in one line."""
+    listed = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf)
+    return str(listed)[1:-2]
