@@ -15,6 +15,7 @@ from shipped import ROOT, shipped
 from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import assert_same, content, records
 
+from commopt.compress import Int8
 from commopt.train.config import (
     CommConfig,
     CompressorConfig,
@@ -28,7 +29,7 @@ from commopt.train.config import (
 )
 from commopt.train.errors import ConfigError
 from commopt.train.loop import learning_rate
-from commopt.train.optimizer import check_plan
+from commopt.train.optimizer import check_plan, plan_optimizer
 from commopt.train.parse import from_dict, keys, parse, to_yaml
 
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -298,6 +299,19 @@ def test_a_compressor_is_a_name_or_name_and_args(tmp_path: Path) -> None:
     assert (config.optim.compressor, config.optim.lr) == (CompressorConfig("Int4"), 3e-4)
     assert (config.comm.compress, config.comm.timeout) == (GradientsConfig("Int8", feedback=False), 100.0)
     assert parse([str(path), "--comm.compress=null"]).comm.compress is None
+
+
+def test_what_may_be_left_out_may_be_null(tmp_path: Path) -> None:
+    """So one of a file can be unset from the command line."""
+    path = tmp_path / "c.yaml"
+    path.write_text("optim: {name: OneBitAdam, args: {freeze_step: 5, warmup_compressor: Int8}}")
+    words = [str(path), "--optim.args.warmup_compressor=null"]
+    assert plan_optimizer(parse(words[:1]).optim)[1]["warmup_compressor"] == Int8()
+    assert plan_optimizer(parse(words).optim)[1]["warmup_compressor"] is None
+    check_plan(parse(words))
+    check_plan(parse(["--optim.name=SignMomentum", "--optim.args={sign: null}"]))
+    with pytest.raises(ConfigError, match=r"CSER: reset_compressor must be a RandomBlocks or .*got None"):
+        check_plan(parse(["--optim.name=CSER", "--optim.args={reset_compressor: null}"]))
 
 
 WRONG = [

@@ -80,7 +80,7 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     check(config.args, "optim.args", OWN_KEYS)
     args, steps_with = dict(config.args), cls
     for name in args:
-        if name.endswith("_compressor"):
+        if name.endswith("_compressor") and args[name] is not None:  # whether there must be one, the class says
             args[name] = make_given(args[name], f"optim.args.{name}", commopt.compress, AnyCompressor)
     if issubclass(cls, commopt.outer.OuterOptimizer):
         args, steps_with = plan_outer(cls, args)
@@ -147,7 +147,7 @@ def plan_outer(cls: type, args: Mapping[str, Any]) -> tuple[dict[str, Any], type
     check = check_muon if is_muon(base) else functools.partial(check_arguments, base)
     check(of_base, f"{key}.base_args", {**{name: f"{key}.{name}" for name in own}, **OWN_KEYS})
     check_arguments(base, {"lr": None}, "optim")
-    if "sign" in args:
+    if args.get("sign") is not None:
         args["sign"] = make_given(args["sign"], f"{key}.sign", commopt.outer, commopt.outer.SignRule)
     if args.get("streaming") is not None:
         given = args["streaming"]
