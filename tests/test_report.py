@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -147,6 +148,14 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="no run"):
         read_runs([empty])
+
+
+def test_a_folder_below_one_that_may_not_be_entered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", "AdamW")
+    with mock.patch.object(Path, "is_dir", side_effect=PermissionError(13, "Permission denied")):
+        assert main(["report", str(run), f"--out={tmp_path}/out"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run}: metrics.jsonl cannot be read: Permission denied" in line
 
 
 TOTALS = {"tokens_total": 0, "seconds": 0.0, "fp32_bytes_total": 0, "compressed_steps": 0, "skipped_steps": 0}

@@ -81,9 +81,9 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
 
 
 def _read(folder: Path, label: str) -> Run:
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: give those that train.run_dir named")
     try:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder: give those that train.run_dir named")
         records = read_metrics(folder)
     except OSError as error:
         raise UserError(f"{folder}: {METRICS} cannot be read: {error.strerror}") from None
