@@ -94,6 +94,21 @@ def test_hugging_face_data_set(hf_folder: Path, corpus: Path, tmp_path: Path, mo
     assert len(prepared.train) > len(prepared.heldout) > 0
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [("turns", [{"role": "user"}], "List|list"), ("label", 3, "int64"), ("raw", True, "bool")],
+)
+def test_a_column_that_is_not_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, value: Any, kind: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps({"name": "a", column: value}) + "\n")
+    with pytest.raises(DataError, match=rf"data\.hf_text_field='{column}' must be a column of text, not of .*({kind})"):
+        load_corpus(small(Path(f"hf:{folder}"), tmp_path, hf_text_field=column), ALONE)
+
+
 # --- preparing ---
 
 

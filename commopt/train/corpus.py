@@ -15,6 +15,8 @@ from commopt.train.errors import DataError
 
 log = logging.getLogger(__name__)
 Document = tuple[str, str]
+TEXT = ("string", "large_string", "string_view")
+"""Types of a column of text."""
 STDLIB_SKIPS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -79,7 +81,7 @@ def _text(path: Path) -> str:
 
 
 def _hugging_face(name: str, config: DataConfig) -> Iterator[Document]:
-    from datasets import load_dataset
+    from datasets import Value, load_dataset
 
     try:
         rows: Any = load_dataset(os.path.expanduser(name), config.hf_config, split=config.hf_split)
@@ -90,6 +92,11 @@ def _hugging_face(name: str, config: DataConfig) -> Iterator[Document]:
         columns = ", ".join(rows.column_names)
         raise DataError(
             f"corpus hf:{name}: data.hf_text_field={config.hf_text_field!r} is not one of its columns: {columns}"
+        )
+    kind = rows.features[config.hf_text_field]
+    if not isinstance(kind, Value) or kind.dtype not in TEXT:
+        raise DataError(
+            f"corpus hf:{name}: data.hf_text_field={config.hf_text_field!r} must be a column of text, not of {kind}"
         )
     for index, text in enumerate(rows.select_columns([config.hf_text_field])[config.hf_text_field]):
         yield str(index), text or ""
