@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +182,10 @@ def test_feedback_on_the_command_line() -> None:
             r"comm\.compress\.inside='Int8' .*: FSDP2 must cut the model, or comm\.ranks_per_node say how many",
         ),
         (
+            {"comm": {"compress": {"name": "ACP", "inside": "Int8"}, "ranks_per_node": 2}},
+            r"inside='Int8' is not allowed with comm\.compress\.name=ACP and parallel\.shard=1: .* such as Int4",
+        ),
+        (
             {"comm": {"compress": {"inside": "Differences"}}, "parallel": {"shard": 2}},
             r"comm\.compress\.inside\.name='Differences'",
         ),
@@ -199,11 +205,46 @@ def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], me
         check_plan(tiny(tmp_path, **{"optim": BASE, **settings}))
 
 
-def test_what_does_not_go_with_the_ranks_is_an_error_of_the_config(tiny: Make, tmp_path: Path) -> None:
-    given = {"name": "ACP", "inside": "Int8"}
-    config = tiny(tmp_path, optim=BASE, comm={"compress": given, "ranks_per_node": 2})
-    with open_world() as world, pytest.raises(ConfigError, match=r"comm\.compress: inside="):
-        make_engine(config, torch.nn.Linear(3, 2), world)
+def test_what_does_not_go_with_the_ranks_is_an_error_of_the_config(four: Pool, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim=BASE, comm={"compress": {"name": "ACP"}}, parallel={"shard": 2})
+    for kind, message in four.errors(run, config, ranks=2):
+        assert kind == "ConfigError"
+        assert re.match(r"comm\.compress: ACP\(.* goes by all ranks having the same of a gradient", message)
+
+
+INSIDE = {"name": "Int4", "inside": "Int8"}
+
+
+@pytest.mark.parametrize("places", [0, 2])
+def test_alone_there_is_nothing_inside(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, places: int
+) -> None:
+    config = tiny(tmp_path, optim=BASE, comm={"compress": INSIDE, "ranks_per_node": places})
+    check_plan(config)
+    with open_world() as world:
+        engine = make_engine(config, torch.nn.Linear(3, 2), world)
+    assert isinstance(engine, DataParallel)
+    assert engine.gradients is not None
+    assert engine.gradients.mean.method.inside is None  # type: ignore[attr-defined]
+    assert "comm.compress.inside: a node is one rank here (comm.ranks_per_node), so" in caplog.text
+
+
+def one_a_machine(config: Config) -> Any:
+    """Trains as where each rank has a machine of its own."""
+    with mock.patch("commopt.train.started.local_size", return_value=1):
+        return run(config)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"shard": 2}], ids=["ddp", "sharded over all"])
+def test_one_rank_a_machine_has_nothing_inside(
+    four: Pool, tiny: Make, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    """It is the run without."""
+    settings: dict[str, Any] = {"optim": BASE, "parallel": parallel, "train": {"steps": 2, "checkpoint_every": 2}}
+    for name, given in (("with", INSIDE), ("without", {"name": "Int4"})):
+        comm = {"compress": given, "ranks_per_node": 0}
+        four.run(one_a_machine, tiny(tmp_path / name, comm=comm, **settings), ranks=2)
+    assert records(tmp_path / "with") == records(tmp_path / "without")
 
 
 def test_nodes_are_of_models_that_are_cut_over_all_ranks(tiny: Make, tmp_path: Path) -> None:

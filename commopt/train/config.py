@@ -134,7 +134,7 @@ class GradientsConfig(CompressorConfig):
     inside: str | dict[str, Any] | None = None
     """Compressor inside a machine, a name, or name and args, such as Int8; null for full precision. With
     parallel.shard: of what FSDP2 reduces inside a replica, or inside a node where it cuts the model over all ranks;
-    without, of what the ranks of a node send each other (comm.ranks_per_node)."""
+    without, of what the ranks of a node send each other (comm.ranks_per_node). Nothing where a node is one rank."""
     weights: str | dict[str, Any] | None = None
     """With parallel.shard: compressor of the weights that FSDP2 gathers, such as Int8, or Differences (with args:
     {compressor: ...}); null for full precision."""

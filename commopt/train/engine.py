@@ -150,8 +150,9 @@ class DataParallel:
 
     def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
         """Has means of the gradients compressed. Raises ConfigError for what does not go with these ranks."""
+        given = _where_there_are_nodes(plan, world)
         try:
-            return compress_gradients(self.module, **self.ranks(world), **plan)
+            return compress_gradients(self.module, **self.ranks(world), **given)
         except ValueError as error:
             raise ConfigError(f"comm.compress: {error}") from error
 
@@ -228,6 +229,16 @@ class DataParallel:
     def residual_ratio(self) -> float | None:
         """Nobody adds it up."""
         return None
+
+
+def _where_there_are_nodes(plan: Mapping[str, Any], world: World) -> Mapping[str, Any]:
+    """``plan`` without what compresses inside a node, where that is one rank: nothing is sent there."""
+    alike = world.mesh is None or world.mesh["shard"].size() == world.size  # else replicas are the nodes
+    if "inside" not in plan or not alike or isinstance(world.backend, NodesBackend):
+        return plan
+    if world.is_main:
+        log.warning("comm.compress.inside: a node is one rank here (comm.ranks_per_node), so that nothing is inside")
+    return {name: value for name, value in plan.items() if name != "inside"}
 
 
 class Hybrid(DataParallel):

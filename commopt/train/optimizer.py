@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import ModuleType, UnionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from commopt.gradients import Differences, LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim.plain import PlainOptimizer
 from commopt.train.backend import backend_class
-from commopt.train.config import Config, OptimConfig
+from commopt.train.config import Config, GradientsConfig, OptimConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import parameter_groups
 from commopt.train.muon import check_muon, is_muon, make_muon
@@ -108,12 +108,30 @@ def plan_compression(config: Config) -> dict[str, Any] | None:
     for name, value in (("inside", given.inside), ("weights", given.weights)):
         if value is not None:
             out[name] = plan_exchange(value, f"{key}.{name}", differences=name == "weights")
-            if config.parallel.shard == 1 and (name == "weights" or config.comm.ranks_per_node == 1):
-                nodes = "" if name == "weights" else ", or comm.ranks_per_node say how many ranks are a machine"
-                raise ConfigError(
-                    f"{key}.{name}={value!r} is not allowed with parallel.shard=1: FSDP2 must cut the model{nodes}"
-                )
+    if config.parallel.shard == 1:
+        _check_whole(config, given, isinstance(named, Compressor))
     return out
+
+
+def _check_whole(config: Config, given: GradientsConfig, of_rows: bool) -> None:
+    """Raise ConfigError for what cannot be compressed where FSDP2 does not cut the model. ``of_rows``: whether the
+    compressor of the mean gradients is one of rows."""
+    cut, inside = "FSDP2 must cut the model", given.inside is not None
+
+    def refuse(name: str, allowed: str, beside: str = "") -> NoReturn:
+        what = f"comm.compress.{name}={getattr(given, name)!r}"
+        raise ConfigError(f"{what} is not allowed with {beside}parallel.shard=1: {allowed}")
+
+    if given.weights is not None:
+        refuse("weights", cut)
+    if inside and config.comm.ranks_per_node == 1:
+        refuse("inside", f"{cut}, or comm.ranks_per_node say how many ranks are a machine")
+    if inside and not of_rows:
+        refuse(
+            "inside",
+            f"{cut}, or the other compressor be one of rows such as Int4",
+            f"comm.compress.name={given.name} and ",
+        )
 
 
 def plan_exchange(given: Any, key: str, differences: bool) -> Compressor | Differences:
