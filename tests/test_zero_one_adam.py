@@ -323,7 +323,9 @@ def test_a_variance_that_does_not_settle_is_reported_after_100_steps_and_at_the_
     assert not caplog.text
     on_threads(2, partial(growing, variance=VariancePolicy(1000, "auto")))
     assert caplog.text.count("ZeroOneAdam: after 100 steps the variance has not settled (the squares") == 1
-    assert caplog.text.count("VariancePolicy(stop=<an int>) lets local steps begin at a step of your choice") >= 1
+    assert (
+        caplog.text.count("VariancePolicy(stop=<an int>) and a SyncPolicy that fits the run let local steps begin") >= 1
+    )
     gc.collect()
     assert caplog.text.count("ZeroOneAdam: the run ends after 120 steps in which ranks sent something at each") == 1
 

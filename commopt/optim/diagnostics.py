@@ -280,8 +280,8 @@ def tell_if_never_settled(optimizer: str, run: Mapping[str, Any]) -> None:
     if run["waiting"] and run["waited"] >= run["enough"]:
         logger.warning(
             "%s: the run ends after %d steps in which ranks sent something at each: the variance has not settled, as "
-            "VariancePolicy(stop='auto') waits for. VariancePolicy(stop=<an int>) lets local steps begin at a step of "
-            "your choice",
+            "VariancePolicy(stop='auto') waits for. VariancePolicy(stop=<an int>) and a SyncPolicy that fits the run "
+            "let local steps begin",
             optimizer, run["waited"],
         )  # fmt: skip
 

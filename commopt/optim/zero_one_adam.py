@@ -76,8 +76,8 @@ from commopt.optim.thaw import defaults as thaw_defaults
 logger = logging.getLogger("commopt")
 
 UNTIL = (
-    "ranks still send something in every step; VariancePolicy(stop=<an int>) lets local steps begin at a step of your "
-    "choice"
+    "ranks still send something in every step; VariancePolicy(stop=<an int>) and a SyncPolicy that fits the run let "
+    "local steps begin"
 )
 WORDS = Words("variance_stop", UNTIL, "a larger VariancePolicy(stop=)", "all ranks refresh it again, in full precision")
 _POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
@@ -108,12 +108,13 @@ class ZeroOneAdam(CommOptimizer):
         maximize: go up instead of down.
         decoupled_weight_decay: whether the decay is AdamW's, x (1 - lr wd), or Adam's, a part of each rank's gradient,
             g_i + wd x_i.
-        variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` is the one number that
-            must fit the run: local steps begin there; "auto" finds it as 1-bit Adam does. In a parameter group it
-            is the numbers ``variance_kappa`` and ``variance_stop``.
+        variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` must fit the run: ``sync``
+            counts from there; "auto" finds it as 1-bit Adam does. In a parameter group it is the numbers
+            ``variance_kappa`` and ``variance_stop``.
         thaw: whether a variance that was stopped too early moves again (:mod:`commopt.optim.thaw`): "auto" if its
             ``stop`` was "auto", "always", or "never". A warning says that it was, in any case.
-        sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments; ``sync_first``, ``sync_double_every`` and
+        sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments, which must fit the run, too: by default the
+            first local step comes 32,678 steps after ``stop``. ``sync_first``, ``sync_double_every`` and
             ``sync_longest`` in a group.
         compressor: what is sent at T_u; ``Sign()`` if None.
         max_grad_norm: clip to this norm, > 0, or None. The norm is sqrt(mean_i ||g_i||^2), as in ``OneBitAdam``; in a
