@@ -33,6 +33,7 @@ from worlds import (
 
 from commopt import Guard, Lamb, OneBitLamb, attach
 from commopt.bucket import ROW_MULTIPLE
+from commopt.comm import CollectiveError, ThreadBackend
 from commopt.compress import Compressor, Identity, Sign
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
@@ -879,6 +880,79 @@ def test_what_is_sent_and_the_residuals_add_up_over_a_run():
                 for when in (2, 3)
             )
             torch.testing.assert_close(a[step][1][i] + now, mean + residuals, rtol=1e-12, atol=1e-13 * 100**i)
+
+
+class _Lost:
+    """A collective that fails when it is waited for."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection reset")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Failing(ThreadBackend):
+    """A rank one of whose collectives of bytes fails: that which ``calls_left`` counts down to, at once, or
+    when it is waited for if it ``starts``."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls_left, self.starts = [0], [True]
+
+    def part(self, ranks):
+        """The lines of it fail as well."""
+        line = super().part(ranks)
+        line.calls_left, line.starts = self.calls_left, self.starts
+        return line
+
+    def _next(self, start: Any, out: Tensor) -> Any:
+        self.calls_left[0] -= out.dtype == torch.uint8
+        if self.calls_left[0] != 0 or out.dtype != torch.uint8:
+            return start()
+        if not self.starts[0]:
+            raise CollectiveError("connection reset")
+        return _Lost()
+
+    def all_to_all(self, out, inp):
+        return self._next(partial(super().all_to_all, out, inp), out)
+
+    def all_gather(self, out, inp):
+        return self._next(partial(super().all_gather, out, inp), out)
+
+
+@pytest.mark.parametrize(
+    ("left", "starts", "scaling"),
+    [(2, False, "tensor"), (1, True, "element"), (3, True, "tensor"), (4, True, "element"), (6, True, "tensor")],
+)
+def test_after_a_collective_that_failed_residuals_are_in_the_units_of_the_momentum(left, starts, scaling):
+    """Three chunks are sent, and three come back. A message may be lost, but what was not compressed yet is there."""
+
+    def run(backend):
+        backend = Failing(backend.world, backend.rank)
+        p = nn.Parameter(torch.ones(1536))
+        optimizer = OneBitLamb(
+            [p], 1e-3, freeze_step=3, bucket_mb=0.002, compressor=Sign(block=8), scaling=scaling, backend=backend
+        )
+        for step in range(8):
+            g = torch.Generator().manual_seed(10 * step + backend.rank)
+            p.grad = 1e-6 * torch.randn(p.shape, generator=g)
+            before = {k: v.clone() for k, v in optimizer.residuals[p].items()}
+            if step < 7:
+                optimizer.step()
+        backend.calls_left[0], backend.starts[0] = left, starts
+        with pytest.raises(CollectiveError, match="connection reset"):
+            optimizer.step()
+        (after,) = optimizer.state_dict()["residuals"]["state"].values()
+        for name, x in before.items():
+            assert 0 < x.norm() < 1e-3
+            assert after[name].norm() < 3 * x.norm(), name
+        assert len(optimizer.buckets[0].chunks) == 3
+        stays = [torch.equal(before["worker_error"].view(2, -1)[:, a:b], after["worker_error"].view(2, -1)[:, a:b])
+                 for a, b in optimizer.buckets[0].chunks]  # fmt: skip
+        assert stays == [False, False, not starts]
+
+    on_threads(2, run)
 
 
 def test_a_deep_copy_goes_on_as_the_original_would():

@@ -106,6 +106,7 @@ def compressed_mean(
     back: Backend | None = None,
     chunks: Sequence[Chunk] | None = None,
     active: Tensor | None = None,
+    scaling: Tensor | None = None,
 ) -> Generator[Work, None, list[InFlightChunk]]:
     """The mean over all ranks of what each compresses, still as bytes: the same on every rank.
 
@@ -130,6 +131,8 @@ def compressed_mean(
         chunks: what to send at a time, multiples of ``compressor.chunk_multiple``; None for all of it.
         active: (D / 8,) uint8 bit mask, least significant bit first, or None for all. Inactive elements (bit 0) become
             0 in the server's residual and in the result.
+        scaling: (D / W,) factor k > 0 of what this rank averages, where ``compress`` is of k times the input: the
+            server's residual counts k times, and what is lost is divided by k.
 
     Yields:
         Each collective that sends; the caller waits for it before it resumes the generator.
@@ -149,7 +152,12 @@ def compressed_mean(
 
     def send_back(start: int, stop: int, own: Tensor, received: Tensor) -> InFlightChunk:
         mask = None if rows is None else rows[rank, start // 8 : (stop + 7) // 8]
-        compressor.reduce(received, server[start:stop], own, mask, after[start:stop])
+        residual, lost = server[start:stop], after[start:stop]
+        if scaling is not None:
+            residual = torch.mul(residual, scaling[start:stop], out=lost)
+        compressor.reduce(received, residual, own, mask, lost)
+        if scaling is not None:
+            lost.div_(scaling[start:stop])
         return InFlightChunk((start, stop), received, (back or backend).all_gather(received, own))
 
     def turn(sent: list[tuple[Chunk, Tensor, Tensor, Work]]) -> Generator[Work, None, list[InFlightChunk]]:

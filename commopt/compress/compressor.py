@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.ops.reference import adam_in_columns_, mask_of_columns, momentum_of_columns, write_columns
+from commopt.ops.reference import (
+    adam_in_columns_,
+    mask_of_columns,
+    momentum_of_columns,
+    pieces_between,
+    write_columns,
+)
 
 PAYLOAD_ALIGN = 16
 """Bytes of a payload row are a multiple of this, so that rows can be viewed as float32 and float64."""
@@ -24,6 +30,17 @@ PAYLOAD_ALIGN = 16
 def align(nbytes: int) -> int:
     """``nbytes`` rounded up to a whole number of payload units."""
     return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
+
+Chunk = tuple[int, int]
+"""The chunk [start, stop) of every row."""
+
+
+def runs_of(chunk: Chunk, rows: int, n: int) -> list[tuple[int, int]]:
+    """Elements [first, end) of ``rows`` rows of ``n``, end to end, that are in ``chunk``: one run if it is all of them,
+    else one of each row."""
+    start, stop = chunk
+    return [(0, rows * n)] if stop - start == n else [(r * n + start, r * n + stop) for r in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,12 @@ class Momentum:
     def nothing(cls, like: Tensor) -> Momentum:
         """Zeros, as many as ``like`` has."""
         return cls(like.view(-1), [], [], 0.0, 0.0)
+
+    def between(self, first: int, end: int) -> Momentum:
+        """Its elements [first, end)."""
+        if end - first == self.m.numel():
+            return self
+        return Momentum(self.m[first:end], *pieces_between(self.grads, self.offsets, first, end), self.beta, self.alpha)
 
     def columns(self, rows: int, start: int, stop: int) -> Tensor:
         """It, formed: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor (rows, stop - start)."""
@@ -75,10 +98,6 @@ class FrozenAdam:
     sqrt_bias_corrections2: Sequence[float]
     eps: float
     decay: float
-
-
-Chunk = tuple[int, int]
-"""The chunk [start, stop) of every row."""
 
 
 def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:

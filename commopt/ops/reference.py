@@ -291,10 +291,18 @@ def momentum_of_columns(
         return out
     for r in range(rows):
         first, end = r * n + start, r * n + stop
-        there = [(g, o) for g, o in zip(grads, offsets) if o < end and first < o + g.numel()]
-        pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
-        form(m[first:end], pieces, [max(o - first, 0) for _, o in there], beta, alpha, out[r])
+        form(m[first:end], *pieces_between(grads, offsets, first, end), beta, alpha, out[r])
     return out
+
+
+def pieces_between(
+    grads: Sequence[Tensor], offsets: Sequence[int], first: int, end: int
+) -> tuple[list[Tensor], list[int]]:
+    """What of ``grads``, which start at ``offsets`` of a flat buffer, lies in its elements [first, end); and where it
+    starts in these."""
+    there = [(g, o) for g, o in zip(grads, offsets) if o < end and first < o + g.numel()]
+    pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
+    return pieces, [max(o - first, 0) for _, o in there]
 
 
 def frozen_adam_apply_(

@@ -32,6 +32,7 @@ from commopt.comm import (
     to_node,
 )
 from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
+from commopt.compress.compressor import runs_of
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, coupled_decay, scaled_gradient, weight_decay_factor
@@ -131,12 +132,7 @@ def compressed_mean_of(
     if runs:
         mine = within(runs, bucket.local_rank * feedback.worker.numel(), feedback.worker.numel())
         kept = feedback.spare(mine, within(runs, bucket.shard_index * server, server))
-    sending = feedback
-    if scaling is not None:
-        sending = _scaled(local, bucket, feedback, scaling)
-    on_the_way = start_mean(
-        local if scaling is None else None, sending, bucket, compressor, ctx.send, ctx.reply, active
-    )
+    on_the_way = start_mean(local, feedback, bucket, compressor, ctx.send, ctx.reply, active, scaling)
     del local
     in_flight = yield from on_the_way
     yield ctx.barrier
@@ -145,9 +141,6 @@ def compressed_mean_of(
         start, stop = chunk.chunk
         ctx.confirmed.note(compressor.is_sound(chunk.payload, stop - start, bucket.dtype))
     yield ctx.confirmed
-    if scaling is not None:
-        sending.worker.div_(bucket.part(scaling))
-        sending.server.div_(scaling.view(-1, server)[bucket.shard_index])
     feedback.commit(kept)
     return Received(in_flight, bucket, compressor, active, runs, scaling)
 
@@ -194,6 +187,7 @@ def start_mean(
     send: Channel,
     reply: Channel,
     active: Tensor | None,
+    scaling: Tensor | None = None,
 ) -> Generator[Work, None, list[InFlightChunk]]:
     """Compresses ``local`` + residual at once, starts to send it, and returns the task that takes the mean and brings
     it to all ranks: :func:`commopt.comm.compressed_mean` between the nodes, and to all ranks of each.
@@ -205,6 +199,8 @@ def start_mean(
         compressor: the same on every rank.
         send, reply: the ranks, on the channels for what goes out, and for what comes back.
         active: bit mask of what takes part, (padded / 8,), or None for all.
+        scaling: as for :func:`compressed_mean_of`. Residuals are divided by k as soon as they are written, so that
+            whatever fails later leaves none k times too large.
     """
     nodes = send.inter_node.world_size
     mask = None if active is None else bucket.part(active)
@@ -212,10 +208,19 @@ def start_mean(
 
     def compress(payload: Tensor, chunk: Chunk) -> None:
         worker, after = feedback.worker_rows(nodes)
-        compressor.compress_momentum(local, worker, payload, rows, after, chunk)
+        if scaling is None:
+            compressor.compress_momentum(local, worker, payload, rows, after, chunk)
+            return
+        assert local is not None, "a residual alone has no units to bring it to"
+        k = bucket.part(scaling).view(nodes, -1)
+        _multiply(local, worker, k, after, chunk)
+        compressor.compress_momentum(None, after, payload, rows, after, chunk)
+        after[:, slice(*chunk)].div_(k[:, slice(*chunk)])
 
-    chunks = bucket.chunks or None
-    between = compressed_mean(compress, feedback, compressor, send.inter_node, reply.inter_node, chunks, mask)
+    chunks, servers = bucket.chunks or None, None
+    if scaling is not None:
+        servers = scaling.view(-1, feedback.server.numel())[bucket.shard_index]
+    between = compressed_mean(compress, feedback, compressor, send.inter_node, reply.inter_node, chunks, mask, servers)
     return _shared_in_node(between, reply.intra_node)
 
 
@@ -226,17 +231,14 @@ def _shared_in_node(
     return (yield from to_node(in_flight, intra_node))
 
 
-def _scaled(local: Momentum, bucket: StateBucket, feedback: Feedback, scaling: Tensor) -> Feedback:
-    """Residuals such that compressing them, and nothing else, is compressing k (``local`` + residual). They are formed
-    where the next ones will be."""
-    worker, server = feedback.next_worker, feedback.next_server
-    torch.add(feedback.worker, local.m, alpha=local.beta, out=worker)
-    ops.momentum(worker, local.grads, local.offsets, 1.0, local.alpha, worker)
-    worker.mul_(bucket.part(scaling))
-    if feedback.double_buffered:
-        server.copy_(feedback.server)
-    server.mul_(scaling.view(-1, server.numel())[bucket.shard_index])
-    return Feedback(worker, server)
+def _multiply(local: Momentum, worker: Tensor, k: Tensor, out: Tensor, chunk: Chunk) -> None:
+    """Writes k (``local`` + ``worker``) to the ``chunk`` of ``out``, which may be ``worker``; (rows, n) each."""
+    worker, k, to = worker.view(-1), k.view(-1), out.view(-1)
+    for first, end in runs_of(chunk, *out.shape):
+        of, x = local.between(first, end), to[first:end]
+        torch.add(worker[first:end], of.m, alpha=of.beta, out=x)
+        ops.momentum(x, of.grads, of.offsets, 1.0, of.alpha, x)
+        x.mul_(k[first:end])
 
 
 def frozen_adam(
