@@ -515,6 +515,49 @@ def test_synchronize_makes_all_models_the_mean_and_leaves_no_error(variant, dtyp
     assert equal == (variant in ("local", "qsparse"))
 
 
+@pytest.mark.parametrize("variant", ["sign", "sign, blocks", "qsparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_loaded_after_synchronize_is_where_the_next_steps_begin(variant, dtype):
+    """Off a round, too: the reset to come takes none of it back."""
+
+    def run(backend):
+        model = Toy(dtype)
+        optimizer = make(variant, model, backend, period=8)
+        train(model, optimizer, range(5), backend.rank, 2)
+        optimizer.synchronize()
+        weights = {key: value + 1 for key, value in Toy(dtype, seed=9).state_dict().items()}
+        model.load_state_dict(weights)
+        optimizer.state_dict()
+        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        assert all(torch.equal(optimizer.state[p]["anchor"], weights[key].float()) for key, p in trained.items())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(model, optimizer, range(5, 9), backend.rank, 2)
+        return all(torch.equal(p, weights[key]) for key, p in trained.items())
+
+    assert on_threads(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("c2", [Identity(), Sign(16)])
+def test_what_compression_or_rounding_has_left_in_the_models_is_never_taken_for_a_loaded_model(c2):
+    """With Identity() all ranks have the same model in every step, and the anchor what bfloat16 has lost of it."""
+
+    def run(backend):
+        model = Toy(torch.bfloat16)
+        how = {"compressor": c2, "reset_compressor": Sign(16)}
+        optimizer = CSER(model.parameters(), backend=backend, **how, **SETTINGS)
+        departed = False
+        for step in range(7):
+            train(model, optimizer, range(step, step + 1), backend.rank, 2)
+            before = [bucket["anchor"].clone() for bucket in optimizer.buckets]
+            optimizer.adopt_values()
+            assert same_bits(before, [bucket["anchor"] for bucket in optimizer.buckets])
+            departed |= any((b["anchor"].bfloat16() != b.pack_params().bfloat16()).any() for b in optimizer.buckets)
+        return departed
+
+    assert all(on_threads(2, run))
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

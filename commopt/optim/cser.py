@@ -150,6 +150,7 @@ class CSER(CommOptimizer):
             "maximize": maximize,
             "period": period,
             "last_sync_step": 0,  # after which all ranks had the same parameters
+            "anchor_step": 0,  # after which these were the anchor, but for their rounding
             "ranks": 0,  # that have had a momentum of their own
         }
         self.reset_compressor = reset_compressor
@@ -231,8 +232,7 @@ class CSER(CommOptimizer):
         """Takes over parameters that somebody has changed, as by loading a model, where they were at the anchor."""
         if bucket.world_size == 1 or "anchor" not in bucket.buffers:
             return
-        at_reset = self.resets_all() and group["step"] % group["period"] == 0
-        if group["last_sync_step"] == group["step"] and (at_reset or not group["step"]) and bucket.adopt("anchor"):
+        if group["anchor_step"] == group["step"] and bucket.adopt("anchor"):
             self._check_next = True  # the ranks may have loaded other ones
 
     def _momentum(self, bucket: StateBucket) -> Tensor:
@@ -292,7 +292,7 @@ class CSER(CommOptimizer):
             if "anchor" in bucket.buffers:
                 bucket.pack_params_(bucket.buffers["anchor"])
         for group in self.param_groups:
-            group["last_sync_step"] = group["step"]
+            group["last_sync_step"] = group["anchor_step"] = group["step"]
 
     def resets_all(self) -> bool:
         """True if a reset leaves all ranks with the same parameters."""
@@ -313,7 +313,9 @@ class CSER(CommOptimizer):
         for group in self.param_groups:
             group["ranks"] = copies
             together = _keeps_all(self.compressor) and group["last_sync_step"] == group["step"] - 1
-            if alone or together or (group["step"] % group["period"] == 0 and self.resets_all()):
+            if alone or (group["step"] % group["period"] == 0 and self.resets_all()):
+                group["last_sync_step"] = group["anchor_step"] = group["step"]
+            elif together:
                 group["last_sync_step"] = group["step"]
 
     # the step ---------------------------------------------------------------------------------------------------------
