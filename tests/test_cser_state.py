@@ -192,6 +192,28 @@ def test_a_state_without_what_the_models_have_in_common_is_refused_where_that_is
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_without_an_anchor_is_taken_where_all_models_are_the_same(dtype):
+    """As the error says: after synchronize() the models are what they have in common. The momenta are each rank's."""
+
+    def run(backend):
+        model = Toy(dtype)
+        optimizer = make("blocks", model, backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        optimizer.synchronize()
+        saved = through_a_file(optimizer.state_dict())
+        other = make("sign", model, backend)
+        other.load_state_dict(saved)
+        for p in (p for p in model.parameters() if p.requires_grad):
+            assert torch.equal(other.state[p]["anchor"], p.float())
+            assert torch.equal(other.state[p]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+        train(model, other, range(4, 8), backend.rank, 2)
+        return [bucket["anchor"].clone() for bucket in other.buckets]
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_state_of_another_model_is_refused_and_nothing_changes(momentum):
     """Also where each rank has all of it as its own, and nothing is equal on all ranks."""

@@ -249,12 +249,8 @@ class CSER(CommOptimizer):
     def check_loaded(self, given: dict[str, Any]) -> None:
         super().check_loaded(given)
         own = given.get("residuals")
-        if (
-            self.anchored
-            and own
-            and own["rank"] != MERGED
-            and any("anchor" not in given["state"][i] for i in own["state"])
-        ):
+        apart = [i for i, entry in own["state"].items() if PARAMETER in entry] if own and own["rank"] != MERGED else []
+        if self.anchored and any("anchor" not in given["state"][i] for i in apart):
             raise ValueError(
                 "the loaded state has no anchor, so what the models of the ranks have in common is not known: it was "
                 "saved with RandomBlocks for both compressors. Load it with such, call synchronize(), and save again"
