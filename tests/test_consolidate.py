@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from every import COMMUNICATING, EVERY
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
 from commopt import DiLoCo, OneBitAdam
@@ -218,3 +221,24 @@ def test_not_while_a_step_is_on_its_way() -> None:
         return "residuals_of_ranks" in optimizer.state_dict()
 
     assert on_threads(2, run) == [True, False]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "DiLoCo"])
+def test_parts_on_devices_of_their_own_are_joined_where_the_first_is(name: str) -> None:
+    """As GPUs save them: each rank's on its own, or on the CPU if another rank has gathered it."""
+
+    def save(backend: ThreadBackend) -> Any:
+        model = Toy()
+        optimizer = make(name, backend if name == "DiLoCo" else backend.nodes(2), model)
+        train(model, optimizer, range(STEPS), backend.rank, 4)
+        return split_state_dict(optimizer.state_dict())
+
+    saved = on_threads(4, save)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        parts = [
+            tree_map_only(Tensor, lambda t, at=at: mode.from_tensor(t).to(at), part)
+            for at, (_, part) in zip(("cuda:1", "cuda:0", "cpu", "cuda:0"), saved)
+        ]
+        joined = join_state_dict(saved[0][0], parts, 0, 3)["residuals"]
+    assert joined["state"]
+    assert {str(t.device) for t in tree_leaves(joined) if isinstance(t, Tensor) and t.dim()} == {"cuda:1"}

@@ -54,8 +54,13 @@ def put_together(parts: Sequence[Mapping[str, Any]]) -> Saved:
     for key, entry in parts[0]["state"].items():
         if key not in out and "worker_error" in entry:
             ranks = [part["state"][key] for part in parts]
-            out[key] = {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in RANK_LOCAL}
+            out[key] = {name: torch.stack(on_one_device([rank[name] for rank in ranks])).mean(0) for name in RANK_LOCAL}
     return {key: with_server(entry) for key, entry in out.items()}
+
+
+def on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors`` where the first of them is: each rank saves its part on a device of its own."""
+    return [t.to(tensors[0].device) for t in tensors]
 
 
 def with_server(entry: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from commopt.optim.places import PLACES, RANK_LOCAL, put_together, with_server
+from commopt.optim.places import PLACES, RANK_LOCAL, on_one_device, put_together, with_server
 
 StateDict = dict[str, Any]
 
@@ -111,11 +111,12 @@ def _merge(parts: Sequence[StateDict]) -> StateDict:
             # where nobody averages a part for others, each rank's residual is of all
             of_whole = not any(part["state"][key]["server_error"].numel() for part in parts)
             workers = [
-                torch.stack([part["state"][key]["worker_error"] for part in together]).mean(0)
+                torch.stack(on_one_device([part["state"][key]["worker_error"] for part in together])).mean(0)
                 for together in ([parts] if of_whole else by_local_rank)
             ]
-            merged["state"][key]["worker_error"] = workers[0] if len(workers) == 1 else torch.cat(workers)
-            merged["state"][key]["server_error"] = torch.cat([part["state"][key]["server_error"] for part in parts])
+            servers = [part["state"][key]["server_error"] for part in parts]
+            for name, pieces in (("worker_error", workers), ("server_error", servers)):
+                merged["state"][key][name] = pieces[0] if len(pieces) == 1 else torch.cat(on_one_device(pieces))
             merged["state"][key] = with_server(merged["state"][key])
     return {**merged, "rank": MERGED}
 
@@ -126,11 +127,11 @@ def _without_residuals(part: StateDict) -> StateDict:
 
 
 def _mean_of(trees: Sequence[Any]) -> Any:
-    """Nested dicts with the mean of every floating tensor, where it is; all else is that of the first that has it."""
+    """Nested dicts with the mean of every floating tensor, where the first is; all else is the first's that has it."""
     first = trees[0]
     if isinstance(first, dict):
         keys = dict.fromkeys(key for tree in trees for key in tree)
         return {key: _mean_of([tree[key] for tree in trees if key in tree]) for key in keys}
     if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return torch.stack(list(trees)).mean(0)
+        return torch.stack(on_one_device(trees)).mean(0)
     return first
