@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import on_threads, same_bits, seeded
 
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import ThreadBackend
+from commopt.comm.backend import Done
 from commopt.ddp_models import ddp_models_around
 from commopt.optim import packed
-from commopt.optim.model_buffers import warn_of_copies
+from commopt.optim.model_buffers import _make_same, warn_of_copies
 
 
 class Net(nn.Module):
@@ -230,3 +233,29 @@ def test_who_looks_at_all_objects_leaves_what_other_threads_are_making_alone(loo
     for thread in threads:
         thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize(("devices", "over"), [(("cuda:0",), "cuda:0"), (("cpu", "cuda:0"), "cpu"), (None, "cpu")])
+def test_tensors_are_sent_from_where_the_backend_can(devices: Any, over: str) -> None:
+    """Such as a moving average on the CPU of a model that NCCL averages: here without a GPU, and without values."""
+    sent = []
+
+    class Sending:
+        def __init__(self) -> None:
+            self.devices = devices
+            self.broadcast = self.all_reduce = self.send
+
+        def send(self, x: Tensor) -> Done:
+            sent.append(str(x.device))
+            return Done()
+
+    with FakeTensorMode():
+        tensors = [
+            torch.ones(3, device=at),
+            torch.ones(2, 2, device=at, dtype=torch.bfloat16),
+            torch.ones((), device=at),
+        ]
+        topology: Any = SimpleNamespace(world=Sending(), backend=Sending())
+        _make_same(topology, tensors, "mean")
+    assert sent == [over] * 2
+    assert {str(t.device) for t in tensors} == {"cpu"}

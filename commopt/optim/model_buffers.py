@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from commopt.comm import Topology, gather_rows, message_device, wait
+from commopt.comm import Topology, gather_rows, message_device, sends_from, wait
 from commopt.ddp_models import instances_of, with_subclasses
 from commopt.optim.digest import digest
 
@@ -130,18 +130,21 @@ def _has_begun(average: nn.Module) -> bool:
 
 def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -> None:
     """The mean is rank 0's buffer plus the mean of how far the others are from it: of what is the same everywhere, such
-    as a mask of -inf, it is that, to the bit. Two collectives for all."""
+    as a mask of -inf, it is that, to the bit. Two collectives for all, which are on one device: another one is what is
+    sent from if the backend cannot from there."""
     where = f"averaged(), {len(buffers)} tensors of the model"
+    here, devices = buffers[0].device, sends_from(topology.backend)
+    over = here if devices is None or here.type in devices else message_device(topology.backend)
     as_bytes = [b.flatten().view(torch.uint8) for b in buffers]
-    sent = torch.cat(as_bytes)
+    sent = torch.cat(as_bytes).to(over)
     wait(topology.world.broadcast(sent), where)
-    pieces = sent.split([piece.numel() for piece in as_bytes])
+    pieces = sent.to(here).split([piece.numel() for piece in as_bytes])
     firsts = [piece.clone().view(b.dtype).view(b.shape) for piece, b in zip(pieces, buffers)]
     floats = [i for i, b in enumerate(buffers) if how == "mean" and b.is_floating_point()]
     if floats:
-        away = torch.cat([_distance(buffers[i], firsts[i]) for i in floats])
+        away = torch.cat([_distance(buffers[i], firsts[i]) for i in floats]).to(over)
         wait(topology.world.all_reduce(away), where)
-        for i, x in zip(floats, away.split([buffers[i].numel() for i in floats])):
+        for i, x in zip(floats, away.to(here).split([buffers[i].numel() for i in floats])):
             firsts[i] = firsts[i].to(torch.float64) + x.view(firsts[i].shape)
     for b, first in zip(buffers, firsts):
         b.copy_(first)
