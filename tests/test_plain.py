@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from worlds import Toy, backward, params_of, same_bits, tensors_in, through_a_file, tokens, train
 
-from commopt import Lamb, Lans
+from commopt import Lamb, Lans, OneBitAdam, OneBitLamb
+from commopt.comm import LocalBackend
 
 HYPER = {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.05, "betas": (0.9, 0.98)}
 both = pytest.mark.parametrize("cls", [Lamb, Lans])
@@ -141,6 +142,64 @@ def test_the_state_of_a_torch_adam_is_taken_over(cls):
     assert optimizer.param_groups[0]["max_coeff"] == cls([torch.ones(1)]).param_groups[0]["max_coeff"]
     assert torch.equal(optimizer.state[ours.weight]["exp_avg"], adam.state[theirs.weight]["exp_avg"].float())
     train(ours, optimizer, range(3, 5))
+
+
+def saved_by(cls, **settings):
+    model = Toy()
+    optimizer = cls(model.parameters(), **settings)
+    train(model, optimizer, range(2))
+    return through_a_file(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("cls", "other"),
+    [(Lamb, Lans), (Lans, Lamb), (OneBitLamb, Lans), (OneBitAdam, Lans), (OneBitAdam, Lamb), (Lamb, OneBitLamb)],
+)
+def test_the_state_of_another_optimizer_is_refused(cls, other):
+    model = Toy()
+    optimizer = cls(model.parameters())
+    with pytest.raises(ValueError, match=f"is that of {other.__name__}, and this is {cls.__name__}:"):
+        optimizer.load_state_dict(saved_by(other))
+    assert optimizer.param_groups[0]["optimizer"] == cls.__name__
+
+
+def test_the_state_of_lamb_is_continued_by_its_one_bit_version():
+    saved = saved_by(Lamb)
+    model = Toy()
+    optimizer = OneBitLamb(model.parameters(), backend=LocalBackend())
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], saved["state"][2]["exp_avg"])
+    group = optimizer.param_groups[0]
+    assert (group["optimizer"], group["step"]) == ("OneBitLamb", 2)
+    OneBitLamb(Toy().parameters(), backend=LocalBackend()).load_state_dict(optimizer.state_dict())
+
+
+def test_a_loaded_group_out_of_range_is_refused_and_nothing_changes():
+    saved = saved_by(Lans)
+    del saved["param_groups"][0]["optimizer"]  # as before it was there
+    optimizer = Lamb(Toy().parameters())
+    with pytest.raises(ValueError, match="max_coeff must be a number > 0, got None"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["max_coeff"] == 10
+
+
+@both
+def test_what_it_has_not_is_refused_in_a_group_and_told_of_a_loaded_run(cls, caplog):
+    decayed = {"decoupled_weight_decay": False, "weight_decay": 0.1}
+    for options, said in (({"amsgrad": True}, "amsgrad=True"), (decayed, "decoupled_weight_decay=False")):
+        with pytest.raises(ValueError, match=f"{cls.__name__} has no {said} in parameter group 0"):
+            cls([{"params": list(Toy().parameters()), **options}])
+        optimizer = cls(Toy().parameters())
+        with pytest.raises(ValueError, match=f"{cls.__name__} has no {said} in parameter group 1"):
+            optimizer.add_param_group({"params": list(Toy().parameters()), **options})
+        assert len(optimizer.param_groups) == 1
+    saved = saved_by(torch.optim.Adam, weight_decay=0.1, amsgrad=True)
+    optimizer.load_state_dict(saved)
+    gone = "amsgrad=True and decoupled_weight_decay=False"
+    told = f"{cls.__name__}: parameter group 0 of the loaded state has {gone}, which this optimizer has not"
+    assert caplog.text.count(told) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert caplog.text.count("which this optimizer has not") == 1
 
 
 @both

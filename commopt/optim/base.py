@@ -66,7 +66,7 @@ from commopt.optim.torch_options import (
     check_group_keys,
     check_group_options,
     check_torch_options,
-    leave_out_loaded,
+    leave_out_of_loaded,
 )
 
 logger = logging.getLogger("commopt")
@@ -226,14 +226,9 @@ class CommOptimizer(PackedOptimizer):
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
         packed = self.packed()
-        for i, group in enumerate(self.param_groups):
-            gone = leave_out_loaded(group, self.known_options)
-            if gone and self.topology.rank == 0:
-                logger.warning(
-                    "%s: parameter group %d of the loaded state has %s, which this optimizer has not: the run goes on "
-                    "without it",
-                    type(self).__name__, i, " and ".join(gone),
-                )  # fmt: skip
+        leave_out_of_loaded(type(self), self.param_groups, self.known_options, self.topology.rank == 0)
+        for group in self.param_groups:
+            group[WHOSE] = self.saved_as()
             if not group["step"]:  # the state of a plain Adam counts by parameter only
                 steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
                 group["step"] = int(max(steps, default=0))

@@ -188,6 +188,9 @@ class OneBitLamb(WarmupOptimizer):
         checks.check_lamb(group)
         checks.check_onebit_lamb(group)
 
+    def loads_of(self) -> tuple[str, ...]:
+        return (*super().loads_of(), "Lamb")
+
     def init_bucket(self, bucket: StateBucket) -> None:
         for name in ("exp_avg", "exp_avg_sq", "fresh_exp_avg_sq"):
             bucket.buffers[name] = bucket.zeros()

@@ -14,7 +14,7 @@ from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
 from commopt.optim.saving import check_shape
-from commopt.optim.torch_options import OF_LAMB, check_torch_options
+from commopt.optim.torch_options import OF_LAMB, check_group_options, check_torch_options, leave_out_of_loaded
 from commopt.sharding import is_sharded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,8 +36,13 @@ class PlainOptimizer(torch.optim.Optimizer):
     """Keywords of torch's optimizer that are taken where they ask for nothing."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], torch_options: Mapping[str, Any]) -> None:
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, foreign.WHOSE: self.saved_as()})
         check_torch_options(type(self), torch_options, self.known_options, self.param_groups)
+
+    @classmethod
+    def saved_as(cls) -> str:
+        """The optimizer's name in what it saves: that of commopt's class."""
+        return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("commopt."))
 
     @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
@@ -61,6 +66,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         try:
             self._refuse_sharded(self.param_groups[-1]["params"])
             checks.check_params(self.param_groups[-1]["params"])
+            where = f"parameter group {len(self.param_groups) - 1}"
+            check_group_options(type(self), self.param_groups[-1], self.known_options, where)
             self.check_group(self.param_groups[-1])
         except ValueError:
             del self.param_groups[-1]
@@ -117,7 +124,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         """Loads what ``state_dict()`` gave, or the state of a ``torch.optim.Adam``; copies it, and keeps its dtype.
 
         Raises:
-            ValueError: if it is the state of another optimizer, or of other shapes; nothing is changed then.
+            ValueError: if it is the state of another optimizer, of other shapes, or has a hyper-parameter out of range;
+                nothing is changed then.
         """
 
         def keep(_: Any, given: dict[str, Any]) -> None:  # torch would cast state to the dtype of the parameters
@@ -135,8 +143,10 @@ class PlainOptimizer(torch.optim.Optimizer):
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         name = type(self).__name__
-        foreign.check_saver(name, given, ())
+        foreign.check_saver(name, given, (self.saved_as(),))
         foreign.check_family(name, given, self.param_groups, [self.state.get(p, {}) for p in params])
+        for group in given["param_groups"]:
+            self.check_group({**self.defaults, **group})
         for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
             for key in MOMENTS:
                 value = given["state"].get(i, {}).get(key)
@@ -152,6 +162,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         incoming: Mapping[str, Any] | None = self.__dict__.get("_incoming")
         if incoming is None:
             return
+        leave_out_of_loaded(type(self), self.param_groups, self.known_options)
         ids = [i for group in incoming["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params):

@@ -79,9 +79,21 @@ def check_group_keys(cls: type, group: Mapping[str, Any], known: Collection[str]
             logger.warning("%s: %s has %r, which changes nothing%s", cls.__name__, where, key, hint)
 
 
-def leave_out_loaded(group: dict[str, Any], known: Sequence[str]) -> list[str]:
-    """Takes out of a parameter group that was loaded what a run of torch's optimizer had and this one has not. Returns
-    it, in words."""
+def leave_out_of_loaded(cls: type, groups: Sequence[dict[str, Any]], known: Sequence[str], tells: bool = True) -> None:
+    """Takes out of parameter groups that were loaded what a run of torch's optimizer had and this one has not. Warns
+    of it, if this rank ``tells``."""
+    for i, group in enumerate(groups):
+        gone = _leave_out(group, known)
+        if gone and tells:
+            logger.warning(
+                "%s: parameter group %d of the loaded state has %s, which this optimizer has not: the run goes on "
+                "without it",
+                cls.__name__, i, " and ".join(gone),
+            )  # fmt: skip
+
+
+def _leave_out(group: dict[str, Any], known: Sequence[str]) -> list[str]:
+    """What was taken out of ``group``, in words."""
     out = [f"{key}={group[key]!r}" for key in _CHANGES_RESULTS if group.get(key)]
     group.update({key: _ASKS_NOTHING[key] for key in _CHANGES_RESULTS if group.get(key)})
     key = "decoupled_weight_decay"
