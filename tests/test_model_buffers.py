@@ -250,11 +250,7 @@ def test_tensors_are_sent_from_where_the_backend_can(devices: Any, over: str) ->
             return Done()
 
     with FakeTensorMode():
-        tensors = [
-            torch.ones(3, device=at),
-            torch.ones(2, 2, device=at, dtype=torch.bfloat16),
-            torch.ones((), device=at),
-        ]
+        tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16), torch.ones((), dtype=torch.int64)]
         topology: Any = SimpleNamespace(world=Sending(), backend=Sending())
         _make_same(topology, tensors, "mean")
     assert sent == [over] * 2
