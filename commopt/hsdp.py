@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commopt.ddp_models import instances_of, with_subclasses
 from commopt.sharding import leave_dims
 
 _TAKEN: weakref.WeakKeyDictionary[Any, TakenReplicas] = weakref.WeakKeyDictionary()
@@ -120,6 +121,16 @@ def modules_of(model: nn.Module) -> list[Any]:
     """The FSDPModules in ``model``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a model has imported it; it takes a second
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def forget_gathered(params: Sequence[Tensor]) -> None:
+    """Has FSDP2 gather ``params``, whose values have changed, anew: what it has gathered for a forward without a
+    backward, of the outermost module at least, it would go on with. Looks at all objects: seldom."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    mine = {id(p) for p in params}
+    for module in instances_of(with_subclasses(fsdp.FSDPModule)) if fsdp is not None else ():
+        if any(id(p) in mine for group in groups_in(module) for p in _params_of(group)):
+            module.reshard()
 
 
 def groups_in(module: Any) -> list[Any]:

@@ -352,9 +352,13 @@ def distance(net: nn.Module, other: nn.Module) -> float:
 
 def equal_over(group: Any, net: nn.Module) -> bool:
     """Whether the ranks of ``group`` hold the same bits."""
-    mine = torch.cat([local(p).flatten() for p in net.parameters()])
+    return same_over(group, torch.cat([local(p).flatten() for p in net.parameters()]))
+
+
+def same_over(group: Any, mine: Tensor) -> bool:
+    """Whether the ranks of ``group`` have the same bits."""
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_of_them, mine, group=group)
+    dist.all_gather(all_of_them, mine.contiguous(), group=group)
     return all(torch.equal(mine, other) for other in all_of_them)
 
 
@@ -646,7 +650,40 @@ def policies(rank: int, world_size: int) -> dict[str, Any]:
     out["offloaded"] = trained(offload_policy=CPUOffloadPolicy(pin_memory=False))[2]
     out["compiled"] = trained(compiled=True)[2]
     out["checkpointed"] = trained(checkpointed=True)[2]
+    out["evaluated"] = evaluated(mesh, rank)
     return out
+
+
+def evaluated(mesh: DeviceMesh, rank: int) -> list[bool]:
+    """Forwards without a backward, between rounds of two replicas, after which FSDP keeps weights gathered: whether
+    within ``averaged()`` both have the same outputs, other ones than their own, and whether training, also what comes
+    after ``synchronize()``, goes on as without them."""
+    x = images(7, 0, torch.float32)
+
+    def run(evaluates: bool) -> tuple[list[Tensor], list[Tensor]]:
+        net, seen = Plain(torch.float32), []
+        fully_shard(net.first, mesh=mesh["shard"])
+        fully_shard(net, mesh=mesh["shard"])
+        optimizer = commopt.DiLoCo(net.parameters(), torch.optim.SGD, lr=0.1, period=4)
+        for step in range(7):
+            optimizer.zero_grad()
+            (net(images(step, rank, torch.float32)) - 1).square().mean().backward()
+            optimizer.step()
+            if evaluates and step in (1, 4):
+                with torch.no_grad():
+                    seen.append(net(x))
+                    with optimizer.averaged():
+                        seen.append(net(x))
+            if step == 5:
+                with torch.no_grad():
+                    net(x) if evaluates else None
+                optimizer.synchronize()
+        return seen, [local(p).clone() for p in net.parameters()]
+
+    _, plain = run(False)
+    seen, trained = run(True)
+    same = [same_over(mesh.get_group("replicate"), y) for y in seen]
+    return [same == [False, True] * 2, all(map(torch.equal, trained, plain))]
 
 
 def kept_by_rounds(mesh: DeviceMesh) -> float:

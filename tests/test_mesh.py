@@ -113,6 +113,7 @@ def test_ways_in_which_fsdp_computes(pool):
         assert found.pop("share of the state") == 0.5
         assert found.pop("state of rounds") == 3  # both moments and the anchor
         assert found.pop("overlap changes nothing")
+        assert found.pop("evaluated") == [True, True]
         assert len(found) == 8
         for way, (same, learnt, early) in found.items():
             assert same, way

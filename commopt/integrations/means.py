@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from commopt.hsdp import modules_of
 from commopt.optim.model_buffers import HowBuffers
 from commopt.optim.packed import PackedOptimizer
 
@@ -20,11 +19,9 @@ def mean_model(optimizers: Sequence[PackedOptimizer], model: nn.Module | None, b
 
     Without local steps nothing is sent: buffers are as the framework has them, and one rank may save alone. Else all
     ranks must enter it. Where ranks hold parts of the model, or come and go, ``averaged()`` takes no model, and buffers
-    are each rank's own. FSDP2 forgets the mean, too: what it has gathered for a forward without a backward, it keeps.
+    are each rank's own.
     """
     with contextlib.ExitStack() as stack:
-        for module in modules_of(model) if model is not None else ():
-            stack.callback(module.reshard)
         for optimizer, given in _in_order(optimizers, model, buffers):
             stack.enter_context(optimizer.averaged(*given))
         yield

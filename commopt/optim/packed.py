@@ -397,6 +397,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.agree_to("synchronize()")
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
+            replicas.forget_gathered(self)
         rest.make_same()
 
     @binding.on_itself

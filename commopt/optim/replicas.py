@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from commopt import hsdp
 from commopt.comm import (
     CollectiveError,
     MessageDamaged,
@@ -124,12 +125,21 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     try:
         if own:
             optimizer.take_mean()
+            forget_gathered(optimizer)
         yield
     finally:
         optimizer._own_values = None
         with torch.no_grad():
             for p, value in own.items():
                 p.copy_(value)
+        if own:
+            forget_gathered(optimizer)
+
+
+def forget_gathered(optimizer: PackedOptimizer) -> None:
+    """Has FSDP2 gather parameters that have become others anew."""
+    if optimizer.topology.is_sharded:
+        hsdp.forget_gathered(optimizer.params)
 
 
 @torch._disable_dynamo
