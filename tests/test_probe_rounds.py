@@ -45,7 +45,11 @@ def test_bytes_are_those_of_a_round(name: str, ranks: int) -> None:
         return sent
 
     mean, _ = ROUNDS[name]
-    assert on_threads(ranks, run) == [sum(nbytes for _, nbytes in whole_round(mean, ranks, params))] * ranks
+    alone = ranks % 2 if name == "NoLoCo" else 0  # one rank of an odd number is its own partner, and agrees only
+    messages = whole_round(mean, ranks, params)
+    told = sum(nbytes for verb, nbytes in messages if verb != "exchange")
+    expected = [sum(nbytes for _, nbytes in messages)] * (ranks - alone) + [told] * alone
+    assert sorted(on_threads(ranks, run)) == sorted(expected)
 
 
 def costs(ranks: int, latency: float = 0.1, rate: float = 20e6) -> Costs:
