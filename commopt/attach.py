@@ -58,7 +58,7 @@ class Attachment:
     def serve(self, optimizer: Ours) -> None:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
-        self.agreed = True
+        self.agreed, self._looked = True, False
         self.clear()
 
     def is_of(self, model: DistributedDataParallel) -> bool:
@@ -92,22 +92,30 @@ class Attachment:
 
     def refuse_scaler(self) -> None:
         """Raises ValueError, on every rank, where a GradScaler's scales may differ between ranks, and DDP averages the
-        scaled gradients of parameters that are another optimizer's."""
+        scaled gradients of parameters that are another optimizer's. Warns in the first step if that is to come."""
         optimizer, model = self._optimizer(), self._model()
         if optimizer is None or model is None or getattr(optimizer, "found_inf", None) is None:
             return
-        if self._group.size() == 1 or all(map(optimizer.lets_average, optimizer.param_groups)):
+        comes_later = all(map(optimizer.lets_average, optimizer.param_groups))
+        if self._group.size() == 1 or (comes_later and (self._looked or optimizer.topology.nodes == 1)):
             return
-        owned = optimizer.group_of()
+        self._looked, owned = True, optimizer.group_of()
         others = sum(p.requires_grad and id(p) not in owned for p in model._module_parameters)
-        if others:
+        if not others:
+            return
+        why = (
+            f"{others} trainable parameters of the DistributedDataParallel are not this optimizer's, and their "
+            "gradients are averaged as they are scaled, but a GradScaler whose rank overflows alone, as it may "
+            "where gradients stay local, halves its scale alone: replicas would drift apart. Give this optimizer "
+            "all of them, freeze those that nobody trains, wrap each optimizer's part of the model in a "
+            "DistributedDataParallel of its own, or train in bfloat16 without a scaler"
+        )
+        if not comes_later:
             self.clear()
-            raise ValueError(
-                f"{others} trainable parameters of the DistributedDataParallel are not this optimizer's, and their "
-                "gradients are averaged as they are scaled, but a GradScaler whose rank overflows alone, as it may "
-                "where gradients stay local, halves its scale alone: replicas would drift apart. Give this optimizer "
-                "all of them, freeze those that nobody trains, wrap each optimizer's part of the model in a "
-                "DistributedDataParallel of its own, or train in bfloat16 without a scaler"
+            raise ValueError(why)
+        if self._group.rank() == 0:
+            logger.warning(
+                "%s: the first step whose gradients stay local will be refused: %s", type(optimizer).__name__, why
             )
 
     def clear(self) -> None:

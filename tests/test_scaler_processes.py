@@ -13,9 +13,21 @@ from worlds import on_processes
 import commopt
 
 
-def steps(rank: int, kind: str, scaled: bool, whole: bool) -> tuple[int, str, bool, bool]:
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def steps(rank: int, kind: str, scaled: bool, whole: bool) -> tuple[int, str, bool, bool, int]:
     """How many steps were taken before one is refused, and why; whether the ranks have the same head then, and whether
-    a new group is told that scales may differ. From the fourth on, rank 1 overflows alone in what is not averaged."""
+    a new group is told that scales may differ; how often it was said before. From the fourth on, rank 1 overflows
+    alone in what is not averaged."""
+    heard = Heard()
+    logging.getLogger("commopt").addHandler(heard)
     torch.manual_seed(0)
     body, head = nn.Linear(4, 4), nn.Linear(4, 2)
     ddp = DistributedDataParallel(nn.Sequential(body, head), bucket_cap_mb=1e-5)
@@ -42,20 +54,25 @@ def steps(rank: int, kind: str, scaled: bool, whole: bool) -> tuple[int, str, bo
     heads = [torch.empty_like(head.weight) for _ in range(2)]
     torch.distributed.all_gather(heads, head.weight.detach())
     mine.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    return taken, why, torch.equal(*heads), mine.param_groups[1].get("scales_may_differ", False)
+    logging.getLogger("commopt").removeHandler(heard)
+    told = sum(
+        "the first step whose gradients stay local will be refused: 2 trainable" in words for words in heard.said
+    )
+    return taken, why, torch.equal(*heads), mine.param_groups[1].get("scales_may_differ", False), told
 
 
 def scenes(rank: int, world_size: int) -> dict[Any, Any]:
-    logging.disable(logging.WARNING)
+    logging.getLogger("commopt").propagate = False
     cases = [(k, s, w) for k in ("OneBitAdam", "LocalSGD") for s, w in ((True, True), (True, False), (False, False))]
     return {case: steps(rank, *case) for case in cases}
 
 
 def test_another_optimizers_part_of_the_model_is_refused_once_scales_may_differ() -> None:
-    for found in on_processes(2, scenes):
-        for (kind, scaled, whole), (taken, why, equal, may_differ) in found.items():
+    for rank, found in enumerate(on_processes(2, scenes)):
+        for (kind, scaled, whole), (taken, why, equal, may_differ, told) in found.items():
             refused = scaled and not whole
             assert taken == ({"OneBitAdam": 2, "LocalSGD": 0}[kind] if refused else 6)
             assert refused == ("2 trainable parameters of the DistributedDataParallel are not this optimizer's" in why)
             assert equal
+            assert told == (refused and kind == "OneBitAdam" and rank == 0), "it has steps before that"
             assert may_differ == (scaled and whole and kind == "OneBitAdam")
