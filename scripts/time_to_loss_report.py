@@ -158,32 +158,23 @@ def tables(figures: Record) -> str:
 
 def sources(figures: Record) -> str:
     """Markdown: where the settings of the methods come from, how long their schedules are, and which have no run."""
-    runs = [*figures["runs"], *figures.get("elsewhere", {}).get("runs", ())]
-    names = dict.fromkeys(run["method"] for run in runs)
+    names = dict.fromkeys(run["method"] for run in figures["runs"])
     missing = "; ".join(label for name, (label, _) in figures["labels"].items() if name not in names)
-    steps = {run["method"]: run["steps"] for run in runs}
+    steps = {run["method"]: run["steps"] for run in figures["runs"]}
     lines = ["| method | steps | settings from |", "| --- | ---: | --- |"]
     lines += [f"| {figures['labels'][name][0]} | {steps[name]} | {figures['labels'][name][1]} |" for name in names]
     return "\n".join(lines) + (f"\n\nMethods of the script without a run: {missing}." if missing else "")
 
 
 def page(figures: Record | None) -> str:
-    """What the documentation has of the figures; "elsewhere" are those of another machine, in a table of their own."""
+    """What the documentation has of the figures."""
     if not figures:
         return "No figures yet: the runs have not been made on a quiet machine."
-    parts = [f"{machine(figures)}.", tables(figures)]
-    parts += ["![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"]
-    commands = [figures["command"]]
-    if elsewhere := figures.get("elsewhere"):
-        parts += [f"Further methods, on another, slower machine: {machine(elsewhere)}.", tables(figures | elsewhere)]
-        commands.append(elsewhere["command"])
-    return "\n\n".join([*parts, sources(figures), "```bash\n" + "\n".join(commands) + "\n```"])
-
-
-def machine(figures: Record) -> str:
-    """The machine that they are of, in words."""
-    it = figures["machine"]
-    return f"{it['cores']} cores of {it['cpu']}, Linux {it['kernel']}, torch {it['torch']}"
+    machine = figures["machine"]
+    where = f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, torch {machine['torch']}"
+    picture = "![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"
+    command = f"```bash\n{figures['command']}\n```"
+    return "\n\n".join([where + ".", tables(figures), picture, sources(figures), command])
 
 
 def update_page(text: str, page: Path) -> None:

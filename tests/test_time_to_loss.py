@@ -172,16 +172,6 @@ def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -
     assert "--seeds 3" in text
     assert "No figures" not in text
     assert text.endswith("after\n")
-    elsewhere = {
-        "runs": [run("ddp", curve(4.0, seconds=9.0)), run("sgd", curve(4.0))],
-        "machine": machine | {"cpu": "Slow CPU"},
-        "command": "scripts/time_to_loss.py --seeds 1",
-    }
-    text = report.page(figures | {"command": "scripts/time_to_loss.py --seeds 3", "elsewhere": elsewhere})
-    assert "2 cores of Slow CPU" in text
-    assert "| SGD | 1.0 s | 9.00 x |" in text
-    assert "| SGD | 8 | a file |\n\nMethods of the script without a run: Lans.\n" in text
-    assert "--seeds 3\nscripts/time_to_loss.py --seeds 1\n```" in text
 
 
 def test_all_methods_have_the_same_model_samples_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
