@@ -19,6 +19,7 @@ from oracle_streaming import GossipStreamingOracle
 from streams import STREAMS
 from torch import Tensor, nn
 from worlds import (
+    Lost,
     Toy,
     flat,
     needs_mpi,
@@ -642,14 +643,6 @@ def test_all_ranks_skip_a_round_in_which_one_is_not_finite_and_go_on_when_it_is_
     assert all(on_threads(3, run))
 
 
-class Broken:
-    def wait(self) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class Losing(ThreadBackend):
     """Its messages from rank 2 do not come."""
 
@@ -657,7 +650,7 @@ class Losing(ThreadBackend):
 
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Any:
         work = super().exchange(out, inp, dst, src)
-        return Broken() if self.lost and src == 2 else work
+        return Lost("connection closed by peer") if self.lost and src == 2 else work
 
 
 @pytest.mark.parametrize("way", ["noloco", "ring", "ring, signs"])

@@ -15,6 +15,7 @@ from oracle_lamb import OneBitLambOracle
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import (
+    Lost,
     Toy,
     Used,
     backward,
@@ -882,16 +883,6 @@ def test_what_is_sent_and_the_residuals_add_up_over_a_run():
             torch.testing.assert_close(a[step][1][i] + now, mean + residuals, rtol=1e-12, atol=1e-13 * 100**i)
 
 
-class _Lost:
-    """A collective that fails when it is waited for."""
-
-    def wait(self) -> None:
-        raise RuntimeError("connection reset")
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class Failing(ThreadBackend):
     """A rank one of whose collectives of bytes fails: that which ``calls_left`` counts down to, at once, or
     when it is waited for if it ``starts``."""
@@ -912,7 +903,7 @@ class Failing(ThreadBackend):
             return start()
         if not self.starts[0]:
             raise CollectiveError("connection reset")
-        return _Lost()
+        return Lost("connection reset")
 
     def all_to_all(self, out, inp):
         return self._next(partial(super().all_to_all, out, inp), out)

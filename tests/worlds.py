@@ -64,6 +64,19 @@ def on_threads(world_size: int, fn: Callable[[ThreadBackend], Any], timeout: flo
         return ThreadWorld(world_size, timeout).run(fn)
 
 
+class Lost:
+    """A collective that fails when it is waited for."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def wait(self) -> None:
+        raise RuntimeError(self.why)
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class Toy(nn.Module):
     """A small language model with everything that has ever broken an optimizer of this kind.
 
