@@ -10,12 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 WHOSE = "optimizer"
-"""Key of parameter groups of optimizers that keep state in buckets: whose they are, for whoever loads them. Of what is
-no tensor, tools for checkpoints keep nothing but groups."""
+"""Key of parameter groups of our optimizers: whose they are, for whoever loads them. Of what is no tensor, tools for
+checkpoints keep nothing but groups."""
 SETTINGS = ("betas", "momentum", "nesterov")
 """Hyper-parameters that tell families of optimizers apart."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """State that a family cannot do without once it has taken a step."""
+
+
+def name_of_ours(cls: type) -> str:
+    """Name of the class of commopt that ``cls`` is, or is derived from: an optimizer's in what it saves."""
+    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("commopt."))
 
 
 def check_form(given: Any) -> None:

@@ -36,13 +36,8 @@ class PlainOptimizer(torch.optim.Optimizer):
     """Keywords of torch's optimizer that are taken where they ask for nothing."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], torch_options: Mapping[str, Any]) -> None:
-        super().__init__(params, {**defaults, foreign.WHOSE: self.saved_as()})
+        super().__init__(params, {**defaults, foreign.WHOSE: foreign.name_of_ours(type(self))})
         check_torch_options(type(self), torch_options, self.known_options, self.param_groups)
-
-    @classmethod
-    def saved_as(cls) -> str:
-        """The optimizer's name in what it saves: that of commopt's class."""
-        return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("commopt."))
 
     @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
@@ -143,7 +138,7 @@ class PlainOptimizer(torch.optim.Optimizer):
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         name = type(self).__name__
-        foreign.check_saver(name, given, (self.saved_as(),))
+        foreign.check_saver(name, given, (foreign.name_of_ours(type(self)),))
         foreign.check_family(name, given, self.param_groups, [self.state.get(p, {}) for p in params])
         for group in given["param_groups"]:
             self.check_group({**self.defaults, **group})
