@@ -36,13 +36,6 @@ Chunk = tuple[int, int]
 """The chunk [start, stop) of every row."""
 
 
-def runs_of(chunk: Chunk, rows: int, n: int) -> list[tuple[int, int]]:
-    """Elements [first, end) of ``rows`` rows of ``n``, end to end, that are in ``chunk``: one run if it is all of them,
-    else one of each row."""
-    start, stop = chunk
-    return [(0, rows * n)] if stop - start == n else [(r * n + start, r * n + stop) for r in range(rows)]
-
-
 @dataclass(frozen=True)
 class Momentum:
     """beta m + alpha g, not formed yet.
@@ -67,8 +60,6 @@ class Momentum:
 
     def between(self, first: int, end: int) -> Momentum:
         """Its elements [first, end)."""
-        if end - first == self.m.numel():
-            return self
         return Momentum(self.m[first:end], *pieces_between(self.grads, self.offsets, first, end), self.beta, self.alpha)
 
     def columns(self, rows: int, start: int, stop: int) -> Tensor:

@@ -284,15 +284,18 @@ def momentum_of_columns(
 ) -> Tensor:
     """b m + a g, formed by ``form``: the columns [start, stop) of ``m`` seen as ``rows`` rows; a new tensor
     (rows, stop - start)."""
-    n = m.numel() // rows
     out = m.new_empty((rows, stop - start))
-    if stop - start == n:
-        form(m, grads, offsets, beta, alpha, out.view(-1))
-        return out
-    for r in range(rows):
-        first, end = r * n + start, r * n + stop
-        form(m[first:end], *pieces_between(grads, offsets, first, end), beta, alpha, out[r])
+    runs = runs_of((start, stop), rows, m.numel() // rows)
+    for (first, end), to in zip(runs, out.view(len(runs), -1)):
+        form(m[first:end], *pieces_between(grads, offsets, first, end), beta, alpha, to)
     return out
+
+
+def runs_of(chunk: tuple[int, int], rows: int, n: int) -> list[tuple[int, int]]:
+    """Elements [first, end) of ``rows`` rows of ``n``, end to end, that are in ``chunk``: one run if it is all of them,
+    else one of each row."""
+    start, stop = chunk
+    return [(0, rows * n)] if stop - start == n else [(r * n + start, r * n + stop) for r in range(rows)]
 
 
 def pieces_between(
@@ -301,7 +304,9 @@ def pieces_between(
     """What of ``grads``, which start at ``offsets`` of a flat buffer, lies in its elements [first, end); and where it
     starts in these."""
     there = [(g, o) for g, o in zip(grads, offsets) if o < end and first < o + g.numel()]
-    pieces = [g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there]
+    pieces = [
+        g if first <= o and o + g.numel() <= end else g.reshape(-1)[max(first - o, 0) : end - o] for g, o in there
+    ]
     return pieces, [max(o - first, 0) for _, o in there]
 
 

@@ -32,7 +32,7 @@ from commopt.comm import (
     to_node,
 )
 from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
-from commopt.compress.compressor import runs_of
+from commopt.ops.reference import runs_of
 from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, coupled_decay, scaled_gradient, weight_decay_factor
