@@ -123,14 +123,18 @@ def modules_of(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def forget_gathered(params: Sequence[Tensor]) -> None:
-    """Has FSDP2 gather ``params``, whose values have changed, anew: what it has gathered for a forward without a
-    backward, of the outermost module at least, it would go on with. Looks at all objects: seldom."""
+def modules_around(params: Sequence[Tensor]) -> list[Any]:
+    """The FSDPModules that cut any of ``params``. Looks at all objects: seldom."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    mine = {id(p) for p in params}
-    for module in instances_of(with_subclasses(fsdp.FSDPModule)) if fsdp is not None else ():
-        if any(id(p) in mine for group in groups_in(module) for p in _params_of(group)):
-            module.reshard()
+    modules, mine = [] if fsdp is None else instances_of(with_subclasses(fsdp.FSDPModule)), {id(p) for p in params}
+    return [m for m in modules if any(id(p) in mine for group in groups_in(m) for p in _params_of(group))]
+
+
+def gather_anew(modules: Sequence[Any]) -> None:
+    """Has FSDP2 gather the weights of ``modules`` anew, which have changed: what it has gathered for a forward without
+    a backward, of the outermost module at least, it would go on with."""
+    for module in modules:
+        module.reshard()
 
 
 def groups_in(module: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commopt import hsdp
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     LocalBackend,
@@ -397,7 +398,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.agree_to("synchronize()")
             self.synchronize_replicas()
             self.topology.traffic.leave_out()
-            replicas.forget_gathered(self)
+            hsdp.gather_anew(replicas.fsdp_modules(self))
         rest.make_same()
 
     @binding.on_itself
@@ -553,7 +554,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def saved_as(self) -> str:
         """The optimizer's name in what it saves: that of commopt's class."""
-        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("commopt."))
+        return foreign.name_of_ours(type(self))
 
     def loads_of(self) -> tuple[str, ...]:
         """The optimizers of commopt whose state it loads."""

@@ -117,29 +117,29 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
         return
     optimizer.adopt_values()  # inside it could not tell the mean from what somebody has put there
     own: dict[Tensor, Tensor] = {}
+    modules: Sequence[Any] = ()
     if optimizer.replicas_differ:
         optimizer.agree_to("averaged()")
         with torch.no_grad():
             own = {p: p.detach().clone() for bucket in optimizer.buckets for p in bucket.params}
+        modules = fsdp_modules(optimizer)
     optimizer._own_values = own
     try:
         if own:
             optimizer.take_mean()
-            forget_gathered(optimizer)
+            hsdp.gather_anew(modules)
         yield
     finally:
         optimizer._own_values = None
         with torch.no_grad():
             for p, value in own.items():
                 p.copy_(value)
-        if own:
-            forget_gathered(optimizer)
+        hsdp.gather_anew(modules)
 
 
-def forget_gathered(optimizer: PackedOptimizer) -> None:
-    """Has FSDP2 gather parameters that have become others anew."""
-    if optimizer.topology.is_sharded:
-        hsdp.forget_gathered(optimizer.params)
+def fsdp_modules(optimizer: PackedOptimizer) -> list[Any]:
+    """FSDP2's modules around its parameters."""
+    return hsdp.modules_around(optimizer.params) if optimizer.topology.is_sharded else []
 
 
 @torch._disable_dynamo
