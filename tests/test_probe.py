@@ -21,6 +21,7 @@ import commopt
 from commopt.cli import main
 from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
+from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.advice import cannot_tell, recommend
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
@@ -217,6 +218,13 @@ def test_sgd_that_averages_blocks_waits_for_its_messages_and_takes_no_adamw() ->
     slower = replace(costs(), adamw=2e-9)
     assert predict(slower, MODEL)["cser"].seconds == pytest.approx(0.5 - 0.1)
     assert "SGD by QSparseLocalSGD" in recommend(predict(costs(ethernet(1e-3)), MODEL), True)
+
+
+def test_of_a_model_that_is_too_small_for_a_block_nothing_is_sent() -> None:
+    """Then no step that was timed had an all-reduce."""
+    none = {kind: {"agreement": 1e-9, "end": 1e-9} for kind in costs().sgd}
+    step = predict(replace(costs(), sgd=none), replace(MODEL, params=10))["cser"]
+    assert step.nbytes == 2 * 4 // 16 + AGREEMENT_BYTES  # an all-reduce of 2 of 10 elements at a reset
 
 
 @pytest.mark.parametrize("gbit", [0.1, 1, 10, 100])

@@ -195,7 +195,7 @@ class ShardedDoor:
         forward has used yet has none."""
         if not gathered:
             return []
-        row = torch.tensor([bool(state) for state in gathered], dtype=torch.uint8)
+        row = torch.tensor([bool(state) for state in gathered], dtype=torch.uint8, device="cpu")
         row = row.to(message_device(self._topology.world))
         table = gather_rows(self._topology.world, row, "whose weights were loaded")
         return [bool(all_have) for all_have in table.all(0).tolist()]

@@ -38,7 +38,7 @@ def sgd(costs: Costs, model: Model, name: str, *ratios: float) -> Step:
     arrived = clock.now
     for bucket in buckets_of(model.all_shapes, costs.world_size, model.bucket_bytes):
         for ratio in ratios:
-            clock.compute(per["all_reduce"] / len(ratios) * bucket.numel)
+            clock.compute(per.get("all_reduce", 0.0) / len(ratios) * bucket.numel)  # none was sent of few blocks
             arrived = clock.send("all_reduce", all_reduce_bytes(4 * round(bucket.numel / ratio), costs.world_size))
     clock.wait(arrived)
     clock.wait(clock.send("all_gather", (costs.world_size - 1) * CONFIRMATION_BYTES))
