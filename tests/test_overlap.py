@@ -411,6 +411,36 @@ def test_a_state_that_is_loaded_between_backward_and_step(lacking, again):
         assert same_bits(plain[1], overlapped[1])
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_parameters_that_are_exchanged_or_added_between_backward_and_step(exchange):
+    """What backward has begun is given up: a run is the one without overlap, to the bit."""
+
+    def run(backend, overlap):
+        model, more = Used(), nn.Parameter(torch.ones(5))
+        optimizer = optimizer_of(model, backend, overlap)
+        train(model, optimizer, range(6), backend.rank, 2)
+        backward(model, 6, backend.rank, 2)
+        if exchange:
+            (group,) = optimizer.param_groups
+            group["params"] = [anew(p) for p in group["params"]]
+            optimizer.rebind()
+        else:
+            optimizer.add_param_group({"params": [more]})
+        optimizer.step()
+        now = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+        if not exchange:
+            train(model, optimizer, range(7, STEPS), backend.rank, 2)
+        return [*now, *params_of(model), *tensors_in(optimizer.state_dict())]
+
+    def anew(p):
+        new = nn.Parameter(p.detach().clone())
+        new.grad = None if p.grad is None else p.grad.clone()
+        return new
+
+    for plain, overlapped in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        assert same_bits(plain, overlapped)
+
+
 def test_a_state_that_does_not_fit_between_backward_and_step():
     """It is refused, and the step is taken as if nothing had been."""
 

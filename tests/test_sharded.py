@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -75,6 +76,34 @@ def test_each_part_is_trained_as_a_model_of_its_own(name, complete):
         replica, part = divmod(rank, PARTS)
         assert same_bits(params, expected[part][replica][0])
         assert same_bits(state, expected[part][replica][1])
+
+
+@every_variant
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_part_that_trains_nothing_follows_the_others(name, frozen):
+    """It has no parameters, or ``frozen`` ones: it is in the phases of the other part, and takes part in means and
+    copies."""
+
+    def ours(backend: Any, part: int, replica: int) -> list[list[Tensor]]:
+        params = own_params(part) if part else [p.requires_grad_(False) for p in own_params(part)[:frozen]]
+        optimizer = make(name, [{"params": params}], backend=backend, bucket_mb=2e-4)
+        seen = []
+        for step in range(7):
+            if part:
+                give(params, own_grads(part, step, replica, True))
+            optimizer.step()
+            seen.append([p.detach().clone() for p in params])
+        with optimizer.averaged():
+            seen.append([p.detach().clone() for p in params])
+        assert copy.deepcopy(optimizer).phase == optimizer.phase
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.synchronize()
+        return [*seen, [p.detach().clone() for p in params]]
+
+    expected = on_threads(2, lambda backend: ours(backend, 1, backend.rank))
+    for rank, seen in enumerate(on_threads(4, lambda b: ours(b.sharded(PARTS), b.rank % PARTS, b.rank // PARTS))):
+        for found, right in zip(seen, expected[rank // PARTS], strict=True):
+            assert same_bits(found, right if rank % PARTS else own_params(0)[:frozen])
 
 
 @every_communicating

@@ -120,8 +120,9 @@ class Topology:
         rank, world_size: of the world.
         is_sharded: whether ranks hold parts of the model, and not all of them the whole.
         replicas: who averages with whom: one entry for each set of ranks that parameters were :meth:`held` by.
-        copies: how many ranks hold the same, at most: 1 if nothing is averaged.
-        nodes: how many nodes hold the same, at most: with 1, nothing is compressed.
+        copies: how many ranks hold the same, at most: 1 if nothing is averaged. Of this rank's parameters, before
+            :meth:`agree_on_extent`; of all ranks' after it.
+        nodes: how many nodes hold the same, at most: with 1, nothing is compressed. As ``copies``.
     """
 
     def __init__(self, backend: Backend, nodes: bool = True, receipt: Receipt | None = None) -> None:
@@ -181,6 +182,13 @@ class Topology:
         pieces = tuple(self._counted_inside(ranks) for ranks in holding.pieces)
         inside = None if holding.inside is None else self._counted_inside(holding.inside)
         return self._replicas_over(holding.replicas), replace(holding, pieces=pieces, inside=inside)
+
+    def agree_on_extent(self) -> None:
+        """Makes ``copies`` and ``nodes`` those of the ranks that hold the most, as all must be in one phase. All ranks
+        must call this at the same point; it communicates where ranks hold parts."""
+        if self.is_sharded:
+            mine = torch.tensor([self.copies, self.nodes], device=message_device(self.backend))
+            self.copies, self.nodes = map(int, gather_rows(self.backend, mine, "copies of the ranks").amax(0))
 
     def summary(self, fp32_bytes: int) -> dict[str, Any]:
         """Traffic of this rank: ``step``, ``total``, ``fp32_bytes`` and ``ratio`` of ``comm_stats()``."""

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_number, gather_rows, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, wait
 from commopt.comm.backend import Done
+from commopt.optim.digest import as_long_as_any
 from commopt.optim.setup import gather_texts
 
 LARGEST_NORM = 1e14
@@ -310,8 +311,7 @@ class Agreement:
         uncounted = getattr(backend, "inner", backend)
         mine = torch.tensor(report.digests(), dtype=torch.int64, device=self._device)
         if self._holders is not None:
-            longest = max(gather_number(uncounted, mine.numel()))
-            mine = torch.nn.functional.pad(mine, (0, longest - mine.numel()), value=-1)
+            mine = as_long_as_any(uncounted, mine)
         table = gather_rows(uncounted, mine, self._where)
         if report.decide is not None:
             report.decide(table.tolist())

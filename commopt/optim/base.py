@@ -236,7 +236,8 @@ class CommOptimizer(PackedOptimizer):
     # groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, which starts at its own step 0. All ranks must add the same group at the same time."""
+        """Adds a group, which starts at its own step 0. All ranks must add the same group at the same time. What a step
+        has begun with in backward (``overlap=True``) ends without effect; the step begins again."""
 
         def add() -> None:
             super(CommOptimizer, self).add_param_group(param_group)
@@ -251,6 +252,7 @@ class CommOptimizer(PackedOptimizer):
             self.check_group(self.param_groups[-1])
 
         if self._ready:
+            self.give_up_step()
             self.register_new(add)
         else:
             add()
@@ -546,10 +548,9 @@ class CommOptimizer(PackedOptimizer):
         for ranks in self.topology.replicas:
             ranks.open(2 * CHANNELS)
         if self._control is None:
-            alone = self.topology.world_size == 1
             channels = [ranks.channels for ranks in self.topology.replicas if ranks.world_size > 1]
             # where buckets have channels, nothing else is under way on the world's when the ranks agree
-            self._control = self.topology.world if alone or (channels and all(channels)) else self.topology.control()
+            self._control = self.topology.world if all(channels) else self.topology.control()
 
     def _all_on_one_channel(self) -> bool:
         """True if buckets and the agreement of the ranks share one order."""

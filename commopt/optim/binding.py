@@ -130,6 +130,7 @@ def rebind(optimizer: PackedOptimizer) -> None:
 @or_not_at_all
 def take_replicas(optimizer: PackedOptimizer) -> None:
     """As :meth:`rebind`, of parameters that FSDP2 averages over replicas no longer: the optimizer does, from now on."""
+    optimizer.give_up_step()
     if isinstance(optimizer.topology.backend, MeshBackend):
         optimizer.topology = Topology(optimizer.topology.backend.anew(), optimizer.knows_nodes)
         optimizer._restart()
@@ -182,10 +183,11 @@ def register_groups(
     """
     params = [p for group in groups for p in group["params"]]
     topology, device = optimizer.topology, optimizer.control_device(params)
-    agree_on_setup(topology.world, device, *_setup(groups, settings, error), topology.stages)
+    agree_on_setup(topology.world, device, *_setup(groups, settings, error, device), topology.stages)
     held: dict[Replicas, list[Tensor]] = {}
     for p in params:
         held.setdefault(topology.held(p)[0], []).append(p)
+    topology.agree_on_extent()
     for ranks in held:
         optimizer.check_replicas(ranks)
     for ranks, same in () if differ else held.items():
@@ -205,16 +207,18 @@ def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[A
     Raises:
         ValueError: on every rank, if they differ.
     """
-    agree_on_setup(backend, message_device(backend), *_setup(groups, settings, None))
+    device = message_device(backend)
+    agree_on_setup(backend, device, *_setup(groups, settings, None, device))
 
 
 def _setup(
-    groups: list[dict[str, Any]], settings: list[Any], error: Exception | None
+    groups: list[dict[str, Any]], settings: list[Any], error: Exception | None, device: torch.device
 ) -> tuple[dict[str, str], Exception | None, str]:
-    """Facts that ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes them."""
+    """Facts that ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes them; a rank without parameters
+    has those of ``device``."""
     params = [p for group in groups for p in group["params"]]
     # providers may differ in the last bit of an update; instruction sets of one provider do not
-    devices = sorted({p.device.type for p in params})
+    devices = sorted({p.device.type for p in params} or {device.type})
     facts = {
         **versions(devices),
         LISTS: "\n".join(describe(i, j, p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])),

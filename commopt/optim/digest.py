@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commopt.comm import Backend, gather_number
+
 CHUNK = 1 << 18
 """Numbers of 8 bytes that are weighted at a time: what is in flight stays in the processor's cache."""
 
@@ -39,6 +41,13 @@ def digest(x: Tensor) -> Tensor:
     for other in others:
         total = total * _PRIME + other
     return total
+
+
+def as_long_as_any(backend: Backend, digests: Tensor) -> Tensor:
+    """``digests``, (n,), with -1 behind them, as many as the rank of ``backend`` has that has the most: ranks that hold
+    parts of a model have different numbers. All ranks must call this at the same point; it communicates."""
+    longest = max(gather_number(backend, digests.numel()))
+    return torch.nn.functional.pad(digests, (0, longest - digests.numel()), value=-1)
 
 
 def digest_of_all(tensors: Sequence[Tensor | None]) -> int:

@@ -126,7 +126,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         return None
 
     def give_up_step(self) -> None:
-        """Hook for when a state is loaded: ends without effect a step that has begun in backward."""
+        """Hook for when a state is loaded, or parameters are added or exchanged: ends without effect a step that has
+        begun in backward."""
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """Prepares loaded ``entries``, by parameter, of ``origin``, before they are copied into buffers."""
@@ -192,6 +193,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: within :meth:`averaged`.
         """
         self.refuse_inside_averaged("rebind()")
+        self.give_up_step()
         self._of_ranks = None
         binding.rebind(self)
 
@@ -679,6 +681,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             del self.defaults[key]
         self._restart()
         self._rebuild(tensors, origin)
+        self.topology.agree_on_extent()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what unpickling or copying brings, or the groups that ``load_state_dict()`` does."""

@@ -118,14 +118,15 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     optimizer.adopt_values()  # inside it could not tell the mean from what somebody has put there
     own: dict[Tensor, Tensor] = {}
     modules: Sequence[Any] = ()
-    if optimizer.replicas_differ:
+    differ = optimizer.replicas_differ  # the same on all ranks, also on one that trains nothing
+    if differ:
         optimizer.agree_to("averaged()")
         with torch.no_grad():
             own = {p: p.detach().clone() for bucket in optimizer.buckets for p in bucket.params}
         modules = fsdp_modules(optimizer)
     optimizer._own_values = own
     try:
-        if own:
+        if differ:
             optimizer.take_mean()
             hsdp.gather_anew(modules)
         yield

@@ -23,6 +23,7 @@ from commopt.comm import (
 )
 from commopt.compress import Compressor, Momentum
 from commopt.optim.agreement import StepRefused, clipped_alike, within
+from commopt.optim.digest import as_long_as_any
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
@@ -175,8 +176,10 @@ class Comparison:
         self.where, self._what = where, f"{where}, comparison of the replicas"
         self._reaching_others = partial(reaching_others, topology, buckets, self._what)
         self._mine = torch.tensor(digests, dtype=torch.int64, device=message_device(backend))
-        self._received = self._mine.new_empty(backend.world_size, self._mine.numel())
         with self._reaching_others():
+            if topology.is_sharded:
+                self._mine = as_long_as_any(backend, self._mine)
+            self._received = self._mine.new_empty(backend.world_size, self._mine.numel())
             self._work = backend.all_gather(self._received, self._mine)
 
     def table(self) -> list[list[int]]:
