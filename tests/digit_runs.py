@@ -1,4 +1,4 @@
-"""Runs of a second on real images: every family of optimizers, and the faults that its run must show.
+"""Runs of a second on real images: families of optimizers, and the faults that their runs must show.
 
 Two ranks on threads train a small network on scikit-learn's digits. One sees the smaller digits of each batch, the
 other the larger ones, so that neither can do without what the other finds: what is lost between them is missing.

@@ -70,8 +70,8 @@ class TestShipped:
     def test_runs_two_steps(
         self, path: Path, pair: Pair, cache: Path, corpus: Path, first_runs: dict[str, Path], tmp_path: Path
     ) -> None:
-        """With its own optimizer, and with its share of those of all configs of its kind of model: small as the runs
-        are, these differ in nothing else."""
+        """With its share of the optimizers of all configs that are trained alike, on a mesh or not: small as the runs
+        are, configs differ in their models only."""
         more: dict[str, Any] = {}
         if path in SECOND:
             more = {"seq_len": 32, "init": str(first_runs[path.stem])}
@@ -101,15 +101,16 @@ def optimizers(path: Path) -> list[str]:
 
 
 def share_of(path: Path) -> list[str]:
-    """The first of :func:`optimizers`, and its turn of the others, which alternate between the configs of one kind."""
+    """Its turn of all :func:`optimizers`, which alternate between the configs on a mesh, and between the others."""
 
-    def kind(path: Path) -> str:
-        return str(yaml.safe_load(path.read_text())["model"]["kind"])
+    def on_mesh(path: Path) -> bool:
+        return shipped(path, optimizers(path)[0]).parallel.on_mesh
 
-    alike = [other for other in SHIPPED if kind(other) == kind(path)]
-    names = sorted({name for other in alike for name in optimizers(other)[1:]})
+    alike = [other for other in SHIPPED if on_mesh(other) == on_mesh(path)]
+    names = sorted({name for other in alike for name in optimizers(other)})
     able = [[other for other in alike if name in optimizers(other)] for name in names]
-    return optimizers(path)[:1] + [name for i, name in enumerate(names) if able[i][i % len(able[i])] == path]
+    turn = [name for i, name in enumerate(names) if able[i][i % len(able[i])] == path]
+    return turn or optimizers(path)[:1]
 
 
 def shrunk(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,23 @@ def test_it_learns_what_it_has_learnt(name: str) -> None:
     assert not family.sends_otherwise(sent), sent
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+USUAL = (
+    "OneBitAdam without residuals",
+    "CSER without resets",
+    "gradients of 1 bit without residuals",
+    "LocalSGD that takes rank 0 for the mean",
+    "OneBitAdam whose warm-up ends later",
+    "SparseLoCo with a shorter period",
+)
+"""One fault of each kind; the others show with ``-m convergence``, as they are there to see if figures are changed."""
+
+
+def each_kind(faults: Iterable[str]) -> list[Any]:
+    """Parameters of a test: those that are not usual have the mark."""
+    return [pytest.param(fault, marks=[] if fault in USUAL else pytest.mark.convergence) for fault in faults]
+
+
+@pytest.mark.parametrize("fault", each_kind(FAULTS))
 def test_a_fault_is_noticed(fault: str) -> None:
     name, make, spoil = FAULTS[fault]
     family = FAMILIES[name]
@@ -72,7 +89,7 @@ def test_a_fault_is_noticed(fault: str) -> None:
     assert family.learns_otherwise(loss), loss
 
 
-@pytest.mark.parametrize("fault", WRONG_BYTES)
+@pytest.mark.parametrize("fault", each_kind(WRONG_BYTES))
 def test_bytes_show_when_something_is_sent(fault: str) -> None:
     name, make = WRONG_BYTES[fault]
     family = FAMILIES[name]

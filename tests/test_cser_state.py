@@ -307,11 +307,12 @@ def test_no_gradient_here_is_zeros_and_no_gradient_anywhere_is_no_update(variant
         model = Used(torch.float64)
         optimizer = make(variant, model, backend, overlap=overlap, bucket_mb=2e-4 if overlap else 1.0)
         for step in range(8):
+            zeros = model.gain.register_hook(torch.zeros_like) if backend.rank == 1 and explicit else None
+            model.gain.requires_grad_(backend.rank == 0 or explicit)
             backward(model, step, backend.rank, 2)
-            if backend.rank == 1 and not explicit and not overlap:
-                model.gain.grad = None
-            elif backend.rank == 1:
-                model.gain.grad = torch.zeros_like(model.gain) if not overlap else model.gain.grad
+            model.gain.requires_grad_(True)
+            if zeros is not None:
+                zeros.remove()
             optimizer.step()
         # nowhere: no step, no momentum, no decay; its error is reset all the same
         model.zero_grad()

@@ -136,7 +136,7 @@ def test_damage_of_messages_that_all_gather_is_noticed(damage):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"), [*((name, "bit") for name in GOSSIP), *(("Gossip, 8 bits", damage) for damage in DAMAGES)]
+    ("name", "damage"), [("NoLoCo", "bit"), ("Gossip", "bit"), *(("Gossip, 8 bits", damage) for damage in DAMAGES)]
 )
 def test_damage_of_a_message_to_one_rank_is_noticed_by_all(name, damage):
     for text, unchanged in attempt(name, "exchange", DAMAGES[damage]):

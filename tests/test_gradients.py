@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import pickle
+import re
 import sys
 import weakref
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend, MessageDamaged, ThreadBackend
 from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
-from commopt.optim import join_state_dict
+from commopt.gradients.watching import ROW_BYTES
+from commopt.optim import ReplicasDiffer, join_state_dict
 
 
 def incomplete(step: int, rank: int) -> list[Tensor | None]:
@@ -166,7 +168,7 @@ def test_bytes_are_the_closed_form(compressor: Compressor, bucket_mb):
         model.backward(some_grads(SIZES, 0, backend.rank))
         chunks = [stop - start for bucket in handle.mean.buckets for start, stop in bucket.chunks]
         rows = sum(compressor.nbytes(n, torch.float64) for n in chunks)
-        agreement = len(SIZES) * (world_size - 1)
+        agreement = (len(SIZES) + ROW_BYTES) * (world_size - 1)
         stats = handle.comm_stats()
         assert stats["step"]["bytes"] == 2 * (world_size - 1) * rows + agreement
         numel = sum(p.numel() for p in model.parameters())
@@ -363,16 +365,57 @@ class Damaged(ThreadBackend):
         return self._received("all_gather", super().all_gather(out, inp), out)
 
 
+@pytest.mark.parametrize("verb", ["all_to_all", "all_gather"])
+def test_a_damaged_message_is_an_error_on_all_ranks_before_the_next_mean(verb):
+    def run(backend: ThreadBackend) -> str:
+        damaged = Damaged(backend.world, backend.rank)
+        model, _ = made(damaged, Int8(), bucket_mb=None)
+        for step in range(4):
+            damaged.verb = verb if backend.rank == 1 and step == 2 else ""
+            if step < 3:
+                model.backward(some_grads(SIZES, step, backend.rank))
+                continue
+            with pytest.raises(MessageDamaged, match="go on from the last checkpoint") as caught:
+                model.backward(some_grads(SIZES, step, backend.rank))
+        return str(caught.value)
+
+    for said in on_threads(3, run):
+        assert re.match(rf"compress_gradients\(\), mean 3: {verb}: what rank 1 received from rank \d is not", said)
+
+
+@pytest.mark.parametrize(("every", "seen"), [(1, 2), (3, 3), (100, None), (None, None)])
+def test_parameters_that_differ_are_an_error_on_all_ranks_when_they_are_compared(every, seen):
+    def run(backend: ThreadBackend) -> None:
+        model = Given()
+        commopt.compress_gradients(model, Int8(), backend=backend, check_every=every)
+        for step in range(6 if seen is None else seen):
+            if step == 1 and backend.rank == 1:
+                with torch.no_grad():
+                    next(model.parameters()).view(-1)[0] += every != 1
+            model.backward(some_grads(SIZES, step, backend.rank))
+        if seen is not None:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += backend.rank == 1
+            with pytest.raises(ReplicasDiffer, match=f"mean {seen + 1}: rank 1 differs from all others in the para"):
+                model.backward(some_grads(SIZES, seen, backend.rank))
+
+    on_threads(3, run)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
+def test_an_interval_of_comparisons_that_cannot_be(every):
+    with pytest.raises(ValueError, match="check_every must be None or an int >= 1, got"):
+        commopt.compress_gradients(Given(), Int8(), backend=LocalBackend(), check_every=every)
+
+
 def test_saving_confirms_its_own_messages_and_no_mean_keeps_a_receipt():
-    """What a mean has received is confirmed by nobody: it would stay for as long as the run is."""
+    """Of a mean the next one is told: no longer is anything kept."""
 
     def run(backend: ThreadBackend) -> None:
         damaged = Damaged(backend.world, backend.rank)
         model, handle = made(damaged, Int8(), bucket_mb=None)
         for step in range(4):
-            damaged.verb = "all_to_all" if (step, backend.rank) == (1, 1) else ""
             model.backward(some_grads(SIZES, step, backend.rank))
-            assert not damaged.verb
             assert not handle.mean.topology.receipt.waited_for
         assert bool(handle.consolidated_state_dict().get("residuals_of_ranks")) == (backend.rank == 0)
         damaged.verb = "all_gather" if backend.rank == 1 else ""

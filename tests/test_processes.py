@@ -460,7 +460,6 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "mixed": run_mixed(rank, world),
         **{name: run_unattached(rank, world, **settings) for name, settings in UNATTACHED.items()},
         "baseline": run_baseline(rank, world),
-        "baseline, ours": run_bare(rank, world),
         "nan": run_nan(rank, world),
         "groups": run_groups(rank, world),
         "dcp": run_dcp(rank, world),
@@ -650,6 +649,7 @@ def test_nan_on_one_rank_under_ddp_is_skipped_by_both(ranks):
 def test_a_mesh_and_a_slice_of_one_are_its_group(ranks):
     for r in ranks:
         assert same_bits(r["groups"]["mesh"], ranks[0]["bare"]["params"])
+        assert same_bits(r["groups"]["cube"], ranks[0]["bare"]["params"])
         assert same_bits(r["groups"]["slice"], ranks[0]["bare"]["params"])
         assert r["groups"]["copy shares the group"]
 

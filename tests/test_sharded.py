@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from every import OUTER, OVERLAPPING, every_communicating, every_variant, make
+from every import OUTER, OVERLAPPING, PLAIN, WITH_VARIANTS, every_communicating, every_variant, make
 from torch import Tensor, nn
 from worlds import give, on_threads, same_bits, some_grads, some_of
 
 import commopt
+from commopt import Streaming
 from commopt.comm import Holding, LocalBackend, ShardedBackend
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 
-SIZES = ([(7, 3), (5,), (4, 4), (2,), (3,)], [(2, 3), (9,), (1, 9), (6,), (1,)])
-"""Of the parameters in each part: of other shapes."""
+SIZES = ([(7, 3), (5,), (4, 4), (2,), (3,)], [(2, 3), (9,), (1, 9), (6,), (1,), (4, 9), (8,)])
+"""Of the parameters in each part: of other shapes, and other numbers of buckets."""
 STEPS = 14
 PARTS = 2
 
@@ -78,15 +79,24 @@ def test_each_part_is_trained_as_a_model_of_its_own(name, complete):
         assert same_bits(state, expected[part][replica][1])
 
 
-@every_variant
+NOTHING = [(name, {}) for name in WITH_VARIANTS if name not in PLAIN] + [
+    ("DiLoCo", {"state_period": {"exp_avg": 1}}),
+    ("DiLoCo", {"streaming": Streaming(1, 1)}),
+    ("DiLoCo", {"streaming": Streaming(1, merge="eager")}),
+    ("DiLoCo", {"compressor": Sign(16)}),
+    ("SparseLoCo", {"clip_to_median": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), NOTHING)
 @pytest.mark.parametrize("frozen", [0, 2])
-def test_a_part_that_trains_nothing_follows_the_others(name, frozen):
+def test_a_part_that_trains_nothing_follows_the_others(name, settings, frozen):
     """It has no parameters, or ``frozen`` ones: it is in the phases of the other part, and takes part in means and
     copies."""
 
     def ours(backend: Any, part: int, replica: int) -> list[list[Tensor]]:
         params = own_params(part) if part else [p.requires_grad_(False) for p in own_params(part)[:frozen]]
-        optimizer = make(name, [{"params": params}], backend=backend, bucket_mb=2e-4)
+        optimizer = make(name, [{"params": params}], backend=backend, bucket_mb=2e-4, **settings)
         seen = []
         for step in range(7):
             if part:

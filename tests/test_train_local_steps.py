@@ -30,7 +30,7 @@ def whole(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.mark.parametrize("step", [4, 8, 9])
+@pytest.mark.parametrize("step", [8, 9])
 def test_stopped_between_rounds_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, whole: Path, tmp_path: Path, step: int
 ) -> None:

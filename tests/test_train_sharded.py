@@ -56,7 +56,6 @@ def losses(run_dir: Path) -> list[float]:
 
 
 SAME = [
-    ("gpt", WARM, {"shard": 2}),
     ("bert", ROUNDS, {"shard": 2}),
     ("gpt", WARM, {"tensor": 2}),
     ("bert", BASELINE, {"shard": 2, "tensor": 2}),
@@ -150,7 +149,7 @@ def saved(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(4, {"replicate": 4}), (4, {"shard": 2, "tensor": 2}), (2, {"shard": 2}), (1, {"replicate": 1})],
+    [(4, {"shard": 2, "tensor": 2}), (2, {"shard": 2}), (1, {"replicate": 1})],
     ids=str,
 )
 def test_resumed_on_another_mesh(

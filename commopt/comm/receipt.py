@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CONFIRMATION_BYTES = 16
 """Bytes of the row that each rank all-gathers to confirm."""
+UNAPPLIED = "Nothing of the step was applied; go on from the last checkpoint"
+"""Remedy where damage is found before anything of a step is used."""
 
 
 class MessageDamaged(RuntimeError):
@@ -35,7 +37,7 @@ class MessageDamaged(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """A collective that is complete: its collective, and the sums of the rows that were given and got."""
 
     collective: str
@@ -48,7 +50,7 @@ class Receipt:
     waited for the same collectives, or for none: where a step ends."""
 
     def __init__(self) -> None:
-        self.waited_for: list[tuple[tuple[int, int], _Entry]] = []
+        self.waited_for: list[tuple[tuple[int, int], Entry]] = []
         """Entries that are complete, each with its place in the order that is the same on every rank."""
         self._orders = 0
 
@@ -62,7 +64,7 @@ class Receipt:
         """Forgets."""
         self.waited_for = []
 
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[Entry]:
         """In an order that is the same on every rank."""
         return [entry for _, entry in sorted(self.waited_for, key=lambda item: item[0])]
 
@@ -118,7 +120,7 @@ class _Receipted:
     def wait(self) -> Any:
         result = self._work.wait()
         if self._sums is not None:
-            self._receipt.waited_for.append((self._position, _Entry(self._collective, *self._sums())))
+            self._receipt.waited_for.append((self._position, Entry(self._collective, *self._sums())))
             self._sums = None
         return result
 
@@ -151,27 +153,36 @@ def confirmation(backend: CountingBackend, sound: bool) -> Tensor:
     return torch.tensor([backend.receipt.balance(), int(sound)], dtype=torch.int64, device=message_device(backend))
 
 
-def refuse_damaged(backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
-    """Raise what follows from the confirmations of all ranks, by rank, as :func:`confirm` does."""
-    receipt = backend.receipt
+def refuse_damaged(
+    backend: CountingBackend,
+    rows: Sequence[Sequence[int]],
+    where: str,
+    entries: Sequence[Entry] | None = None,
+    remedy: str = UNAPPLIED,
+) -> None:
+    """Raise what follows from the confirmations of all ranks, by rank, as :func:`confirm` does.
+
+    Args:
+        backend: what they have told each other over.
+        rows: the confirmations.
+        where: begins the message.
+        entries: of what they confirm, where that is not what the receipt has now.
+        remedy: ends the message.
+    """
     if sum(balance for balance, _ in rows) % 2**64:
-        told = _tell(receipt, backend)
-        raise MessageDamaged(
-            f"{where}: {told}. Memory or the network damages messages. Nothing of the step was applied; go on from the "
-            "last checkpoint"
-        )
+        told = _tell(backend.receipt.entries() if entries is None else entries, backend)
+        raise MessageDamaged(f"{where}: {told}. Memory or the network damages messages. {remedy}")
     bad = [rank for rank, (_, fine) in enumerate(rows) if not fine]
     if bad:
         ranks = ", ".join(map(str, bad))
         raise MessageDamaged(
-            f"{where}: what rank {ranks} received holds inf, NaN or a scale that cannot be, as it was sent. Nothing of "
-            "the step was applied; go on from the last checkpoint"
+            f"{where}: what rank {ranks} received holds inf, NaN or a scale that cannot be, as it was sent. {remedy}"
         )
 
 
-def _tell(receipt: Receipt, backend: Backend) -> str:
+def _tell(entries: Sequence[Entry], backend: Backend) -> str:
     """Names the message that was damaged, as far as it can be told."""
-    world, entries = backend.world_size, receipt.entries()
+    world = backend.world_size
     lengths = [(entry.sent.numel(), entry.received.numel()) for entry in entries]
     sums = [t.to(message_device(backend)) for entry in entries for t in (_padded(entry.sent, world), entry.received)]
     told = "what was received is not what was sent"

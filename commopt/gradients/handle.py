@@ -31,6 +31,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.saving import load_residuals, nodes_of, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
+from commopt.gradients.watching import check_interval
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
 from commopt.optim.checks import check_rank
 from commopt.optim.consolidate import gather_parts, with_own
@@ -167,6 +168,7 @@ def compress_gradients(
     bucket_mb: float | None = None,
     reduction: str = "mean",
     scaler: torch.amp.GradScaler | None = None,
+    check_every: int | None = 100,
 ) -> CompressedGradients:
     """Averages the gradients of ``model`` over the ranks, compressed, in every ``backward()``; whatever optimizer
     follows.
@@ -178,7 +180,9 @@ def compress_gradients(
 
     After ``backward()`` every rank has the same gradients, to the bit, so that clipping, a GradScaler, schedulers and
     any optimizer work as they do with exact means. Where the means are inf or NaN on any rank, they are so on all of
-    them, in the same elements, and residuals stay as they were.
+    them, in the same elements, and residuals stay as they were. A message that did not come as it was sent is an error
+    on all ranks in the next backward, :class:`commopt.comm.MessageDamaged`; so are parameters that differ,
+    :class:`commopt.optim.ReplicasDiffer`.
 
     ================================  ==================================================================================
     model                             what is averaged
@@ -219,13 +223,16 @@ def compress_gradients(
         scaler: the GradScaler of the loss: residuals follow its scale. None: the one that has scaled a loss when the
             first backward comes; where several have, that is an error which asks for it. One that is not enabled
             stands for none.
+        check_every: before the first mean, and every such one after it, the ranks compare digests of the parameters,
+            which every rank has changed alike, >= 1; None: never. Not of a sharded model. It reads them once.
 
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
             parameters, one whose gradients something else averages or compresses, or ranks that differ.
         RuntimeError: from DDP, if it has one of torch's built-in communication hooks.
     """
-    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, None if scaler is None else "given")
+    scaled = None if scaler is None else "given"
+    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, scaled, check_every)
     taken: list[TakenReplicas] = []
     error: Exception | None = None
     try:
@@ -250,6 +257,7 @@ class _Given:
     bucket_mb: float | None
     reduction: str
     scaler: str | None
+    check_every: int | None
 
 
 def _connected(
@@ -264,12 +272,14 @@ def _connected(
     params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
-    topology = Topology(backend, receipt=NoReceipt())
+    # of a sharded model gathered weights are sent in evaluations, too: nobody would confirm them
+    topology = Topology(backend, receipt=NoReceipt() if hasattr(backend, "holding") else None)
     groups: Groups = [], []
     try:
         if error is not None:
             raise error
         check_scaler(scaler)
+        check_interval(given.check_every)
         check_model(model, given.compressor, given.feedback, params, topology, given.bucket_mb, given.reduction)
         mine = {id(p) for p in params}
         handles = {handle for other in _models() if (handle := _HANDLES.get(other, lambda: None)()) is not None}
@@ -286,7 +296,9 @@ def _connected(
     _agree(topology, params, error, settings, isinstance(given.compressor, LowRank))
     elsewhere = {id(p) for group in groups[0] for p in group.params}
     method = _method(given.compressor, given.feedback, given.inside)
-    mean = GradientMean(params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler))
+    mean = GradientMean(
+        params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler), given.check_every
+    )
     sharded: ShardedDoor | None = None
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)

@@ -34,6 +34,7 @@ from commopt.comm import (
 )
 from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
+from commopt.gradients.watching import Watch
 from commopt.optim import checks
 from commopt.optim.base import CHANNELS
 from commopt.optim.state_bucket import StateBucket
@@ -51,6 +52,7 @@ class GradientMean:
         reduction: "mean", or "sum" where a step goes by the sum of the gradients of all ranks.
         elsewhere: ids of parameters whose gradients are averaged where they arise, by ``parts``.
         scale: that of the loss.
+        check_every: how often the ranks compare parameters, where each has the whole model; None: never.
 
     Attributes:
         parts: other means, whose ends are those of this one.
@@ -73,6 +75,7 @@ class GradientMean:
         reduction: str = "mean",
         elsewhere: Collection[int] = (),
         scale: LossScale | None = None,
+        check_every: int | None = None,
     ) -> None:
         self.params, self.topology, self.method = list(params), topology, method
         self.scale = scale or LossScale()
@@ -93,6 +96,8 @@ class GradientMean:
         for replicas in topology.replicas:
             replicas.open(2 * CHANNELS)
         self._control = topology.control()
+        whole = topology.world_size > 1 and not topology.is_sharded
+        self._watch = Watch(topology.receipt, self.params, check_every) if whole else None
         self._kept: dict[int, Tensor] = {}
         self._begin()
 
@@ -103,6 +108,7 @@ class GradientMean:
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
+        self.topology.receipt.clear()
         self._begun = self._forgotten = False
 
     def begin(self) -> bool:
@@ -178,6 +184,8 @@ class GradientMean:
 
         Raises:
             commopt.comm.CollectiveError: if a rank is lost.
+            commopt.comm.MessageDamaged: what was received in the mean before is not what was sent.
+            commopt.optim.ReplicasDiffer: the parameters of the ranks differ.
         """
         try:
             with self._as_written():
@@ -196,6 +204,8 @@ class GradientMean:
             params = self.buckets[self._started].params
             self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
         self._pipeline.finish()  # each is written as it comes, while the others are on their way
+        if self._watch is not None:
+            self._watch.end()
         parts = [mine for part in self.parts if (mine := part.sound) is not None]
         means = (bool(received.sound) and _in_range(outs) for received, outs in self._received)
         here = sound = all(map(bool, parts)) and all(means)
@@ -232,19 +242,24 @@ class GradientMean:
             part.forget()
 
     def _find_absent(self) -> None:
-        """Asks all ranks which parameters have a gradient on none. Of a bucket that is complete here none lacks one, so
-        these are on their way meanwhile, and what waits behind them in the network holds nobody up."""
+        """Asks all ranks which parameters have a gradient on none, and whether all is well. Of a bucket that is
+        complete here none lacks one, so these are on their way meanwhile, and what waits behind them in the network
+        holds nobody up."""
         if not self._here:
             return
         lacking = {id(p) for p in self._here if id(p) not in self._gradients}
         lacking.update(i for waiting in self._waiting for i in waiting)  # those of zeros
         row = torch.tensor([id(p) not in lacking for p in self._here], dtype=torch.uint8, device="cpu")
+        if self._watch is not None:
+            row = torch.cat([row, self._watch.row(self.steps + 1)])
         row = row.to(message_device(self._control))
         table, where = row.new_empty(self._control.world_size, row.numel()), "which gradients the ranks have"
         asked = self._control.all_gather(table, row)
         self._start_complete(len(self.buckets))
         self._pipeline.reach(asked, asked, where)
         wait(asked, where)
+        if self._watch is not None:
+            self._watch.check(self._control, table[:, len(self._here) :], self.steps + 1)
         for p, present in zip(self._here, table.any(0).tolist()):
             if not present:
                 self._nowhere.add(id(p))

@@ -46,8 +46,11 @@ def check_state_period(value: object) -> None:
 
 def check_names(base: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Raises ValueError if the state of ``base`` has no tensors of these names that are shaped like their parameters.
-    Says nothing where the state before the first step is not known: :func:`lacking` will."""
+    Says nothing where the state before the first step is not known: :func:`lacking` will; nor where nothing is trained,
+    as in a part of a model that is frozen."""
     shaped: set[str] = set()
+    if not any(p.requires_grad for group in base.param_groups for p in group["params"]):
+        return
     for group in base.param_groups:
         for p in group["params"]:
             x = local(p.detach())

@@ -21,6 +21,7 @@ from commopt.optim.diagnostics import names_of
 from commopt.optim.guard import NotFinite, tell_not_finite
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
+from commopt.optim.saving import PARAMETER
 from commopt.optim.setup import equalize
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
@@ -92,11 +93,9 @@ def where_of(optimizer: OuterOptimizer, fragment: int | None) -> str:
 
 def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
     """Flat buffers that are each rank's own, with their means over the ranks."""
-    out = []
-    for bucket, group in optimizer.entries():
-        own = [name for name in optimizer.rank_local(group) if name in bucket.buffers]
-        out += [(bucket, bucket[name], bucket[name].clone()) for name in own]
-    if out:
+    names = [name for name in optimizer.rank_local(optimizer.param_groups[0]) if name != PARAMETER]
+    out = [(bucket, bucket[name], bucket[name].clone()) for bucket in optimizer.buckets for name in names]
+    if names:  # also where this rank trains nothing: the others confirm what they have received
         with reaching_others(optimizer.topology, optimizer.buckets, where):
             average_exactly(optimizer.topology, [b for b, _, _ in out], [mean for *_, mean in out], where)
     return [(mine, mean) for _, mine, mean in out]

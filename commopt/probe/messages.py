@@ -1,6 +1,6 @@
 """Messages that :func:`commopt.compress_gradients` sends for a mean, in closed form, by the tensors of a model.
 
-presence   all_gather: which parameters have a gradient, a byte for each
+presence   all_gather: which parameters have a gradient, a byte for each, and whether all is well
 rows       of a chunk: all_to_all, all_gather
 low rank   of a bucket: all_reduce of one factor, and (PowerSGD) of the other
 blocks     of a bucket: all_reduce of their importances, and of those chosen
@@ -26,6 +26,7 @@ from commopt.comm import all_reduce_bytes
 from commopt.compress import ACP, Compressor, PowerSGD, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.method import OfGradients
+from commopt.gradients.watching import ROW_BYTES
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors of a model, in its order: the gradient of the first comes last."""
@@ -222,6 +223,7 @@ def _blocks(bucket: Bucket, spec: TopBlocks, machine: int) -> list[Exchange]:
     return [Exchange(bucket.numel, (("inside_all_to_all", part), *agreed, ("inside_all_gather", part)))]
 
 
-def presence_bytes(shapes: Shapes, ranks: int) -> int:
-    """Bytes that a rank sends to say which parameters have a gradient; ``ranks``: all of them."""
-    return (ranks - 1) * len(shapes)
+def presence_bytes(shapes: Shapes, ranks: int, whole: bool) -> int:
+    """Bytes that a rank sends to say which parameters have a gradient, and, of a ``whole`` model, what is watched over
+    besides; ``ranks``: all of them."""
+    return (ranks - 1) * (len(shapes) + whole * ROW_BYTES)

@@ -191,7 +191,7 @@ def one_mean(costs: Costs, model: Model, name: str, turn: int) -> Step:
         messages.turn(clock.now)
     ranks = costs.world_size * model.shard
     clock.compute(per["presence"] * model.params)
-    asked = clock.send("all_gather", presence_bytes(model.shapes, ranks))
+    asked = clock.send("all_gather", presence_bytes(model.shapes, ranks, model.shard == 1))
     if not model.early:
         clock.wait(asked)
     for bucket in waiting:
