@@ -46,6 +46,8 @@ from commopt.train.parse import from_dict, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PAGE = ROOT / "benchmarks" / "time_to_loss.json", ROOT / "docs" / "time_to_loss.md"
+ELSEWHERE = ROOT / "benchmarks" / "time_to_loss_slow.json"
+"""Of another, slower machine."""
 RECIPE = [str(ROOT / "configs" / "gpt_quick.yaml"), "--train.batch_size=8"]
 """Half the recipe's batch: a step of computing is short against what a step of DDP sends, as it is on a GPU."""
 
@@ -331,8 +333,8 @@ def tell(run: Run, record: Record) -> None:
 def main() -> int:
     args = arguments()
     if args.update_docs:
-        figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else None
-        update_page(page(figures), PAGE)
+        figures, elsewhere = (json.loads(path.read_text()) if path.exists() else None for path in (FIGURES, ELSEWHERE))
+        update_page(page(figures, elsewhere), PAGE)
         if figures:
             draw(figures, PAGE.with_suffix(".png"))
         return 0

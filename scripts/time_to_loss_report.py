@@ -156,25 +156,36 @@ def tables(figures: Record) -> str:
     return "\n\n".join(parts)
 
 
-def sources(figures: Record) -> str:
-    """Markdown: where the settings of the methods come from, how long their schedules are, and which have no run."""
-    names = dict.fromkeys(run["method"] for run in figures["runs"])
+def sources(figures: Record, runs: Sequence[Record]) -> str:
+    """Markdown: where the settings of the methods of ``runs`` come from, how long their schedules are, and which
+    methods have no run."""
+    names = dict.fromkeys(run["method"] for run in runs)
     missing = "; ".join(label for name, (label, _) in figures["labels"].items() if name not in names)
-    steps = {run["method"]: run["steps"] for run in figures["runs"]}
+    steps = {run["method"]: run["steps"] for run in reversed(runs)}
     lines = ["| method | steps | settings from |", "| --- | ---: | --- |"]
     lines += [f"| {figures['labels'][name][0]} | {steps[name]} | {figures['labels'][name][1]} |" for name in names]
     return "\n".join(lines) + (f"\n\nMethods of the script without a run: {missing}." if missing else "")
 
 
-def page(figures: Record | None) -> str:
-    """What the documentation has of the figures."""
+def page(figures: Record | None, elsewhere: Record | None = None) -> str:
+    """What the documentation has of the figures; those of ``elsewhere``, another machine, are in a table of their
+    own."""
     if not figures:
         return "No figures yet: the runs have not been made on a quiet machine."
-    machine = figures["machine"]
-    where = f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, torch {machine['torch']}"
-    picture = "![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"
-    command = f"```bash\n{figures['command']}\n```"
-    return "\n\n".join([where + ".", tables(figures), picture, sources(figures), command])
+    parts = [f"{machine(figures)}.", tables(figures)]
+    parts += ["![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"]
+    commands, runs = [figures["command"]], figures["runs"]
+    if elsewhere:
+        parts += [f"Further methods, on another, slower machine: {machine(elsewhere)}.", tables(elsewhere)]
+        commands.append(elsewhere["command"])
+        runs = [*runs, *elsewhere["runs"]]
+    return "\n\n".join([*parts, sources(figures, runs), "```bash\n" + "\n".join(commands) + "\n```"])
+
+
+def machine(figures: Record) -> str:
+    """The machine that they are of, in words."""
+    it = figures["machine"]
+    return f"{it['cores']} cores of {it['cpu']}, Linux {it['kernel']}, torch {it['torch']}"
 
 
 def update_page(text: str, page: Path) -> None:

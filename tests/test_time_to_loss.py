@@ -149,8 +149,9 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_page_that_is_committed_has_the_figures_that_are() -> None:
-    figures = json.loads(time_to_loss.FIGURES.read_text()) if time_to_loss.FIGURES.exists() else None
-    assert report.page(figures) in time_to_loss.PAGE.read_text()
+    paths = time_to_loss.FIGURES, time_to_loss.ELSEWHERE
+    figures = (json.loads(path.read_text()) if path.exists() else None for path in paths)
+    assert report.page(*figures) in time_to_loss.PAGE.read_text()
 
 
 def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -> None:
@@ -172,6 +173,18 @@ def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -
     assert "--seeds 3" in text
     assert "No figures" not in text
     assert text.endswith("after\n")
+    elsewhere = {
+        "runs": [run("ddp", curve(4.0, seconds=9.0)), run("sgd", curve(4.0))],
+        "machine": machine | {"cpu": "Slow CPU"},
+        "command": "scripts/time_to_loss.py --seeds 1",
+        "margin": 0.0,
+        "labels": figures["labels"],
+    }
+    text = report.page(figures | {"command": "scripts/time_to_loss.py --seeds 3"}, elsewhere)
+    assert "2 cores of Slow CPU" in text
+    assert "| SGD | 1.0 s | 9.00 x |" in text
+    assert "| SGD | 8 | a file |\n\nMethods of the script without a run: Lans.\n" in text
+    assert "--seeds 3\nscripts/time_to_loss.py --seeds 1\n```" in text
 
 
 def test_all_methods_have_the_same_model_samples_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
