@@ -12,9 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from trainer_pair import Pair, run
 
 from commopt.cli import main
+from commopt.comm import MessageDamaged
 from commopt.train.config import Config
 from commopt.train.errors import DivergedError
 from commopt.train.finite import bad, in_short
@@ -144,3 +146,61 @@ def test_names_of_what_is_not_finite() -> None:
     assert bad([("a", nan), ("b", good), ("c", -torch.tensor(math.inf))]) == ["a", "c"]
     assert in_short(["a"]) == "a"
     assert in_short(["a", "b", "c"]) == "a and 2 more"
+
+
+# a message that was damaged, a rank that cannot take a step: one line, on every rank ----------------------------------
+
+
+def damage_mean(trainer: Trainer) -> None:
+    """What this rank has received in the last mean of gradients is not what was sent."""
+    trainer.engine.gradients.mean._watch._balance += 1  # type: ignore[attr-defined]
+
+
+def damaged_confirmation(*_: Any) -> None:
+    raise MessageDamaged("it is not what was sent")
+
+
+def run_with_damaged_means(config: Config) -> Any:
+    with mock.patch("commopt.optim.replicas.confirm", damaged_confirmation):
+        return run(config)
+
+
+def run_with_failing_base(config: Config, rank: int) -> Any:
+    """The optimizer of ``rank`` fails in its fourth step, in which a round ends."""
+    whole, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer: torch.optim.AdamW, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4 and dist.get_rank() == rank:
+            raise RuntimeError("no memory")
+        return whole(optimizer, *given)
+
+    with mock.patch.object(torch.optim.AdamW, "step", step):
+        return run(config)
+
+
+@pytest.mark.parametrize(("step", "left"), [(4, []), (5, ["step-00000004"])])
+def test_a_mean_of_gradients_that_was_damaged_is_in_no_checkpoint(
+    pair: Pair, tiny: Make, tmp_path: Path, step: int, left: list[str]
+) -> None:
+    config = tiny(tmp_path, optim=BASELINE, comm={"compress": {"name": "Int8"}})
+    errors = pair.errors(run_and_poison, config, damage_mean, step, 1)
+    for kind, message in errors:
+        assert kind == "ReplicaError"
+        assert message.startswith(f"compress_gradients(), mean {step}: what was received is not what was sent")
+        assert message.endswith("--resume=auto")
+    assert [path.name for path in sorted(tmp_path.glob("checkpoints/step-*"))] == left
+
+
+def test_a_damaged_mean_of_replicas_is_one_line(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim={"name": "DiLoCo", "args": {"period": 4}}, train={"eval_every": 3})
+    for kind, message in pair.errors(run_with_damaged_means, config):
+        assert (kind, message) == ("ReplicaError", "it is not what was sent: --resume=auto")
+
+
+def test_a_rank_that_cannot_take_a_step_is_one_line_on_the_others(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim={"name": "DiLoCo", "args": {"period": 4}})
+    (first, told), (second, said) = pair.errors(run_with_failing_base, config, 1)
+    assert (second, said) == ("RuntimeError", "no memory")
+    assert first == "RankError"
+    assert "rank 1 cannot take part" in told

@@ -224,6 +224,14 @@ class GradientMean:
         self.not_finite += not sound
         self.topology.traffic.end_step()
 
+    def confirm(self) -> None:
+        """Makes sure that the last mean was received as it was sent, where that is watched over. All ranks call it,
+        between two backward passes."""
+        if self._watch is not None:
+            self._watch.confirm(self._control, self.steps)
+            self.topology.receipt.clear()
+            self.topology.traffic.leave_out()
+
     def _as_written(self) -> AbstractContextManager[None]:
         """Context in which products have the dtype of their factors, also if backward() is called within autocast."""
         device = self.params[0].device.type

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import CountingBackend, Receipt, refuse_damaged
+from commopt.comm import CountingBackend, Receipt, gather_rows, message_device, refuse_damaged
 from commopt.optim.checks import check_int
 from commopt.optim.digest import digest_of_all
 from commopt.optim.guard import Guard
@@ -55,6 +55,13 @@ class Watch:
         refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}", self._entries, _REMEDY)
         where = f"compress_gradients(), before mean {number}"
         Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, range(len(pairs)))
+
+    def confirm(self, backend: CountingBackend, number: int) -> None:
+        """As :meth:`check` of the mean ``number``, the last one, by itself. All ranks call it."""
+        mine = torch.tensor([self._balance, 1], dtype=torch.int64, device=message_device(backend))
+        where = f"compress_gradients(), mean {number}"
+        rows = gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist()
+        refuse_damaged(backend, rows, where, self._entries, _REMEDY)
 
     def end(self) -> None:
         """Takes down what a mean has sent and received, when all of it has come."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from commopt.comm import LocalBackend, MessageDamaged, NodesBackend, all_reduce_bytes
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
+from commopt.optim.agreement import OutOfStep, StepRefused
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
 from commopt.train.config import Config
-from commopt.train.errors import ConfigError, DivergedError, ReplicaError
+from commopt.train.errors import ConfigError, DivergedError, RankError, ReplicaError
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
@@ -90,6 +91,21 @@ class Engine(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Context of what communicates: errors of commopt by which all ranks end a run are those of one line."""
+    try:
+        yield
+    except NotFinite as error:
+        raise DivergedError(str(error)) from error
+    except (ReplicasDiffer, MessageDamaged) as error:
+        raise ReplicaError(f"{error}: --resume=auto") from error
+    except OutOfStep:
+        raise
+    except StepRefused as error:
+        raise RankError(str(error)) from error
+
+
 class SelfCommunicating:
     """A commopt optimizer on a bare module: gradients stay local, it does the rest, clipping included."""
 
@@ -112,17 +128,15 @@ class SelfCommunicating:
         Raises:
             DivergedError, ReplicaError: on all ranks; see :class:`commopt.Guard`.
         """
-        try:
+        with explained():
             self.optimizer.step()
-        except NotFinite as error:
-            raise DivergedError(str(error)) from error
-        except (ReplicasDiffer, MessageDamaged) as error:
-            raise ReplicaError(f"{error}: --resume=auto") from error
         self._skipped = (self._skipped[1], self.optimizer.skipped_steps)
 
-    def averaged(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
         """The mean model, where replicas differ after local steps."""
-        return self.optimizer.averaged()
+        with explained(), self.optimizer.averaged():
+            yield
 
     def traffic(self) -> Traffic:
         """From the optimizer's own counts."""

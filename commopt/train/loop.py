@@ -26,7 +26,7 @@ from commopt.train import checkpoint, lock, resume
 from commopt.train.alike import check_alike
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
-from commopt.train.engine import make_engine
+from commopt.train.engine import explained, make_engine
 from commopt.train.errors import ConfigError
 from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, quiet_events, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
@@ -187,7 +187,7 @@ class Trainer:
         phase, loss = self.engine.phase, torch.zeros((), device=self.world.device)
         for number in range(accumulate):
             inputs, labels = self._batch(number)
-            with self.engine.accumulating(last=number == accumulate - 1):
+            with self.engine.accumulating(last=number == accumulate - 1), explained():
                 with self._autocast():
                     part = self.engine.module(inputs, labels) / accumulate
                 part.backward()

@@ -16,6 +16,7 @@ from commopt.optim import join_state_dict, split_state_dict
 from commopt.sharding import cut, is_sharded, local
 from commopt.train import checkpoint
 from commopt.train.config import flat
+from commopt.train.engine import explained
 from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
 from commopt.train.finite import in_short, not_finite
 from commopt.train.metrics import Meter
@@ -77,6 +78,8 @@ def save(trainer: Trainer) -> Path:
     own: dict[str, Any] = {"rng": _get_rng(world.device)}
     pieces = None
     if (gradients := getattr(trainer.engine, "gradients", None)) is not None:
+        with explained():
+            gradients.confirm()
         own["gradients"] = gradients.state_dict()
     if world.mesh is None:
         shared |= {"weights": trainer.model.state_dict(), "optimizer_state": replicated}
