@@ -203,4 +203,4 @@ def test_a_rank_that_cannot_take_a_step_is_one_line_on_the_others(pair: Pair, ti
     (first, told), (second, said) = pair.errors(run_with_failing_base, config, 1)
     assert (second, said) == ("RuntimeError", "no memory")
     assert first == "RankError"
-    assert "rank 1 cannot take part" in told
+    assert "rank 1 cannot take this step; its own error says why" in told
