@@ -370,6 +370,29 @@ def test_a_step_with_nan_is_skipped_and_reported(pair: Pair, tiny: Make, tmp_pat
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+LOCAL: dict[str, tuple[dict[str, Any], list[bool]]] = {
+    "DiLoCo": ({"name": "DiLoCo", "args": {"period": 4}}, [True, False]),
+    "ZeroOneAdam": (  # of the steps that follow, 9 and 12 are rounds; without a gradient the momentum still moves
+        {
+            "name": "ZeroOneAdam",
+            "args": {"variance": {"kappa": 2, "stop": 3}, "sync": {"first": 3, "double_every": None, "longest": 3}},
+        },
+        [True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_a_local_step_with_nan_on_one_rank_counts(pair: Pair, tiny: Make, tmp_path: Path, case: str) -> None:
+    optim, moved = LOCAL[case]
+    results = pair.run(run_with_nan, tiny(tmp_path, optim=optim), 6, 1)
+    assert [changed for _, changed in results] == moved
+    assert [summary["skipped_steps"] for summary, _ in results] == [1, 1]
+    assert [line["skipped_steps"] for line in read_metrics(tmp_path)] == [0, 0, 0, 1, 1, 1]
+    again = pair.run(run, tiny(tmp_path, optim=optim, resume="auto"))
+    assert [summary["skipped_steps"] for summary in again] == [1, 1]
+
+
 def run_quietly(config: Config) -> list[str]:
     """Train; return the warnings that this rank logged."""
     from _pytest.logging import LogCaptureHandler

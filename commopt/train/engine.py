@@ -50,7 +50,7 @@ class Traffic:
     fp32_bytes: int
     """Bytes that an fp32 all-reduce of all parameters sends."""
     skipped: bool
-    """True if the step was skipped for inf or NaN."""
+    """True if the step, or this rank's gradient of a local step, was left out for inf or NaN."""
 
 
 class Engine(Protocol):
@@ -111,7 +111,7 @@ class SelfCommunicating:
 
     def __init__(self, model: nn.Module, optimizer: CommOptimizer | OuterOptimizer) -> None:
         self.module, self.optimizer = model, optimizer
-        self._skipped = (0, 0)  # steps skipped so far, before and after the last step
+        self._skipped = (0, 0)  # steps skipped so far, also by this rank alone, before and after the last step
 
     @property
     def phase(self) -> str:
@@ -130,7 +130,8 @@ class SelfCommunicating:
         """
         with explained():
             self.optimizer.step()
-        self._skipped = (self._skipped[1], self.optimizer.skipped_steps)
+        dropped = getattr(self.optimizer, "dropped_gradients", 0)
+        self._skipped = (self._skipped[1], self.optimizer.skipped_steps + dropped)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

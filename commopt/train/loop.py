@@ -143,6 +143,7 @@ class Trainer:
         self.model = make_model(config, self.corpus.vocab_size).to(world.device)
         self.engine = make_engine(config, self.model, world)
         self.step, self.consumed, self.meter = 0, 0, Meter()
+        self.skipped = 0  # steps skipped by the rank that has skipped the most, as of the last message
         self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record
         resume.seed_dropout(self)
@@ -168,7 +169,7 @@ class Trainer:
                     record["heldout_loss"] = heldout = self.evaluate()
                     self._warn_of(heldout)
                 if len(record) > 1:
-                    record |= self.meter.totals()
+                    record |= self.meter.totals() | {"skipped_steps": self.skipped}
                     self.world.together(functools.partial(recorder.write, record), name_rank=False)
                 stopping = self.world.any(self.world.wished) and not last
                 if stopping or last or self.step % train.checkpoint_every == 0:
@@ -223,7 +224,7 @@ class Trainer:
                     total += loss * places
                     predicted += places
         self.model.train()
-        total, places_of_all = self.world.reduce([total, predicted])
+        total, places_of_all = self._reduce([total, predicted])
         return total / max(1.0, places_of_all)
 
     # --- pieces of a step ---
@@ -243,13 +244,19 @@ class Trainer:
 
     # --- telling ---
 
+    def _reduce(self, values: list[float]) -> list[float]:
+        """Sums over ranks; how many steps each has skipped goes along."""
+        table = self.world.table([*values, self.meter.skipped_steps])
+        self.skipped = int(table[:, -1].max())
+        return table[:, :-1].sum(0).tolist()
+
     def _training_record(self, happened: Record) -> Record:
         traffic, meter = happened["traffic"], self.meter
         tokens, seconds = meter.tokens - self.lap[0], meter.seconds - self.lap[1]
         self.lap = (meter.tokens, meter.seconds)
         return {
             "step": self.step,
-            "loss": self.world.reduce([float(happened["loss"])])[0] / self.world.size,
+            "loss": self._reduce([float(happened["loss"])])[0] / self.world.size,
             "lr": happened["lr"],
             "phase": happened["phase"],
             "tokens_per_s": tokens / seconds,
@@ -306,6 +313,7 @@ class Trainer:
         meter, done = self.meter, self.step == self.config.train.steps
         if done and heldout is None:  # nothing was left to do
             heldout = self.evaluate()
+        self._reduce([])
         summary = {
             "step": self.step,
             "finished": done,
@@ -315,7 +323,7 @@ class Trainer:
             "fp32_bytes": meter.fp32_bytes,
             "ratio": ratio(meter.fp32_bytes, meter.bytes),
             "compressed_ratio": ratio(meter.compressed_fp32_bytes, meter.compressed_bytes),
-            "skipped_steps": meter.skipped_steps,
+            "skipped_steps": self.skipped,
         }
         if done:
             log.info("finished: held-out loss %.4f, %.0f tokens/s", heldout, summary["tokens_per_s"])
@@ -327,7 +335,7 @@ class Trainer:
             if meter.compressed_steps:
                 saved += f", {show_ratio(summary['compressed_ratio'])} in the compressed phase"
             log.info("each rank sent %s; an fp32 all-reduce would have sent %s: %s", sent, full, saved)
-        if meter.skipped_steps:
-            log.warning("%d steps were skipped for inf or NaN in the gradients", meter.skipped_steps)
+        if self.skipped:
+            log.warning("%d steps were skipped for inf or NaN in the gradients", self.skipped)
         log.info("records, curves and checkpoints are in %s", self.config.train.run_dir)
         return summary

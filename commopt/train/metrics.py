@@ -47,6 +47,7 @@ class Meter:
     compressed_fp32_bytes: int = 0
     compressed_steps: int = 0
     skipped_steps: int = 0
+    """Steps skipped for inf or NaN, on all ranks or, of local steps, on this one."""
 
     def add(self, phase: str, traffic: Traffic, tokens: int, seconds: float) -> None:
         """Count one step."""

@@ -75,7 +75,7 @@ def save(trainer: Trainer) -> Path:
         "consumed": trainer.consumed,
         "meter": asdict(trainer.meter),
     }
-    own: dict[str, Any] = {"rng": _get_rng(world.device)}
+    own: dict[str, Any] = {"rng": _get_rng(world.device), "skipped_steps": trainer.meter.skipped_steps}
     pieces = None
     if (gradients := getattr(trainer.engine, "gradients", None)) is not None:
         with explained():
@@ -222,7 +222,10 @@ def _apply(
             optimizer.load_state_dict(joined)
         _take_residuals(trainer, shared, parts)
         trainer.step, trainer.consumed, trainer.meter = shared["step"], shared["consumed"], Meter(**shared["meter"])
+        skipped = [part.get("skipped_steps", trainer.meter.skipped_steps) for part in parts]
+        trainer.meter.skipped_steps = max(skipped)
         if _same_ranks(world, shared, parts):
+            trainer.meter.skipped_steps = skipped[world.rank]
             _set_rng(parts[world.rank]["rng"], world.device)
     except CheckpointError:
         raise

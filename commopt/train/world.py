@@ -86,9 +86,13 @@ class World:
         rows = self._rows(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())))
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
+    def table(self, values: list[float]) -> Tensor:
+        """Table of every rank's values, a row each, in float64."""
+        return self._rows(torch.tensor(values, dtype=torch.float64))
+
     def reduce(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
-        return self._rows(torch.tensor(values, dtype=torch.float64)).sum(0).tolist()
+        return self.table(values).sum(0).tolist()
 
     def any(self, flag: bool) -> bool:
         """True if the flag is set on any rank."""
