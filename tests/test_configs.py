@@ -15,6 +15,7 @@ from shipped import ROOT, shipped
 from trainer_pair import Pair, run, run_and_stop
 from trainer_runs import assert_same, content, records
 
+import commopt
 from commopt.compress import Int8
 from commopt.train.config import (
     CommConfig,
@@ -438,3 +439,29 @@ def test_the_baseline_is_a_value(path: Path) -> None:
 def test_from_dict_names_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match="unknown key 'stps' in TrainConfig; did you mean steps"):
         from_dict({"train": {"stps": 1}})
+
+
+COMPARED = [
+    ({"name": "AdamW", "check_every": 10}, "optim.check_every=10 is not allowed with optim.name=AdamW: .* 100"),
+    ({"name": "AdamW", "on_difference": "repair"}, "optim.on_difference=repair is not allowed .* it must be raise"),
+    ({"name": "Lamb", "check_every": 1}, "optim.check_every=1 is not allowed with optim.name=Lamb: .* communicate"),
+    ({"name": "Muon", "check_every": 99}, "optim.check_every=99 is not allowed with optim.name=Muon"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), COMPARED, ids=[str(values) for values, _ in COMPARED])
+def test_replicas_that_nobody_compares_have_no_settings_of_it(values: dict[str, Any], message: str) -> None:
+    for compress in (None, GradientsConfig("Int4")):
+        config = Config(optim=OptimConfig(**values), comm=CommConfig(compress=compress))
+        with pytest.raises(ConfigError, match=message):
+            check_plan(config)
+    check_plan(Config(optim=OptimConfig(name=values["name"], check_every=None)))
+
+
+def test_settings_of_a_comparison_may_be_of_another_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("optim: {settings: {OneBitAdam: {check_every: 10, on_difference: repair}}}")
+    check_plan(parse([str(path), "--optim.name=AdamW"]))
+    ours = parse([str(path)])
+    check_plan(ours)
+    assert plan_optimizer(ours.optim)[1]["guard"] == commopt.Guard(25, 10, "repair")

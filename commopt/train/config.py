@@ -162,10 +162,10 @@ class OptimConfig:
     >= 1; null: never."""
     check_every: int | None = 100
     """Steps between two comparisons of the replicas of a commopt optimizer, by digests of parameters and common state,
-    >= 1; null: never."""
+    >= 1; null: never. Replicas of a torch optimizer are not compared: 100 or null there."""
     on_difference: Literal["raise", "repair"] = "raise"
-    """Reaction to replicas that differ. raise: an error that names the rank. repair: a rank that differs gets what
-    the majority has, if there is one."""
+    """Reaction to replicas of a commopt optimizer that differ. raise: an error that names the rank. repair: a rank that
+    differs gets what the majority has, if there is one."""
     warmup_steps: int = 0
     """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
     warmup_power: float = 1.0

@@ -61,6 +61,24 @@ def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType)
     return make_named(named["name"], named.get("args", {}), key, module, base)
 
 
+def takes_guard(cls: type) -> bool:
+    """True if an optimizer compares replicas: one of commopt, unless it is a class of one's own without a guard."""
+    if not issubclass(cls, OURS):
+        return False
+    return any(p.name == "guard" or p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+
+
+def _check_unguarded(config: OptimConfig) -> None:
+    """Raise ConfigError for settings of a comparison of replicas, where nobody compares any."""
+    for name in ("check_every", "on_difference"):
+        given, usual = getattr(config, name), getattr(OptimConfig, name)
+        if given not in (None, usual):  # null is what happens
+            raise ConfigError(
+                f"optim.{name}={given} is not allowed with optim.name={config.name}: only optimizers of commopt that "
+                f"communicate compare replicas; it must be {usual}, its default"
+            )
+
+
 def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     """The class that a config names and its arguments, those of Muon apart ("of_muon"). Raises ConfigError for what
     does not fit; needs no model."""
@@ -68,9 +86,10 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     extra: dict[str, Any] = {"lr": config.lr}
     if issubclass(cls, OURS):
         extra["max_grad_norm"] = config.max_grad_norm
-        known = inspect.signature(cls).parameters.values()
-        if any(p.name == "guard" or p.kind is p.VAR_KEYWORD for p in known):  # a class of one's own may have none
-            extra["guard"] = commopt.optim.Guard(config.max_skipped, config.check_every, config.on_difference)
+    if takes_guard(cls):
+        extra["guard"] = commopt.optim.Guard(config.max_skipped, config.check_every, config.on_difference)
+    else:
+        _check_unguarded(config)
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(
