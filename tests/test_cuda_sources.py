@@ -410,6 +410,24 @@ def test_without_cupy_the_reference_serves_and_one_warning_says_so(monkeypatch, 
     cuda_module._warn.cache_clear()
 
 
+def test_on_rocm_the_reference_serves_and_one_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")  # a CuPy for ROCm cannot compile PTX
+    monkeypatch.delenv("COMMOPT_NATIVE", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert cuda_module.provider() == "reference"
+    cuda_module._warn.cache_clear()
+    mask = torch.empty(1, dtype=torch.uint8)
+    with caplog.at_level(logging.WARNING, logger="commopt"):
+        for _ in range(2):
+            cuda_module.with_warning(reference.pack_nonzero)(torch.ones(8), mask)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The kernels are for CUDA: the PyTorch reference serves on ROCm, slower; COMMOPT_NATIVE=0 silences this."
+    ]
+    cuda_module._warn.cache_clear()
+    monkeypatch.setenv("COMMOPT_NATIVE", "0")
+    assert cuda_module.provider() is None
+
+
 def test_the_provider_is_named_without_importing_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     monkeypatch.delenv("COMMOPT_NATIVE", raising=False)

@@ -3,7 +3,8 @@
 A launch goes to torch's current stream, copies nothing and waits for nothing. Each kernel has one argument, a struct by
 value, so that a launch can be captured in a CUDA graph; the first use loads the kernels, and belongs before a capture.
 
-CuPy is imported at the first launch. Where it is not installed, the reference serves on CUDA, and one warning says so.
+CuPy is imported at the first launch. Where it is not installed, and on ROCm, the reference serves, and one warning
+says so.
 """
 
 from __future__ import annotations
@@ -48,14 +49,20 @@ def extra() -> str:
 
 
 def provider() -> str | None:
-    """ "cupy", "reference" where it is missing, or None where the question does not arise: asked not to, or no CUDA."""
-    if os.environ.get("COMMOPT_NATIVE", "1") == "0" or torch.version.hip is not None:
+    """ "cupy", "reference" where it is missing or the devices are ROCm's, or None where one is asked not to."""
+    if os.environ.get("COMMOPT_NATIVE", "1") == "0":
         return None
-    return "reference" if importlib.util.find_spec("cupy") is None else "cupy"
+    missing = torch.version.hip is not None or importlib.util.find_spec("cupy") is None
+    return "reference" if missing else "cupy"
 
 
 @functools.cache
 def _warn() -> None:
+    if torch.version.hip is not None:
+        _logger.warning(
+            "The kernels are for CUDA: the PyTorch reference serves on ROCm, slower; COMMOPT_NATIVE=0 silences this."
+        )
+        return
     _logger.warning(
         "No CuPy: the PyTorch reference serves on CUDA devices, many times slower. Install %s; "
         "COMMOPT_NATIVE=0 silences this.",
@@ -64,7 +71,7 @@ def _warn() -> None:
 
 
 def with_warning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose first call, or that of any other like it, warns that CuPy is missing."""
+    """``function``, whose first call, or that of any other like it, warns that the reference serves."""
 
     @functools.wraps(function)
     def serve(*arguments: Any) -> Any:
