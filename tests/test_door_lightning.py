@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -85,10 +86,10 @@ def trainer(*callbacks: Any, steps: int = STEPS, **settings: Any) -> Any:
 
     from commopt.integrations.lightning import CommoptCallback
 
-    given = {"callbacks": [*callbacks] or [CommoptCallback()], "enable_checkpointing": bool(callbacks), **settings}
+    given = {"callbacks": [*callbacks] or [CommoptCallback()], "enable_checkpointing": bool(callbacks), "logger": False}
     return pl.Trainer(
-        strategy="ddp_find_unused_parameters_true", accelerator="cpu", devices=2, max_steps=steps, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **given,
+        strategy="ddp_find_unused_parameters_true", accelerator="cpu", devices=2, max_steps=steps,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **{**given, **settings},
     )  # fmt: skip
 
 
@@ -157,6 +158,7 @@ def trainers(folder: Path, rank: int, world: int) -> dict[str, Any]:
     trainer().fit(overlapped, DATA)
     out["overlapped"] = [params_of(overlapped.net), overlapped.trainer.optimizers[0].overlap]
     out["attached"] = attached(module)
+    out["logged"] = logged(folder, module)
     with pytest.raises(ValueError, match="buffers must be 'mean' or 'broadcast', got 'own'"):
         CommoptCallback("own")
     return out
@@ -184,6 +186,18 @@ def failing(module: Any, trainer: Any) -> list[list[Any]]:
     with pytest.raises(ArithmeticError, match="of a validation"):
         trainer.fit(module, DATA, [0])
     return [module.validated[0], params_of(module.net)]
+
+
+def logged(folder: Path, module: Any) -> list[Any]:
+    """What a logger has of four steps, each of two batches, and what the optimizer says of the last."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(folder, name="logged", version=0)
+    fit = trainer(steps=4, logger=logger, log_every_n_steps=2, accumulate_grad_batches=2)
+    fit.fit(module("OneBitAdam"), DATA)
+    file = Path(logger.log_dir, "metrics.csv")
+    rows = [*csv.DictReader(file.open())] if fit.is_global_zero else []
+    return [rows, fit.optimizers[0].comm_stats()]
 
 
 def several(module: Any, trainer: Any) -> str:
@@ -331,6 +345,16 @@ def test_what_lightning_has_wrapped_is_attached(ranks: list[Any]) -> None:
         assert kind == "LightningOneBitAdam"
         assert its_own
         assert same_bits(params, rank["by hand"]["OneBitAdam"][0])
+
+
+def test_what_is_sent_is_logged_when_lightning_logs(ranks: list[Any]) -> None:
+    rows, stats = ranks[0]["logged"]
+    assert [int(row["step"]) for row in rows] == [1, 3]
+    names = ("commopt/bytes", "commopt/bytes_total", "commopt/ratio", "commopt/residual_ratio")
+    assert [float(rows[-1][name]) for name in names] == [
+        stats["step"]["bytes"], stats["total"]["bytes"], stats["ratio"], stats["residual_ratio"],
+    ]  # fmt: skip
+    assert stats["step"]["bytes"] > 0
 
 
 def test_a_validation_that_fails_leaves_each_rank_its_own(ranks: list[Any]) -> None:

@@ -36,13 +36,14 @@ def samples(count):
 
 
 def recorder():
-    """A callback that keeps the parameters after each step and of each evaluation, and who was attached before step
-    1."""
+    """A callback that keeps the parameters after each step and of each evaluation, what is logged, and who was attached
+    before step 1."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
         def __init__(self):
             self.stepped, self.evaluated, self.buffers, self.attached = {}, {}, {}, None
+            self.logged = []
 
         def on_step_begin(self, args, state, control, optimizer=None, **_):
             if self.attached is None:
@@ -51,6 +52,9 @@ def recorder():
         def on_step_end(self, args, state, control, model=None, **_):
             self.stepped[state.global_step] = params_of(model)
             model.steps += 1 + torch.distributed.get_rank()
+
+        def on_log(self, args, state, control, logs=None, **_):
+            self.logged.append(dict(logs))
 
         def on_prediction_step(self, args, state, control, model=None, **_):
             self.evaluated[state.global_step] = params_of(model)
@@ -70,8 +74,9 @@ def trained(folder, resume=None, callbacks=None, model=None, quiet=True, buffers
     if quiet:
         settings |= {"max_grad_norm": 0, "average_tokens_across_devices": False, "ddp_broadcast_buffers": False}
     args = TrainingArguments(
-        folder, use_cpu=True, per_device_train_batch_size=2, save_strategy="steps", logging_strategy="no",
-        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, weight_decay=0.1, learning_rate=1e-2, **settings,
+        folder, use_cpu=True, per_device_train_batch_size=2, save_strategy="steps",
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, weight_decay=0.1, learning_rate=1e-2,
+        **{"logging_strategy": "no", **settings},
     )  # fmt: skip
     recorded = recorder()
     mine = [CommoptCallback(buffers)] if callbacks is None else callbacks
@@ -99,9 +104,11 @@ def saved_buffer(folder):
 def one_bit(folder):
     """OneBitAdam by its class, in the compressed phase from step 4 on; of the checkpoints two are kept."""
     settings = {"optimizer_cls_and_kwargs": (OneBitAdam, {"lr": 1e-2, "freeze_step": 3}), "max_steps": 10,
-                "save_steps": 4, "save_total_limit": 2, "gradient_accumulation_steps": 2}  # fmt: skip
+                "save_steps": 4, "save_total_limit": 2, "gradient_accumulation_steps": 2, "logging_strategy": "steps",
+                "logging_steps": 5}  # fmt: skip
     first, whole = trained(folder, **settings)
-    state = first.optimizer.optimizer.state_dict()
+    state, stats = first.optimizer.optimizer.state_dict(), first.optimizer.optimizer.comm_stats()
+    history = [entry for entry in first.state.log_history if "loss" in entry]
     kept = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("checkpoint-"))
     assert not list(Path(folder).rglob("*.tmp"))
     again, resumed = trained(folder, resume=f"{folder}/checkpoint-8", **settings)
@@ -117,7 +124,10 @@ def one_bit(folder):
         "phase": first.optimizer.optimizer.phase,
         "same": same,
         "same state": same_state,
-        "residuals": first.optimizer.optimizer.comm_stats()["residual_norm"],
+        "residuals": stats["residual_norm"],
+        "stats": stats,
+        "history": history,
+        "logged": [logs for logs in whole.logged if "loss" in logs],
         "params": whole.stepped[10],
         "wrapped": [name for name in ("evaluate", "save_model") if name in vars(first)],
     }
@@ -267,6 +277,24 @@ def test_one_bit_adam_trains_and_resumes_to_the_bit(ranks):
     mine, other = (rank["one bit"] for rank in ranks)
     assert same_bits(mine["params"], other["params"])
     assert mine["residuals"] != other["residuals"]
+
+
+def test_what_is_sent_is_logged_beside_each_loss(ranks):
+    seen = ranks[0]["one bit"]
+    stats, names = seen["stats"], {"bytes", "bytes_total", "ratio", "residual_ratio"}
+    assert [entry["step"] for entry in seen["history"]] == [5, 10]
+    for entry, logs in zip(seen["history"], seen["logged"], strict=True):
+        found = {name.removeprefix("commopt/"): entry[name] for name in entry if name.startswith("commopt/")}
+        assert found.pop("phase") == "compressed"
+        assert {f"commopt/{name}": value for name, value in found.items()}.items() <= logs.items()
+        assert found.keys() == names
+        assert 0 < found["bytes"] < found["bytes_total"]
+    last = {name.removeprefix("commopt/"): value for name, value in seen["logged"][-1].items() if "commopt" in name}
+    assert last == {
+        "bytes": stats["step"]["bytes"], "bytes_total": stats["total"]["bytes"],
+        "ratio": stats["ratio"], "residual_ratio": stats["residual_ratio"],
+    }  # fmt: skip
+    assert not [name for logs in ranks[1]["one bit"]["logged"] for name in logs if "commopt" in name]
 
 
 def test_without_the_callback_residuals_are_lost(ranks):

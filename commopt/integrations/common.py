@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -57,3 +57,15 @@ def frame_of(kind: type, fits: Callable[[FrameType], bool]) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def numbers(stats: Mapping[str, Any], prefix: str = "commopt") -> dict[str, float]:
+    """What a logger takes of ``comm_stats()``: traffic of the last step and of all, and the residual of compression, as
+    far as they are defined."""
+    found = {
+        "bytes": stats["step"]["bytes"],
+        "bytes_total": stats["total"]["bytes"],
+        "ratio": stats["ratio"],
+        "residual_ratio": stats["residual_ratio"],
+    }
+    return {f"{prefix}/{name}": value for name, value in found.items() if value is not None}

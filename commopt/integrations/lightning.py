@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.ddp_models import ddp_models_in
 from commopt.integrations import advice
-from commopt.integrations.common import attach_once
+from commopt.integrations.common import attach_once, numbers
 from commopt.integrations.means import end_training, mean_model
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.model_buffers import HowBuffers, check_how
@@ -32,6 +32,7 @@ class CommoptCallback(Callback):
       (``optimizer.averaged(module, buffers)``); training continues from each rank's own, and resumes from it, to the
       bit. With local steps that goes for buffers, such as BatchNorm's running statistics, too; what a validation writes
       into a buffer is undone.
+    * What the last step has sent is logged every ``log_every_n_steps``: ``commopt/bytes`` and its like.
     * When training ends, replicas are made equal (``optimizer.synchronize(module, buffers)``).
     * ``gradient_clip_val`` is reported once: each rank would clip its own gradient. So is a model that FSDP2 shards
       over all ranks of ``data_parallel``: there are no replicas to average.
@@ -50,6 +51,7 @@ class CommoptCallback(Callback):
         self._mean = contextlib.ExitStack()  # open while the parameters are the mean
         self._warned = False
         self._told_of_shards = False
+        self._step = 0  # before this batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, and has ``trainer.save_checkpoint()`` save the mean."""
@@ -67,6 +69,21 @@ class CommoptCallback(Callback):
             advice.for_lightning(trainer.gradient_clip_val, optimizers[0])
         # not by on_save_checkpoint(): Lightning leaves it out where only weights are saved
         trainer.save_checkpoint = functools.partial(_save_mean, trainer, self._buffers)  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs when and where Lightning logs the metrics of this step, as its own callbacks do."""
+        logs = trainer.is_global_zero and trainer.loggers and trainer._logger_connector.should_update_logs
+        if not logs or trainer.global_step == self._step:
+            return
+        for number, optimizer in enumerate(_ours(trainer)):
+            found = numbers(optimizer.comm_stats(), f"commopt-{number}" if number else "commopt")
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mean.enter_context(_averaged(trainer, self._buffers))

@@ -29,8 +29,8 @@ class CommoptCallback(TrainerCallback):
     Before the first step it attaches the DDP model (:func:`commopt.attach`). Each checkpoint gets every rank's own part
     of the optimizer's state, so that ``train(resume_from_checkpoint=...)`` continues to the bit. While replicas differ
     (local steps), ``evaluate()``, ``save_model()`` and checkpoints have the mean model, with such optimizers also its
-    buffers, as BatchNorm's running statistics are; as training ends, all ranks get it. Settings of Trainer that work
-    against the optimizer are warned of.
+    buffers, as BatchNorm's running statistics are; as training ends, all ranks get it. What each step sends is logged
+    with the loss. Settings of Trainer that work against the optimizer are warned of.
 
     Args:
         buffers: "mean" of the ranks' buffers, or "broadcast", rank 0's. Those of a sharded model are each rank's own.
@@ -77,6 +77,15 @@ class CommoptCallback(TrainerCallback):
             setattr(self._trainer, _SAVE, _with_parts(self._trainer, ours))
         if state.is_world_process_zero:
             advice.for_transformers(args, ours, self._trainer.model_wrapped)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
+        """The callbacks that come later are given the same ``logs``; the history has a copy of them already."""
+        if self._trainer is None or not state.is_world_process_zero or "loss" not in (logs or {}):
+            return
+        stats = common.bare(optimizer).comm_stats()
+        found = common.numbers(stats)
+        logs.update(found)
+        state.log_history[-1].update(found, **{"commopt/phase": stats["phase"]})  # not every logger takes a word
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any

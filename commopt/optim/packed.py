@@ -114,6 +114,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if parameters may differ between ranks now; the same on all ranks."""
         return False
 
+    def comm_stats(self) -> dict[str, Any]:
+        """Traffic of this rank, and the residual of compression. Local: communicates nothing."""
+        raise NotImplementedError
+
     def synchronize_replicas(self) -> None:
         """Makes all replicas equal; called while they differ."""
         raise NotImplementedError
