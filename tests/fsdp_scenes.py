@@ -471,9 +471,16 @@ def regrouped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     return any(bool(residuals.any()) for residuals in residuals_of(handle).values()), told
 
 
+def off(saved: Any, loaded: Any) -> float:
+    """How far residuals are from those that were saved, over the largest of these."""
+    there, here = residuals_of(saved), residuals_of(loaded)
+    largest = max(float(t.abs().max()) for t in there.values() if t.numel())
+    return max(float((t - here[key]).abs().max()) for key, t in there.items() if t.numel()) / largest
+
+
 def otherwise_kept(rank: int, world_size: int, nodes: bool) -> list[float]:
-    """How far residuals are from those that were saved of another kind of feedback, over their largest: kept as they
-    are and loaded in 8 bits, and the other way round."""
+    """How far residuals are from those that were saved of another kind of feedback: kept as they are and loaded in 8
+    bits, and the other way round."""
     mesh, apart = on_nodes(world_size) if nodes else None, []
     for saves, loads in ((True, LoCo()), (LoCo(), True)):
         net = cut(Odd())
@@ -482,10 +489,50 @@ def otherwise_kept(rank: int, world_size: int, nodes: bool) -> list[float]:
             backward(net, step, rank)
         other = commopt.compress_gradients(cut(Odd()), Int4(block=8), feedback=loads, process_group=mesh)
         other.load_state_dict(handle.state_dict())
-        there, here = residuals_of(handle), residuals_of(other)
-        largest = max(float(t.abs().max()) for t in there.values() if t.numel())
-        apart.append(max(float((t - here[key]).abs().max()) for key, t in there.items() if t.numel()) / largest)
+        apart.append(off(handle, other))
     return apart
+
+
+def in_other_groups(rank: int, world_size: int, feedback: Any, nodes: bool) -> list[float]:
+    """How far residuals are from those that were saved of a model in two groups and loaded in one, and the other way
+    round, if a backward works then."""
+    mesh, apart = on_nodes(world_size) if nodes else None, []
+    for saves, loads in ((cut, fully_shard), (fully_shard, cut)):
+        nets = [saves(Odd()), loads(Odd())]
+        handle, other = (
+            commopt.compress_gradients(
+                net, Int4(block=8), feedback=feedback, weights=Differences(Int4(block=8)), process_group=mesh
+            )
+            for net in nets
+        )
+        for step in range(3):
+            backward(nets[0], step, rank)
+        other.load_state_dict(handle.state_dict())
+        apart.append(off(handle, other))
+        backward(nets[1], 3, rank)
+        assert all(g is None or g.isfinite().all() for g in gradients(nets[1]))
+    return apart
+
+
+def one_is_given_another(rank: int, world_size: int) -> list[str]:
+    """What ranks are told that load weights, too, where one of them is given the residuals of another model; and
+    training goes on after it."""
+    net, said = cut(Odd(torch.float32)), []
+    handle = commopt.compress_gradients(net, Int4(block=8), weights=Differences(Int4(block=8)))
+    for step in range(3):
+        backward(net, step, rank)
+        state = handle.state_dict()
+        if rank == 1 and step == 1:
+            state["param_groups"][0]["params"].pop()
+        if rank == 1 and step == 2:
+            state["residuals"]["state"][0]["worker_error"] = torch.ones(1)
+        try:
+            handle.load_state_dict(state)
+            said.append("loaded")
+        except ValueError as error:
+            said.append(str(error))
+    backward(net, 3, rank)
+    return said
 
 
 def not_grouped(rank: int, world_size: int) -> dict[str, Any]:

@@ -226,6 +226,24 @@ def test_residuals_go_on_in_another_kind_of_feedback(pool, nodes):
         assert as_they_are == 0
 
 
+@pytest.mark.parametrize(
+    ("feedback", "nodes"), [(LoCo(), False), (LoCo(), True), (True, True)], ids=["LoCo", "LoCo on nodes", "on nodes"]
+)
+def test_residuals_go_on_in_other_groups_of_fsdp(pool, feedback, nodes):
+    """But for the rounding of LoCo's, to 8 bits."""
+    for apart in pool.over_gloo(4, fsdp_scenes.in_other_groups, feedback, nodes):
+        assert max(apart) < 1 / 127 if isinstance(feedback, LoCo) else apart == [0, 0]
+
+
+def test_a_state_that_one_rank_cannot_load_is_an_error_on_all_that_load_weights(pool):
+    others, own = pool.over_gloo(2, fsdp_scenes.one_is_given_another)
+    assert [others[0], own[0]] == ["loaded", "loaded"]
+    for said in others[1:]:
+        assert "ranks [1] cannot load the state that they were given" in said
+    assert "the loaded residuals are of" in own[1]
+    assert "has 1 elements" in own[2]
+
+
 def test_the_same_ranks_otherwise_grouped_begin_again(pool):
     for residuals, told in pool.over_gloo(4, fsdp_scenes.regrouped):
         assert not residuals

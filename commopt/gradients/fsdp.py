@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,12 @@ class Group:
     @averages.setter
     def averages(self, value: bool) -> None:
         self.module.set_requires_gradient_sync(value, recurse=False)
+
+    def layout(self, numbers: Mapping[int, int]) -> int:
+        """Checksum of which parameters lie where in its flat tensors; ``numbers`` are those of parameters, by id."""
+        trained = [(numbers.get(id(p)), tuple(place.shape), place.dim) for p, place in zip(self.params, self.places)]
+        frozen = [tuple(p._orig_size) for p in self._frozen]
+        return zlib.crc32(f"{trained} {frozen} {self.dtype}".encode())
 
     def mask(self, present: Sequence[int]) -> Tensor | None:
         """Bit mask of what is no padding in the columns of some parameters, (W, ceil(n / 8)) uint8; None if nothing

@@ -34,7 +34,7 @@ from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.gradients.watching import check_interval
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
 from commopt.optim.checks import check_rank
-from commopt.optim.consolidate import gather_parts, with_own
+from commopt.optim.consolidate import gather_parts
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import OF_RANKS
 from commopt.optim.state_bucket import fp32_bytes
@@ -151,9 +151,9 @@ class CompressedGradients:
         so between two backward passes; with ``weights``, at the same point.
 
         Raises:
-            ValueError: for residuals of another model.
+            ValueError: for residuals of another model, with ``weights`` on all ranks.
         """
-        load_residuals(self.mean, with_own(dict(state), self.mean.topology, self.nodes), self._sharded)
+        load_residuals(self.mean, state, self._sharded)
         self.mean.topology.traffic.leave_out()
 
     def remove(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -15,6 +15,7 @@ from commopt.comm import MeshBackend
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
+from commopt.optim.consolidate import with_own
 from commopt.optim.own import MIXED, Origin, digest_of, origin_of, why_left_out
 from commopt.optim.own_tensor import Place
 from commopt.optim.places import PLACES
@@ -67,7 +68,23 @@ def _add_loaded_residuals(part: dict[str, Any], mean: GradientMean) -> None:
 
 @torch.no_grad()
 def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor | None) -> None:
-    """``handle.load_state_dict()``. Raises ValueError for the residuals of another model."""
+    """``handle.load_state_dict()``. Raises ValueError for the residuals of another model, and where weights are
+    gathered with what ranks load, on all of them if one is given such."""
+    if sharded is None or not sharded.weights:
+        _load_own(mean, given, sharded)
+        return
+    error: Exception | None = None
+    weights: Sequence[Any] = ()
+    try:
+        weights = _load_own(mean, given, sharded)
+    except Exception as caught:  # whatever it is, the others wait
+        error = caught
+    sharded.load_weights(weights, error)
+
+
+def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor | None) -> Sequence[Any]:
+    """Loads what needs no other rank. Returns what :meth:`ShardedDoor.load_weights` takes."""
+    given = with_own(dict(given), mean.topology, nodes_of(mean, sharded))
     refuse_outdated([given["residuals"]])
     ids = [i for group in given["param_groups"] for i in group["params"]]
     if len(ids) != len(mean.params):
@@ -90,11 +107,14 @@ def load_residuals(mean: GradientMean, given: Mapping[str, Any], sharded: Sharde
 
     mean.scale.loaded(given["param_groups"][0].get(SCALE))
     left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
+    weights: Sequence[Any] = ()
     if sharded is not None:
         known = origin is not None and (origin == here or origin[0] == MERGED)
-        left_out = sharded.load(entries, known, mine=origin == here) or left_out
+        some_left, weights = sharded.load(mean.params, entries, known, mine=origin == here)
+        left_out = left_out or some_left
     if left_out:
         logger.warning("compress_gradients: the residuals in the loaded state are %s.", why)
+    return weights
 
 
 def _origin(mean: GradientMean, sharded: ShardedDoor | None) -> Origin:

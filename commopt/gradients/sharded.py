@@ -152,18 +152,30 @@ class ShardedDoor:
                 mine = place.whole(residual[:, place.start : place.stop]).clone()
                 out[number[id(p)]] = {"worker_error": mine, "server_error": mine.new_zeros(0)}
         exactly = {
-            f"gradients {i}": mean.residual.state() for i, mean in enumerate(self.means) if mean.residual is not None
+            key: mean.residual.state()
+            for key, mean in zip(_keys("gradients", self.means, params), self.means)
+            if mean.residual is not None
         }
-        exactly |= {f"weights {i}": gather.state() for i, gather in enumerate(self.weights)}
+        exactly |= {key: gather.state() for key, gather in zip(_keys("weights", self.weights, params), self.weights)}
         out[GROUPS] = {name: state for name, state in exactly.items() if state}
         return out
 
-    def load(self, entries: Mapping[Any, Mapping[str, Any]], known: bool, mine: bool) -> bool:
-        """Takes what was saved, by parameter. ``known``: it is this rank's, or the mean of all ranks'; ``mine``: it is
-        this rank's, of the same layout. Returns whether something of another rank was left out."""
+    def load(
+        self, params: Sequence[Tensor], entries: Mapping[Any, Mapping[str, Any]], known: bool, mine: bool
+    ) -> tuple[bool, list[Mapping[str, Any]]]:
+        """Takes the residuals that were saved, by parameter. ``known``: they are this rank's, or the mean of all;
+        ``mine``: they are this rank's, of the same layout. What was saved by group serves where the same parameters
+        make a group, cut alike.
+
+        Returns:
+            whether something of another rank was left out, and what :meth:`load_weights` takes.
+
+        Raises:
+            ValueError: for the residuals of another model.
+        """
         exactly = entries.get(GROUPS, {}) if mine else {}
         left_out = False
-        for i, mean in enumerate(self.means):
+        for key, mean in zip(_keys("gradients", self.means, params), self.means):
             if mean.residual is None:
                 continue
             now = torch.zeros_like(mean.share())
@@ -184,21 +196,35 @@ class ShardedDoor:
                     now[:, place.start : place.stop] = place.columns(error.to(now), len(now))
                 else:
                     left_out = left_out or bool(error.any())
-            mean.load(now, mine, exactly.get(f"gradients {i}", {}))
-        gathered = [exactly.get(f"weights {i}", {}) for i in range(len(self.weights))]
-        for gather, state, everywhere in zip(self.weights, gathered, self._on_all(gathered)):
-            gather.load(state if everywhere else {})
-        return left_out
+            mean.load(now, mine, exactly.get(key, {}))
+        return left_out, [exactly.get(key, {}) for key in _keys("weights", self.weights, params)]
 
-    def _on_all(self, gathered: Sequence[dict[str, Any]]) -> list[bool]:
-        """Of each group of weights, whether all ranks have a state of what was ``gathered`` last: a group that no
-        forward has used yet has none."""
-        if not gathered:
-            return []
-        row = torch.tensor([bool(state) for state in gathered], dtype=torch.uint8, device="cpu")
-        row = row.to(message_device(self._topology.world))
+    def load_weights(self, given: Sequence[Any], error: Exception | None) -> None:
+        """Takes of each group of weights what was gathered last, where all ranks have it: a group that no forward has
+        used yet has none. All ranks call it, those too that an ``error`` has kept from having anything.
+
+        Raises:
+            Exception: the ``error``.
+            ValueError: another rank has one.
+        """
+        has = [False] * (1 + len(self.weights)) if error is not None else [True, *map(bool, given)]
+        row = torch.tensor(has, dtype=torch.uint8, device="cpu").to(message_device(self._topology.world))
         table = gather_rows(self._topology.world, row, "whose weights were loaded")
-        return [bool(all_have) for all_have in table.all(0).tolist()]
+        if error is not None:
+            raise error
+        if failed := [rank for rank, good in enumerate(table[:, 0].tolist()) if not good]:
+            raise ValueError(
+                f"ranks {failed} cannot load the state that they were given, their own errors say why; all load "
+                "theirs again, or none"
+            )
+        for gather, state, everywhere in zip(self.weights, given, table[:, 1:].all(0).tolist()):
+            gather.load(state if everywhere else {})
+
+
+def _keys(kind: str, exchanges: Sequence[Any], params: Sequence[Tensor]) -> list[str]:
+    """Names in the state of what is of the group of each of ``exchanges``."""
+    numbers = {id(p): i for i, p in enumerate(params)}
+    return [f"{kind} {i} {one.group.layout(numbers)}" for i, one in enumerate(exchanges)]
 
 
 def _gather_of(group: Group, ranks: ShardGroup, weights: Compressor | Differences, traffic: Traffic) -> GroupWeights:
