@@ -121,7 +121,7 @@ def saved_weights(folder, model):
     from safetensors.torch import load_file
 
     saved = load_file(Path(folder, "model.safetensors"))
-    return [saved[name] for name, _ in model.module.named_parameters()]
+    return [saved[name] for name, _ in getattr(model, "module", model).named_parameters()]
 
 
 def saved_buffers(folder, model):
@@ -261,6 +261,58 @@ def tried_again(folder, rank):
     }
 
 
+def of_one_model(folder, rank):
+    """A bare model with two optimizers, saved between two rounds: its parameters then, after that, loaded, and in the
+    file."""
+    from accelerate import Accelerator
+
+    from commopt.integrations.accelerate import connect
+
+    def prepared():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare_model(Tied(), evaluation_mode=True)  # DDP would take one optimizer alone
+        params = list(model.parameters())
+        optimizers = [accelerator.prepare(LocalSGD(part, lr=1e-2, period=3)) for part in (params[:1], params[1:])]
+        for optimizer in optimizers:
+            connect(accelerator, model, optimizer)
+        return accelerator, model, optimizers
+
+    accelerator, model, optimizers = prepared()
+    for step in range(2):
+        accelerator.backward(model(tokens(step, rank, 2)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    own = params_of(model)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    second, again, _ = prepared()
+    second.load_state(folder)
+    return {"own": own, "left": params_of(model), "loaded": params_of(again), "saved": saved_weights(folder, model)}
+
+
+def refused(mesh):
+    """What cannot be connected."""
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+
+    from commopt.integrations.accelerate import connect
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(Tied(), evaluation_mode=True)
+    params = list(model.parameters())
+    with pytest.raises(ValueError, match=r"has not seen this OneBitAdam, and save_state\(\) would leave it out"):
+        connect(accelerator, model, OneBitAdam(params))
+    first, second = accelerator.prepare(DiLoCo(params[:1]), DiLoCo(params[1:]))
+    connect(accelerator, model, first)
+    with pytest.raises(ValueError, match="buffers='broadcast': a DiLoCo of the same model was connected with 'mean'"):
+        connect(accelerator, model, second, buffers="broadcast")
+    cut = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["shard"])
+    optimizer = accelerator.prepare(OneBitAdam(cut.parameters(), process_group=mesh))
+    with pytest.raises(ValueError, match=r"which save_state\(\) does with FSDP2 only"):
+        connect(accelerator, cut, optimizer)
+
+
 def under_adamw():
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
@@ -298,6 +350,8 @@ def scenes(folder, rank, world_size):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     out["attached"] = attached_once()
     out["tried again"] = tried_again(f"{folder}/again", rank)
+    out["of one model"] = of_one_model(f"{folder}/one", rank)
+    refused(mesh)
     out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
     out["hybrid"], out["both"] = (fsdp2(f"{folder}/hybrid {both}", rank, mesh, both) for both in (False, True))
     out["local"] = fsdp2(f"{folder}/local", rank, mesh, True, functools.partial(LocalSGD, period=3))
@@ -383,6 +437,16 @@ def test_a_model_that_did_not_fit_is_freed_and_leaves_no_part_of_its_optimizer(r
             "files": ["commopt-0-rank-00000.pt", "commopt-0-rank-00001.pt"],
             "same": True,
         }
+
+
+def test_two_optimizers_of_a_bare_model_resume_each_from_its_own(ranks):
+    mine, other = (rank["of one model"]["own"] for rank in ranks)
+    assert all(not torch.equal(a, b) for a, b in zip(mine, other))
+    for rank, own in zip(ranks, (mine, other)):
+        seen = rank["of one model"]
+        assert same_bits(seen["left"], own)
+        assert same_bits(seen["loaded"], own)
+        assert same_bits(seen["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
 
 
 OPTIMIZERS = {

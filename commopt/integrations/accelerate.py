@@ -64,14 +64,24 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
         model: what it gave for the model.
         optimizer: what it gave for an optimizer of commopt.
         buffers: "mean" of the ranks' buffers, or "broadcast", rank 0's. Those of a sharded model are each rank's own.
+            The same for all optimizers of a model.
 
     Raises:
-        ValueError: for another word; if it is no optimizer of commopt that communicates; and what
-            :func:`commopt.attach` raises.
+        ValueError: for another word, or another than another optimizer of the same model has; if it is no optimizer of
+            commopt that communicates, or ``accelerator.prepare()`` has not seen it; for parameters in pieces where
+            the accelerator has no FSDP2; and what :func:`commopt.attach` raises.
     """
     check_how(buffers)
     ours = common.bare(optimizer)
+    _check(accelerator, model, ours, buffers)
     common.attach_once(model, ours)
+    if ours.own_in_state and not getattr(accelerator, "is_fsdp2", False):
+        raise ValueError(
+            "parameters are DTensors: what is a rank's own of them all ranks save together, which save_state() does "
+            "with FSDP2 only. Make the accelerator with "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or leave connect() out, and save model and "
+            "optimizer with torch.distributed.checkpoint"
+        )
     if accelerator not in _connected:
         _connected[accelerator] = WeakKeyDictionary()
         _take_part(accelerator)
@@ -79,10 +89,24 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
     ours.register_load_state_dict_pre_hook(connection.join)
 
 
+def _check(accelerator: Accelerator, model: nn.Module, ours: PackedOptimizer, buffers: HowBuffers) -> None:
+    if not any(unwrapped(optimizer) is ours for optimizer in accelerator._optimizers):
+        raise ValueError(
+            f"accelerator.prepare() has not seen this {type(ours).__name__}, and save_state() would leave it out: give "
+            "it to prepare() first, and then to connect() what that gave"
+        )
+    for other, connection in _in_use(accelerator):
+        if other is not ours and connection.model() is model and connection.buffers != buffers:
+            raise ValueError(
+                f"buffers={buffers!r}: a {type(other).__name__} of the same model was connected with "
+                f"{connection.buffers!r}; give both the same"
+            )
+
+
 def _in_use(accelerator: Accelerator) -> list[tuple[PackedOptimizer, _Connection]]:
     """The connected optimizers that ``accelerator`` has, in the order of their numbers."""
     has = [unwrapped(optimizer) for optimizer in accelerator._optimizers]
-    return [(ours, connection) for ours, connection in _connected[accelerator].items() if ours in has]
+    return [(ours, connection) for ours, connection in _connected.get(accelerator, {}).items() if ours in has]
 
 
 def _take_part(accelerator: Accelerator) -> None:
@@ -91,9 +115,12 @@ def _take_part(accelerator: Accelerator) -> None:
 
     @functools.wraps(save_state)
     def of_the_mean(*args: Any, **kwargs: Any) -> Any:  # not by a hook: FSDP2 has saved the model before these
+        together: dict[tuple[nn.Module | None, HowBuffers], list[PackedOptimizer]] = {}
+        for ours, connection in _in_use(accelerator):
+            together.setdefault((connection.model(), connection.buffers), []).append(ours)
         with contextlib.ExitStack() as stack:
-            for ours, connection in _in_use(accelerator):
-                stack.enter_context(means.mean_model([ours], connection.model(), connection.buffers))
+            for (model, buffers), optimizers in together.items():
+                stack.enter_context(means.mean_model(optimizers, model, buffers))
             return save_state(*args, **kwargs)
 
     def save(models: Sequence[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
