@@ -181,6 +181,39 @@ def between_rounds(rank: int, dims: Any, folder: str) -> dict[str, Any]:
     }
 
 
+def by_another_manager(rank: int, dims: Any, folder: str) -> dict[str, Any]:
+    """What a checkpoint manager saves that is not torchtitan's own, and nobody knows when."""
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+
+    from commopt.integrations.torchtitan import optimizers
+
+    class Manager(BaseCheckpointManager):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseCheckpointManager.Config):
+            pass
+
+        enable, save_future = True, None
+
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.saved = model, list[list[torch.Tensor]]()
+
+        def _save(self, curr_step: int, last_step: bool = False) -> bool:
+            self.saved.append(params_of(self.model))
+            return True
+
+        def _load(self, *_: Any) -> bool:
+            return False
+
+        _wait_for_saving = _maybe_wait_for_staging = _close = _load
+
+    trainer = Trainer(dims, folder, optimizers(commopt.DiLoCo, lr=1e-2, period=30))
+    trainer.checkpointer = manager = Manager(trainer.model)  # type: ignore[assignment]
+    trainer.train(rank, 2)
+    own = params_of(trainer.model)
+    with next(iter(trainer.optimizers)).averaged():
+        return {"own": own, "mean": params_of(trainer.model), "saved": manager.saved}
+
+
 def scenes(rank: int, world: int) -> dict[str, Any]:
     from torchtitan.distributed import ParallelDims, parallel_dims
 
@@ -226,6 +259,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         0
     ].weight.device_mesh.mesh_dim_names
     out["between rounds"] = between_rounds(rank, dims, folder[0])
+    out["another manager"] = by_another_manager(rank, dims, folder[0])
     return out
 
 
@@ -304,6 +338,14 @@ def test_the_mean_of_replicas_is_saved_and_validated(ranks: list[Any]) -> None:
         assert mine["losses"] == ranks[0]["between rounds"]["losses"]
         assert same_bits(mine["never"], mine["unwatched"])
         assert not same_bits(mine["never"], mine["mean"])
+
+
+def test_another_manager_saves_the_mean_whenever_it_does(ranks: list[Any]) -> None:
+    for rank in ranks:
+        mine = rank["another manager"]
+        assert len(mine["saved"]) == 2
+        assert same_bits(mine["saved"][1], mine["mean"])
+        assert not same_bits(mine["own"], mine["mean"])
 
 
 def test_fsdp_averages_over_no_replicas_however_it_asks_for_its_mesh(ranks: list[Any]) -> None:

@@ -88,7 +88,9 @@ class Optimizers(OptimizersContainer):
             validator.validate = means.of_the_mean(validator.validate, **ours)
         if (checkpointer := getattr(trainer, "checkpointer", None)) is not None:
             save = means.of_the_mean(_saving(checkpointer), **ours)
-            checkpointer.save = lambda *when, **last: checkpointer._should_save(*when, **last) and save(*when, **last)
+            # torchtitan's own manager says when it saves
+            saves = getattr(checkpointer, "_should_save", lambda *_, **__: checkpointer.enable)
+            checkpointer.save = lambda *when, **last: saves(*when, **last) and save(*when, **last)
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
         made: Any = getattr(commopt, name, None)
