@@ -451,10 +451,18 @@ COMPARED = [
 
 @pytest.mark.parametrize(("values", "message"), COMPARED, ids=[str(values) for values, _ in COMPARED])
 def test_replicas_that_nobody_compares_have_no_settings_of_it(values: dict[str, Any], message: str) -> None:
-    for compress in (None, GradientsConfig("Int4")):
-        config = Config(optim=OptimConfig(**values), comm=CommConfig(compress=compress))
+    optim, compressed = OptimConfig(**values), CommConfig(compress=GradientsConfig("Int4"))
+    mesh = ParallelConfig(shard=2)
+    for config in (Config(optim=optim), Config(optim=optim, comm=compressed, parallel=mesh)):
+        if config.parallel.on_mesh and optim.name == "Lamb":
+            continue  # which wants whole tensors
         with pytest.raises(ConfigError, match=message):
             check_plan(config)
+    if "check_every" in values:
+        check_plan(Config(optim=optim, comm=compressed))  # compares parameters of whole models
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_plan(Config(optim=optim, comm=compressed))
     check_plan(Config(optim=OptimConfig(name=values["name"], check_every=None)))
 
 

@@ -192,6 +192,19 @@ def test_a_mean_of_gradients_that_was_damaged_is_in_no_checkpoint(
     assert [path.name for path in sorted(tmp_path.glob("checkpoints/step-*"))] == left
 
 
+def test_replicas_that_differ_on_compressed_gradients_end_the_run(pair: Pair, tiny: Make, tmp_path: Path) -> None:
+    optim = BASELINE | {"check_every": 3}
+    config = tiny(tmp_path, optim=optim, comm={"compress": {"name": "Int8"}}, train={"checkpoint_every": 12})
+    for kind, message in pair.errors(run_and_poison, config, shift_weights, 4, 1):
+        assert kind == "ReplicaError"
+        assert message.startswith("compress_gradients(), before mean 7: ranks [0] and [1] differ in the parameters")
+
+
+def shift_weights(trainer: Trainer) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[3] += 1e-3
+
+
 def test_a_damaged_mean_of_replicas_is_one_line(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     config = tiny(tmp_path, optim={"name": "DiLoCo", "args": {"period": 4}}, train={"eval_every": 3})
     for kind, message in pair.errors(run_with_damaged_means, config):

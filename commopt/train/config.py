@@ -162,7 +162,8 @@ class OptimConfig:
     >= 1; null: never."""
     check_every: int | None = 100
     """Steps between two comparisons of the replicas of a commopt optimizer, by digests of parameters and common state,
-    >= 1; null: never. Replicas of a torch optimizer are not compared: 100 or null there."""
+    >= 1; null: never. With a torch optimizer only comm.compress compares, the parameters of a model that is not on a
+    mesh; else 100 or null there."""
     on_difference: Literal["raise", "repair"] = "raise"
     """Reaction to replicas of a commopt optimizer that differ. raise: an error that names the rank. repair: a rank that
     differs gets what the majority has, if there is one."""

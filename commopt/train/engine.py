@@ -161,7 +161,9 @@ class DataParallel:
         self.timeout = timedelta(seconds=config.comm.timeout)
         self.module = self.wrap(model)
         plan = plan_compression(config)
-        self.gradients = None if plan is None else self.compress(plan, world)
+        self.gradients = (
+            None if plan is None else self.compress({**plan, "check_every": config.optim.check_every}, world)
+        )
 
     def compress(self, plan: Mapping[str, Any], world: World) -> CompressedGradients:
         """Has means of the gradients compressed. Raises ConfigError for what does not go with these ranks."""

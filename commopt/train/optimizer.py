@@ -68,14 +68,17 @@ def takes_guard(cls: type) -> bool:
     return any(p.name == "guard" or p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
 
 
-def _check_unguarded(config: OptimConfig) -> None:
-    """Raise ConfigError for settings of a comparison of replicas, where nobody compares any."""
-    for name in ("check_every", "on_difference"):
-        given, usual = getattr(config, name), getattr(OptimConfig, name)
+def _check_unguarded(config: Config) -> None:
+    """Raise ConfigError for settings of a comparison of replicas, where nobody makes it: an optimizer that does not
+    communicate leaves it to comm.compress, which compares whole models, and repairs none."""
+    compared = config.comm.compress is not None and not config.parallel.on_mesh
+    for name in ("on_difference",) if compared else ("check_every", "on_difference"):
+        given, usual = getattr(config.optim, name), getattr(OptimConfig, name)
         if given not in (None, usual):  # null is what happens
             raise ConfigError(
-                f"optim.{name}={given} is not allowed with optim.name={config.name}: only optimizers of commopt that "
-                f"communicate compare replicas; it must be {usual}, its default"
+                f"optim.{name}={given} is not allowed with optim.name={config.optim.name}: only optimizers of commopt "
+                f"that communicate compare replicas{'' if compared else ', and comm.compress those of whole models'}; "
+                f"it must be {usual}, its default"
             )
 
 
@@ -88,8 +91,6 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
         extra["max_grad_norm"] = config.max_grad_norm
     if takes_guard(cls):
         extra["guard"] = commopt.optim.Guard(config.max_skipped, config.check_every, config.on_difference)
-    else:
-        _check_unguarded(config)
     if config.compressor is not None:
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(
@@ -207,6 +208,8 @@ def check_plan(config: Config) -> None:
     if all(known.__module__.split(".")[0] in HARMLESS for known in (cls, args.get("base", cls))):
         try_out(config.optim)
     own = backend_class(config.comm)
+    if not takes_guard(cls):
+        _check_unguarded(config)
     if config.parallel.on_mesh and issubclass(cls, PlainOptimizer):
         raise ConfigError(
             f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
