@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
 
 from commopt import DiLoCo, LocalSGD, Members
-from commopt.comm import CollectiveError, MessageDamaged, given_up
+from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.optim.agreement import StepRefused
 from commopt.outer import CutOff, LeftOut, NotEnoughMembers
@@ -359,6 +361,91 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
     members.roster.client.delete(["now"])
     with pytest.raises(StoreLost, match="has forgotten them"):
         go(params, optimizer, 0)
+
+
+class Failing:
+    """A store that has died: each question takes a while, and fails."""
+
+    def clone(self):
+        return self
+
+    def get(self):
+        time.sleep(0.2)
+        raise RuntimeError("connection reset by peer")
+
+
+def test_two_questions_under_way_as_the_store_fails_are_both_told_so():
+    client = StoreClient(Failing(), 5.0)
+
+    def ask():
+        with pytest.raises(StoreLost, match="cannot be reached: connection reset by peer"):
+            client.ask(lambda store: store.get())
+
+    run_ranks([ask, ask])
+    assert client.ask(lambda _: "again") == "again"
+
+
+class Late(Future):
+    """What is there as soon as the time is over that somebody waits for it."""
+
+    def result(self, timeout=None):
+        found = super().result()
+        if timeout is not None:
+            raise FutureTimeout
+        return found
+
+
+def test_what_comes_as_the_time_is_over_is_not_taken_for_a_failure(monkeypatch):
+    monkeypatch.setattr(given_up, "Future", Late)
+    monkeypatch.setattr("commopt.comm.store.Future", Late)
+    assert StoreClient(dist.HashStore(), 0.5).ask(lambda _: "answer") == "answer"
+    comes = threading.Event()
+
+    def connect(*_):
+        comes.wait(2)
+        return LocalBackend()
+
+    def why():
+        comes.set()
+        time.sleep(0.3)
+
+    for patience in (30.0, 0.05):
+        comes.clear()
+        backend = given_up.connected(connect, dist.HashStore(), "pair", 0, 2, 5.0, patience, why)
+        assert backend.world_size == 1
+
+
+def test_a_store_that_is_silent_while_members_try_whom_they_reach_cuts_off_nobody(monkeypatch, caplog):
+    """They ask it again, and meet as soon as it answers."""
+    world, ask, reaches, silent = Rendezvous(), StoreClient.ask, Members._reaches, [0.0]
+
+    def fall_silent():
+        silent[0] = time.monotonic() + 1.0
+
+    both = threading.Barrier(2, fall_silent)
+
+    def tried(self, other):
+        both.wait(30)
+        return reaches(self, other)
+
+    def asked(self, question, seconds=0.0):
+        if time.monotonic() < silent[0]:
+            raise StoreLost("no answer")
+        return ask(self, question, seconds)
+
+    monkeypatch.setattr(Members, "_reaches", tried)
+    monkeypatch.setattr(StoreClient, "ask", asked)
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=2, patience=5.0)
+        go(params, optimizer, name)
+        if name == 0:
+            world.refuses += [0, 0]
+        return go(params, optimizer, name), members.names
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [(3.0, [0, 1])] * 2
+    assert silent[0]
+    assert "whom this rank reaches is not known" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

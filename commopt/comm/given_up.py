@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from datetime import timedelta
 from typing import Any
 
@@ -72,17 +72,14 @@ def connected(
 
     threading.Thread(target=make, daemon=True).start()
     left, where = until(patience), "opening connections between the members"
-    while True:
-        try:
-            return GivenUp(made.result(min(LOOK, left())), why, name)
-        except NotYet as error:
-            if made.done():
-                raise CollectiveError(f"{where}: {error}") from error
-            told = why() or (None if left() else f"not all have come within {patience:g} s")
-            if told is not None:
-                raise CollectiveError(f"{where}: {told}") from None
-        except RuntimeError as error:
-            raise CollectiveError(f"{where}: {error}") from error
+    while not futures.wait([made], min(LOOK, left())).done:
+        told = why() or (None if left() else f"not all have come within {patience:g} s")
+        if told is not None and not made.done():
+            raise CollectiveError(f"{where}: {told}")
+    try:
+        return GivenUp(made.result(), why, name)
+    except (RuntimeError, TimeoutError) as error:
+        raise CollectiveError(f"{where}: {error}") from error
 
 
 class GivenUp:

@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ class StoreClient:
     def __init__(self, store: dist.Store, answer: float) -> None:
         self.store, self.answer = store, answer
         self._questions: _Questions | None = None
+        self._lock = threading.Lock()
 
     def __del__(self) -> None:
         if getattr(self, "_questions", None) is not None:
@@ -59,23 +60,35 @@ class StoreClient:
         Raises:
             StoreLost: there is none.
         """
-        if self._questions is None:
-            self._questions = queue.SimpleQueue()
-            threading.Thread(target=_answer, args=(self.store, self._questions), daemon=True).start()
         answer: Future[T] = Future()
-        self._questions.put((question, answer))
+        questions = self._put((question, answer))
         slices = max(1, math.ceil((seconds + self.answer) / _SLICE))
-        for left in reversed(range(slices)):  # a process that was stopped for long has lost one of them, and no more
-            try:
-                return answer.result((seconds + self.answer) / slices)
-            except (RuntimeError, NoAnswer) as error:
-                if left and not answer.done():
-                    continue
-                self._questions.put(None)  # the next question goes over a new connection
+        part = (seconds + self.answer) / slices
+        # a process that was stopped for long has lost one of them, and no more
+        if not any(futures.wait([answer], part).done for _ in range(slices)):
+            self._forget(questions)
+            raise StoreLost(f"the store of the members cannot be reached: no answer within {seconds + self.answer:g} s")
+        try:
+            return answer.result()
+        except (RuntimeError, TimeoutError) as error:
+            self._forget(questions)
+            raise StoreLost(f"the store of the members cannot be reached: {error}") from error
+
+    def _put(self, entry: Any) -> _Questions:
+        """Puts a question into the queue of the thread that answers, and returns that."""
+        with self._lock:
+            if self._questions is None:
+                self._questions = queue.SimpleQueue()
+                threading.Thread(target=_answer, args=(self.store, self._questions), daemon=True).start()
+            self._questions.put(entry)
+            return self._questions
+
+    def _forget(self, questions: _Questions) -> None:
+        """Lets the next question go over a new connection than those in ``questions``."""
+        with self._lock:
+            if self._questions is questions:
+                questions.put(None)
                 self._questions = None
-                told = error if answer.done() else f"no answer within {seconds + self.answer:g} s"
-                raise StoreLost(f"the store of the members cannot be reached: {told}") from error
-        raise AssertionError
 
     def get(self, key: str) -> str | None:
         """The value under ``key``; None if there is none."""

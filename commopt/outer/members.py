@@ -219,7 +219,8 @@ class Members:
         return self._channel[1]
 
     def unreached(self) -> list[Ticket]:
-        """The members of the last view that this rank does not reach, each alone. All of them call it together."""
+        """The members of the last view that this rank does not reach, each alone; none where the store does not answer,
+        over which they meet. All of them call it together."""
         view, mine = self.roster.view, self.roster.rank
         assert view is not None
         size = len(view.members) + len(view.members) % 2
@@ -228,7 +229,14 @@ class Members:
         # All at once: a rank that waits for one that it does not reach is not there for the next one.
         with ThreadPoolExecutor(max(1, len(others)) if self._makes_connections else 1) as pool:
             reached = list(pool.map(self._reaches, others))
-        return [view.members[other] for other, can in zip(others, reached) if not can]
+        missed = [view.members[other] for other, can in zip(others, reached) if not can]
+        if missed:
+            try:
+                self.roster.look()
+            except StoreLost as lost:
+                logger.warning("members: %s; whom this rank reaches is not known", lost)
+                return []
+        return missed
 
     def _reaches(self, other: int) -> bool:
         """True if this rank and another one of the last view can send each other something."""
