@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -759,4 +760,27 @@ def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
             fit(back, again, step, rank)
             fit(whole_net, whole_one, step, rank)
         out[f"{way}: back"] = distance(back, whole_net)
+    return out
+
+
+def pickled(rank: int, world_size: int) -> dict[str, Any]:
+    """How many ranks an unpickled optimizer of parameters on a mesh has, how many of them hold the same, and whether it
+    goes on as the original does."""
+    mesh, out = grid(2, 2), {}
+    for name in ("OneBitAdam", "DiLoCo"):
+        weights = distribute_tensor(torch.arange(24.0).view(6, 4), mesh["shard"], [Shard(0)])
+        params = [nn.Parameter(weights), nn.Parameter(torch.ones(3))]
+        kind = {"base": torch.optim.SGD, "period": 2} if name == "DiLoCo" else {"freeze_step": 2}
+        optimizer = getattr(commopt, name)(params, lr=0.1, **kind)
+        for step in range(6):
+            if step == 3:
+                others, other = pickle.loads(pickle.dumps((params, optimizer)))
+            for p, q in zip(params, others if step > 2 else params):
+                noise = torch.randn(local(p).shape, generator=torch.Generator().manual_seed(10 * step + rank))
+                p.grad, q.grad = like(noise, p), like(noise.clone(), q)
+            optimizer.step()
+            if step > 2:
+                other.step()
+        same = all(torch.equal(local(p), local(q)) for p, q in zip(params, others))
+        out[name] = other.topology.world_size, other.topology.copies, same
     return out

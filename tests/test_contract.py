@@ -133,6 +133,24 @@ def test_pickle_and_torch_save_of_the_optimizer_itself():
         assert same_bits(params_of(model), params_of(other))
 
 
+def test_an_optimizer_that_is_unpickled_among_other_ranks_says_so(caplog):
+    """Here it is alone, as there is no process group. A copy has the ranks of the original, and says nothing."""
+
+    def kept(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, backend=backend)
+        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        return [other.topology.world_size for other in copies]
+
+    assert on_threads(2, kept) == [[2, 1]] * 2
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all(text.startswith("OneBitAdam: pickled as one of 2 ranks, unpickled as one of 1: ") for text in told)
+    optimizer = OneBitAdam(Toy().parameters(), lr=1e-2)
+    assert pickle.loads(pickle.dumps(optimizer)).topology.world_size == 1
+    assert len(caplog.records) == 2
+
+
 def test_repr_shows_the_groups():
     text = repr(OneBitAdam(Toy().parameters(), lr=0.25, freeze_step=7))
     assert text.startswith("OneBitAdam (")

@@ -248,6 +248,11 @@ def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path,
                 torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+def test_an_unpickled_optimizer_of_sharded_parameters_averages_over_their_mesh(pool):
+    for found in pool.over_gloo(4, mesh_scenes.pickled):
+        assert found == dict.fromkeys(("OneBitAdam", "DiLoCo"), (4, 2, True))
+
+
 def test_states_of_whole_models_load_into_sharded_ones_and_back(pool):
     for found in pool.over_gloo(4, mesh_scenes.unsharded_and_back):
         assert len(found) == 4

@@ -98,6 +98,19 @@ def report_not_own(optimizer: PackedOptimizer, origin: Origin | None, what: str,
         )  # fmt: skip
 
 
+def tell_of_other_ranks(optimizer: PackedOptimizer, origin: Origin) -> None:
+    """Warns that an optimizer, unpickled, has another number of ranks than the one of ``origin`` that was pickled. Each
+    rank for itself: of a process group's, the others may be no part of it."""
+    before, now = origin[1], optimizer.topology.world_size
+    if before != now:
+        logger.warning(
+            "%s: pickled as one of %d ranks, unpickled as one of %d: a pickle does not hold which ranks they were, and "
+            "now they are those of the parameters' mesh, or of the default process group. To go on over others, save "
+            "state_dict(), and load that into an optimizer with process_group= or backend=",
+            type(optimizer).__name__, before, now,
+        )  # fmt: skip
+
+
 def our_names(optimizer: PackedOptimizer) -> dict[Tensor, tuple[str, ...]]:
     """Names of the state of each parameter that is in a bucket, without what users have added."""
     return {p: (*bucket.numbers, *bucket.buffers) for bucket in optimizer.buckets for p in bucket.params}

@@ -678,12 +678,16 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _unpickle(self, state: dict[str, Any]) -> None:
         tensors, origin = state.pop("state"), state.pop("origin")
         alone = LocalBackend() if state.pop("alone", False) else None
-        self.topology = Topology(resolve_backend(backend=state.pop("backend", alone)), self.knows_nodes)
+        backend = resolve_backend(backend=state.pop("backend", alone), params=state["param_groups"])
+        self.topology = Topology(backend, self.knows_nodes)
+        loading.tell_of_other_ranks(self, origin)
         ours = set(state["defaults"])
         super().__setstate__(state)
         for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
             del self.defaults[key]
         self._restart()
+        for p in self.params:
+            self.topology.check(p)
         self._rebuild(tensors, origin)
         self.topology.agree_on_extent()
 
