@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,7 @@ from commopt.comm import (
     run_interleaved,
     wait,
 )
-from commopt.comm.torch import group_of_ranks, second_group, timeout_of
+from commopt.comm.torch import group_of_ranks, same_on_all, second_group, timeout_of
 from commopt.compress import Feedback, Identity, Sign
 
 
@@ -97,6 +98,23 @@ def other_numbers_of_groups(rank: int, world_size: int) -> None:
 def test_ranks_that_have_made_other_numbers_of_groups_say_so():
     """torch names a group by that number, so that they would wait for each other until the timeout."""
     on_processes(2, other_numbers_of_groups)
+
+
+def test_ranks_that_agree_find_each_other_though_some_have_agreed_on_something_before(monkeypatch):
+    store, here = dist.HashStore(), threading.local()
+    store.set_timeout(timedelta(seconds=2))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
+
+    def agree(backend):
+        here.rank = backend.rank
+        if here.rank < 2:
+            same_on_all([0, 1], "mesh of two")
+        same_on_all([0, 1, 2], "mesh of three")
+        with pytest.raises(ValueError, match=r"rank \d has a mesh \d, rank \d a mesh \d"):
+            same_on_all([2, 0, 1], f"mesh {here.rank}")
+
+    on_threads(3, agree)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

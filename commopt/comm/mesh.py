@@ -40,8 +40,8 @@ class MeshBackend(OfWorld):
             nothing is averaged over it, but its ranks agree too.
 
     Raises:
-        ValueError: on a rank that the mesh does not contain, if ranks give different meshes, and for a dimension that
-            the mesh does not have.
+        ValueError: on a rank that the mesh does not contain, if ranks give different meshes of the same ranks, and for
+            a dimension that the mesh does not have.
     """
 
     def __init__(self, mesh: DeviceMesh, pipeline: str | None = None) -> None:

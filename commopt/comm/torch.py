@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -268,16 +269,19 @@ def _groups_here() -> int:
 
 
 def same_on_all(ranks: Sequence[int], what: str) -> None:
-    """Makes sure that all ``ranks`` say the same; they call this equally often.
+    """Makes sure that all ``ranks`` say the same; they call this equally often of these ranks, and some of them may
+    have called it of others.
 
     Raises:
         ValueError: on every rank that sees a difference.
+        RuntimeError: a rank has not called it within the timeout of the store.
     """
     store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    number = store.add(f"commopt/same/{mine}", 1)  # of this world: a process may have been in others before
-    store.set(f"commopt/same/{number}/{mine}", what)
+    those = f"commopt/same/{zlib.crc32(str(sorted(ranks)).encode())}"
+    number = store.add(f"{those}/{mine}", 1)  # of this world: a process may have been in others before
+    store.set(f"{those}/{number}/{mine}", what)
     for rank in ranks:
-        theirs = store.get(f"commopt/same/{number}/{rank}").decode()
+        theirs = store.get(f"{those}/{number}/{rank}").decode()
         if theirs != what:
             raise ValueError(f"ranks differ in what they were given: rank {mine} has a {what}, rank {rank} a {theirs}")
 
