@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -255,6 +256,30 @@ def test_what_one_rank_alone_holds_beside_what_has_replicas_takes_plain_steps(na
     for rank, params in enumerate(on_threads(2, ours)):
         assert same_bits([p for p in params if p.dim() == 1], rest[rank])
         assert same_bits([p for p in params if p.dim() == 2], trained(LocalBackend(), (2,), rank))
+
+
+@pytest.mark.parametrize("how", ["loaded", "copied"])
+def test_what_one_rank_alone_holds_goes_on_where_a_state_is_loaded_or_copied_between_two_rounds(how):
+    """It takes no local steps, so nothing was gathered of its momentum."""
+
+    def trained(backend: Any, again: bool) -> list[Tensor]:
+        grid = backend.sharded(1)
+        params = own_params(0)
+        alone = Alone(grid.world, grid.inside, grid.replicas)
+        optimizer = make("ZeroOneAdam", params, sync=SyncPolicy(4, None, 4), backend=alone)
+        for step in range(11):
+            give(params, own_grads(0, step, backend.rank, True))
+            optimizer.step()
+            if again and how == "loaded":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif again:
+                params, optimizer = copy.deepcopy((params, optimizer))
+        assert optimizer.replicas_differ
+        return [p.detach().clone() for p in params]
+
+    straight, resumed = (on_threads(2, functools.partial(trained, again=again)) for again in (False, True))
+    for once, other in zip(straight, resumed):
+        assert same_bits(once, other)
 
 
 @pytest.mark.parametrize("repair", [False, True])

@@ -439,9 +439,10 @@ class ZeroOneAdam(CommOptimizer):
             loading.report_not_own(self, origin, "its momenta between two rounds", consequence)
         if lost:
             return {p: {k: v for k, v in e.items() if k != "mean_momentum"} for p, e in entries.items()}
-        # where there are no rounds to come, what was gathered is the momentum
+        # where there are no rounds to come, what local steps have gathered is the momentum; plain steps gather nothing
         alone = {id(p) for bucket in self.buckets if bucket.feedback is None for p in bucket.params} & differ
-        momenta = {p: e["mean_momentum"] for p, e in entries.items() if id(p) in alone and "mean_momentum" in e}
+        gathered = {p: e for p, e in entries.items() if id(p) in alone and e.get("interval_step", 0) > 0}
+        momenta = {p: e["mean_momentum"] for p, e in gathered.items() if "mean_momentum" in e}
         return {p: {**e, "exp_avg": momenta[p]} if p in momenta else e for p, e in entries.items()}
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
