@@ -16,6 +16,7 @@ from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensor
 from commopt import OneBitAdam
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
 from commopt.compress import Identity, Sign
+from commopt.optim import binding
 from commopt.optim.agreement import AGREEMENT_BYTES, OutOfStep
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
@@ -384,10 +385,10 @@ def test_another_decay_between_backward_and_step(decoupled):
 
 
 @pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize("lacking", [True, False])
+@pytest.mark.parametrize("lacking", ["one", "all", None])
 def test_a_state_that_is_loaded_between_backward_and_step(lacking, again):
     """What backward has begun is given up: a run is the one without overlap, to the bit. So it is where a rank has
-    begun nothing for want of a gradient, and where the model goes back, too."""
+    begun nothing for want of a gradient, or of all of them, and where the model goes back, too."""
 
     def run(backend, overlap):
         model = Used()
@@ -397,13 +398,68 @@ def test_a_state_that_is_loaded_between_backward_and_step(lacking, again):
         train(model, optimizer, range(6, 7), backend.rank, 2)
         first = next(p for p in optimizer.buckets[0].params if p.numel())
         for t in range(7, 9):
-            backward_without(model, t, backend, {first} if lacking and backend.rank == 1 else set())
+            if lacking == "all" and backend.rank == 1:
+                model.zero_grad()
+            else:
+                backward_without(model, t, backend, {first} if lacking and backend.rank == 1 else set())
             optimizer.load_state_dict(kept[1])
             if again:
                 model.load_state_dict(kept[0])
                 backward(model, t, backend.rank, 2)
             optimizer.step()
         train(model, optimizer, range(9, 11), backend.rank, 2)
+        return params_of(model), tensors_in(optimizer.state_dict())
+
+    for plain, overlapped in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        assert same_bits(plain[0], overlapped[0])
+        assert same_bits(plain[1], overlapped[1])
+
+
+def test_a_rank_may_load_by_itself_before_the_first_step():
+    """As where a resume fails on one rank, and the others are to hear of it."""
+
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        if backend.rank == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, range(STEPS), backend.rank, 2)
+        return params_of(model)
+
+    assert same_bits(on_threads(2, run, 10.0)[1], on_threads(2, run_of(Used, False))[1][0])
+
+
+def test_a_step_that_was_given_up_is_no_lost_overlap(caplog):
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        backward(model, 6, backend.rank, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        train(model, optimizer, range(7, STEPS), backend.rank, 2)
+
+    with caplog.at_level(logging.WARNING, "commopt"):
+        on_threads(2, run)
+    assert "overlap is lost" not in caplog.text
+
+
+def test_a_step_is_given_up_though_what_came_of_it_is_refused():
+    """As where an optimizer is to take the average over replicas, and cannot: all but that step is as it was."""
+
+    def run(backend, overlap):
+        model = Used()
+        optimizer = optimizer_of(model, backend, overlap)
+        train(model, optimizer, range(6), backend.rank, 2)
+        backward(model, 6, backend.rank, 2)
+        params = optimizer.param_groups[0]["params"]
+        whole = list(params)
+        params.pop()
+        with pytest.raises(ValueError, match="parameters now"):
+            binding.take_replicas(optimizer)
+        params[:] = whole
+        optimizer.step()
+        train(model, optimizer, range(7, STEPS), backend.rank, 2)
         return params_of(model), tensors_in(optimizer.state_dict())
 
     for plain, overlapped in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):

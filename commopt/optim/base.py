@@ -42,6 +42,7 @@ from commopt.comm import (
     MessageDamaged,
     Topology,
     Work,
+    gather_number,
     refuse_if_left_out,
     resolve_backend,
 )
@@ -520,19 +521,30 @@ class CommOptimizer(PackedOptimizer):
 
     @torch.no_grad()
     def give_up_step(self) -> None:
-        """Starts all of a step that has begun in backward, as other ranks may have, and stops it at the barrier."""
-        if self._in_flight is None:
+        """Starts all of a step that has begun in backward, on any rank, and stops it at the barrier. All ranks must
+        call it: from the first step on, with ``overlap=True``, they tell each other whether one has."""
+        if not self._begun_anywhere():
             return
+        step = self.step_in_flight()
         try:
-            self._in_flight.abort()
+            step.abort(begun=True)
         except CollectiveError:
-            self._in_flight.pipeline.abandon()
+            step.pipeline.abandon()
             raise
         finally:
             self._in_flight = None
             self.topology.receipt.clear()
             self._watch()
             self.topology.traffic.leave_out()
+
+    def _begun_anywhere(self) -> bool:
+        """True if a step has begun in backward on some rank: one whose gradients are all missing has begun none. Before
+        the first step, as in a resume, which may fail on one rank alone, nobody is asked."""
+        begun, ranks = self._in_flight is not None, self._control
+        may_begin = self.overlap and self.topology.copies > 1 and not self._all_on_one_channel()
+        if ranks is None or not may_begin or not self._looked:
+            return begun
+        return any(gather_number(ranks.inner, int(begun), "whether a step has begun in backward"))
 
     def steps_locally(self) -> bool:
         """True if the next step communicates nothing."""

@@ -127,10 +127,14 @@ def rebind(optimizer: PackedOptimizer) -> None:
     optimizer.rebound(new)
 
 
-@or_not_at_all
 def take_replicas(optimizer: PackedOptimizer) -> None:
     """As :meth:`rebind`, of parameters that FSDP2 averages over replicas no longer: the optimizer does, from now on."""
-    optimizer.give_up_step()
+    optimizer.give_up_step()  # for good, whatever comes of the rest
+    _take_replicas(optimizer)
+
+
+@or_not_at_all
+def _take_replicas(optimizer: PackedOptimizer) -> None:
     if isinstance(optimizer.topology.backend, MeshBackend):
         optimizer.topology = Topology(optimizer.topology.backend.anew(), optimizer.knows_nodes)
         optimizer._restart()

@@ -191,8 +191,9 @@ class StepInFlight:
         self.buckets = list(buckets)
 
     def blocking(self) -> list[Tensor]:
-        """The parameters without a gradient that keep the next bucket, and all after it, from starting."""
-        if self.started >= len(self.buckets) - 1:
+        """The parameters without a gradient that keep the next bucket, and all after it, from starting. None are where
+        no gradient has come since the step began: one that backward had begun may have been given up."""
+        if not self._overlapped or self.started >= len(self.buckets) - 1:
             return []
         return [p for p in self.buckets[self.started].params if id(p) in self._waiting[self.started]]
 
@@ -235,9 +236,10 @@ class StepInFlight:
         if holders is not None and not self.confirmation.done:  # others may have parameters to confirm
             self.confirmation.wait()
 
-    def abort(self) -> None:
-        """Ends all tasks without effect, where all ranks have started the same collectives."""
-        if self._overlapped:
+    def abort(self, begun: bool = False) -> None:
+        """Ends all tasks without effect, where all ranks have started the same collectives; ``begun``: some rank has
+        begun in backward, maybe not this one."""
+        if self._overlapped or begun:
             self._start_while(lambda _: True)  # as other ranks may have done in backward
         self.pipeline.stop()
 

@@ -582,8 +582,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
         have added to ``state``, or to a parameter's, are kept as they are.
 
-        Communicates nothing, but for between ``backward()`` and ``step()`` with ``overlap=True``: there all ranks must
-        call it, and what the step has begun with ends without effect.
+        Communicates nothing before the first ``step()``, nor without ``overlap=True``. With it, later, all ranks must
+        call it at the same point: what a step has begun with in ``backward()``, on any of them, ends without effect.
 
         Raises:
             ValueError: if groups, parameters or shapes do not match, or if it is the state of another optimizer;
