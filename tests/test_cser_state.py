@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from functools import partial
@@ -29,8 +30,9 @@ from worlds import (
 from commopt import CSER, Guard, OneBitAdam, QSparseLocalSGD, attach
 from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
-from commopt.optim import join_state_dict, split_state_dict
+from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.optim.own_tensor import OwnTensor, Place
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "period": 3}
 VARIANTS: dict[str, Any] = {
@@ -188,6 +190,29 @@ def test_a_state_without_what_the_models_have_in_common_is_refused_where_that_is
         back = make("blocks", model, backend)
         back.load_state_dict(saved)
         assert same_bits(before, params_of(model))
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_state_of_a_sharded_model_without_an_anchor_is_refused_where_replicas_differ(alike):
+    """There the models of the replicas are in the state itself, with their places."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = make("blocks", model, backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        if alike:
+            optimizer.synchronize()
+        saved = optimizer.state_dict()
+        del saved["residuals"]
+        for i, p in enumerate(model.parameters()):
+            if i in saved["state"]:
+                place = Place.of(p, p.shape, 0, backend.rank, 2, alike)
+                saved["state"][i]["own_parameter"] = OwnTensor.make(p.detach().clone(), place)
+        other = make("sign", model, backend)
+        with contextlib.nullcontext() if alike else pytest.raises(ValueError, match="has no anchor"):
+            other.load_state_dict(saved)
 
     on_threads(2, run)
 
@@ -559,6 +584,25 @@ def test_a_model_that_is_loaded_after_synchronize_is_where_the_next_steps_begin(
         return all(torch.equal(p, weights[key]) for key, p in trained.items())
 
     assert on_threads(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("model", [Toy, Used])
+def test_a_model_that_one_rank_alone_has_loaded_is_noticed_at_once(model, overlap, synchronized):
+    """Long before the next comparison: the ranks have nothing in common any more. After a reset, or off one."""
+
+    def run(backend):
+        mine = model()
+        optimizer = make("qsparse", mine, backend, period=4, overlap=overlap, guard=Guard(check_every=1000))
+        train(mine, optimizer, range(6 if synchronized else 8), backend.rank, 2)
+        optimizer.synchronize()
+        if backend.rank == 0:
+            mine.load_state_dict(model(seed=9).state_dict())
+        with pytest.raises(ReplicasDiffer):
+            train(mine, optimizer, range(8, 10), backend.rank, 2)
+
+    on_threads(2, run)
 
 
 @pytest.mark.parametrize("c2", [Identity(), Sign(16)])

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,10 +42,12 @@ from torch import Tensor
 from commopt.comm import Backend, PSync, Replicas, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks, loading, replicas
+from commopt.optim.agreement import StepReport, is_usable
 from commopt.optim.base import CommOptimizer
 from commopt.optim.cser_error import UPDATE, ImplicitError, StoredAnchor
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
+from commopt.optim.loading import OWN
 from commopt.optim.masks import absent_runs, without
 from commopt.optim.own import Origin
 from commopt.optim.own_tensor import OwnTensor
@@ -235,6 +237,14 @@ class CSER(CommOptimizer):
         if group["anchor_step"] == group["step"] and bucket.adopt("anchor"):
             self._check_next = True  # the ranks may have loaded other ones
 
+    def _guarded(self, report: StepReport, number: int) -> StepReport:
+        """As of every optimizer, of anchors that have taken over what was loaded since the last step; not what has no
+        finite gradient, as that is skipped."""
+        if report.error is None and is_usable(report.square_norm):
+            for bucket, group in list(self.grouped_buckets())[self.step_in_flight().started :]:
+                self._adopt(bucket, group)
+        return super()._guarded(report, number)
+
     def _momentum(self, bucket: StateBucket) -> Tensor:
         """The momentum of a bucket; zeros, if it has had none so far."""
         if "momentum_buffer" not in bucket.buffers:
@@ -250,6 +260,7 @@ class CSER(CommOptimizer):
         super().check_loaded(given)
         own = given.get("residuals")
         apart = [i for i, entry in own["state"].items() if PARAMETER in entry] if own and own["rank"] != MERGED else []
+        apart += [i for i, entry in given["state"].items() if _is_apart(entry)]
         if self.anchored and any("anchor" not in given["state"][i] for i in apart):
             raise ValueError(
                 "the loaded state has no anchor, so what the models of the ranks have in common is not known: it was "
@@ -328,7 +339,8 @@ class CSER(CommOptimizer):
             yield ctx.barrier
             self._plain_step(bucket, group, ctx)
             return
-        self._adopt(bucket, group)
+        if ctx.step.agreement.decision is None:  # in backward
+            self._adopt(bucket, group)
         absent = [slice(*run) for run in absent_runs(bucket, ctx.absent(bucket))]
         resets = (group["step"] + 1) % group["period"] == 0
         p, m = self._update(bucket, group, ctx.scale, absent)  # m_i is not stored yet
@@ -419,6 +431,12 @@ class CSER(CommOptimizer):
                 errors.append(bucket.pack_params().sub_(bucket.buffers["anchor"]))
         momenta = [b.buffers["momentum_buffer"] for b in self.buckets if "momentum_buffer" in b.buffers]
         return square_norm(errors) ** 0.5, square_norm(momenta) ** 0.5
+
+
+def _is_apart(entry: Any) -> bool:
+    """True if ``entry``, the loaded state of a parameter, has a value of it for each replica."""
+    own = entry.get(OWN + PARAMETER) if isinstance(entry, Mapping) else None
+    return isinstance(own, OwnTensor) and own.apart
 
 
 def _keeps_all(how: AnyCompressor) -> bool:

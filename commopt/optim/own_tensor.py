@@ -81,6 +81,13 @@ class OwnTensor(Tensor):
             return torch.stack(rows).mean(0) if len(rows) > 1 else rows[0]
         return self.plain() if replace(self.place, alike=here.alike) == here and self.rows_read is None else None
 
+    @property
+    def apart(self) -> bool:
+        """True if each replica is to have elements of its own: as many rows were saved, and they may differ."""
+        if self.rows_read is None:
+            return not self.place.alike
+        return 1 < self.rows_read == self.place.rows
+
     # the protocol of torch.distributed.checkpoint ---------------------------------------------------------------------
 
     def size(self, *_: Any) -> Any:  # type: ignore[override]
