@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 from worlds import on_threads, params_of, same_bits, seeded
 
-from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam, OneBitLion
+from commopt import CSER, DiLoCo, Lamb, LocalSGD, OneBitAdam, OneBitLamb, OneBitLion
+from commopt.comm import LocalBackend
 
 
 def net() -> nn.Module:
@@ -77,6 +78,16 @@ def test_a_state_of_the_same_family_is_continued(make: Any, state: Any, name: st
     for i, p in enumerate(model.parameters()):
         assert torch.equal(optimizer.state[p][name], given["state"][i][name])
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_an_outer_step_loads_what_its_base_loads() -> None:
+    given, model = saved_by(Lamb), net()
+    optimizer = DiLoCo(OneBitLamb(model.parameters(), lr=0.5, backend=LocalBackend()), backend=LocalBackend())
+    optimizer.load_state_dict(given)
+    for i, p in enumerate(model.parameters()):
+        assert torch.equal(optimizer.base.state[p]["exp_avg_sq"], given["state"][i]["exp_avg_sq"])
+    with pytest.raises(ValueError, match=r"that of Lamb, and this is DiLoCo\(OneBitAdam\)"):
+        DiLoCo(OneBitAdam(net().parameters(), backend=LocalBackend()), backend=LocalBackend()).load_state_dict(given)
 
 
 @pytest.mark.parametrize("make", [CSER, lambda p, lr, momentum: LocalSGD(p, optim.SGD, lr=lr, momentum=momentum)])

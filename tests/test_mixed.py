@@ -259,6 +259,47 @@ def test_a_state_is_loaded_as_each_optimizer_does_it() -> None:
     assert same_bits(params_of(model), params_of(other))
 
 
+def of_two(model: Toy, *classes: Any) -> Mixed:
+    """A mixture of an optimizer for hidden matrices and one for the rest."""
+    return Mixed(*(cls(p, lr=1e-2) for cls, p in zip(classes, commopt.sort_parameters(model, head=["embedding"]))))
+
+
+@pytest.mark.parametrize("cls", [commopt.Lamb, commopt.Lans])
+def test_the_state_of_a_mixture_alone_is_loaded_by_an_outer_step_around_one(cls: Any) -> None:
+    model, other = Toy(), Toy()
+    base = of_two(model, torch.optim.Muon, cls)
+    train(model, base, range(3))
+    optimizer = DiLoCo(of_two(other, torch.optim.Muon, cls), backend=LocalBackend())
+    optimizer.load_state_dict(through_a_file(base.state_dict()))
+    assert same_bits(tensors_in(base.state_dict()), tensors_in(optimizer.base.state_dict()))
+    again = DiLoCo(of_two(Toy(), torch.optim.Muon, cls), backend=LocalBackend())
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert same_bits(tensors_in(base.state_dict()), tensors_in(again.base.state_dict()))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "loads"),
+    [
+        ((torch.optim.AdamW, commopt.Lans), (torch.optim.AdamW, commopt.Lamb)),
+        ((commopt.Lamb, commopt.Lamb), (commopt.Lamb, commopt.Lans)),
+    ],
+)
+def test_a_state_that_one_optimizer_refuses_changes_none_of_them(saved: Any, loads: Any, outer: bool) -> None:
+    model, other = Toy(), Toy()
+    base = of_two(model, *saved)
+    train(model, base, range(3))
+    mixed = of_two(other, *loads)
+    optimizer: Any = DiLoCo(mixed, backend=LocalBackend()) if outer else mixed
+    train(other, optimizer, range(2))
+    base.param_groups[0]["lr"] = 0.5
+    before = str(optimizer.state_dict()), str(mixed.state_dict()), [part.param_groups for part in mixed.parts]
+    with pytest.raises(ValueError, match=f"is that of {saved[1].__name__}, and this is .*{loads[1].__name__}"):
+        optimizer.load_state_dict(base.state_dict())
+    assert (str(optimizer.state_dict()), str(mixed.state_dict())) == before[:2]
+    assert all(part.param_groups is groups for part, groups in zip(mixed.parts, before[2]))
+
+
 def test_tools_for_distributed_checkpoints_see_all_of_the_state() -> None:
     model, other = Used(), Used()
     names = [commopt.sort_parameters(m, head=["embedding"], rest=["pos*"]) for m in (model, other)]

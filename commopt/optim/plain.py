@@ -135,10 +135,14 @@ class PlainOptimizer(torch.optim.Optimizer):
             hook.remove()
             self.__dict__.pop("_incoming", None)
 
+    def loads_of(self) -> tuple[str, ...]:
+        """The optimizers of commopt whose state it loads."""
+        return (foreign.name_of_ours(type(self)),)
+
     def _check_loaded(self, given: Mapping[str, Any]) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         name = type(self).__name__
-        foreign.check_saver(name, given, (foreign.name_of_ours(type(self)),))
+        foreign.check_saver(name, given, self.loads_of())
         foreign.check_family(name, given, self.param_groups, [self.state.get(p, {}) for p in params])
         for group in given["param_groups"]:
             self.check_group({**self.defaults, **group})

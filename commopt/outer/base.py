@@ -47,7 +47,7 @@ from commopt.outer.flight import Flights
 from commopt.outer.loading import BASE, load, refuse_uncuttable, state_of_base
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
-from commopt.outer.mixed import Mixed, check_names, name_of
+from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming, check_streaming, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
@@ -619,8 +619,8 @@ class OuterOptimizer(PackedOptimizer):
         return f"{super().saved_as()}({name_of(self.base)})"
 
     def loads_of(self) -> tuple[str, ...]:
-        """Also that of its base alone."""
-        return self.saved_as(), self.base.defaults.get(WHOSE, self.saved_as())
+        """Also those whose state its base loads, alone."""
+        return self.saved_as(), *names_loaded(self.base)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.

@@ -37,8 +37,8 @@ def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
         base = base_of_entries(given, entries, optimizer.params) or base_to_load(optimizer, given, origin)
     before = optimizer.param_groups
     # torch would go on with the tensors given
-    whose = {WHOSE: optimizer.base.defaults.get(WHOSE)}  # the base may be one of ours
-    groups = [{**group, **whose} for group in given["param_groups"]]
+    own = optimizer.base.defaults.get(WHOSE)  # the base, or a part of it, may be one of ours
+    groups = [{**group, WHOSE: (of_base and group.get(WHOSE)) or own} for group in given["param_groups"]]
     optimizer.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
     optimizer.adopt_groups(before)
     optimizer.fill_from(given, entries, origin, of_base)

@@ -9,13 +9,14 @@ group reach the optimizer that it is of. State stays where it is: each optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from commopt.optim.closure import loss_of
 from commopt.optim.packed import PackedOptimizer
+from commopt.optim.plain import PlainOptimizer
 from commopt.outer.wrap import check_base, step_base
 
 
@@ -97,7 +98,8 @@ class Mixed(torch.optim.Optimizer):
         """Loads what :meth:`state_dict` gave: each optimizer loads what is of its groups, as it does by itself.
 
         Raises:
-            ValueError: if groups or their sizes do not match; nothing is changed then.
+            ValueError: if groups or their sizes do not match, or one of its optimizers refuses what is of its groups;
+                nothing is changed then.
         """
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -110,17 +112,28 @@ class Mixed(torch.optim.Optimizer):
                 f"the loaded state has parameter groups of {sizes[0]} parameters, and {self.name} has groups of "
                 f"{sizes[1]}: it is the state of another optimizer"
             )
-        groups, known = iter(given["param_groups"]), set[Any]()
-        for part in self.parts:
-            of_it = [next(groups) for _ in part.param_groups]
-            ids = {i for group in of_it for i in group["params"]}
-            known |= ids
-            part.load_state_dict({"state": _only(given["state"], ids), "param_groups": of_it})
+        known = self._load_parts(given)
         for key in given["state"].keys() - known:  # somebody's own
             self.state[key] = given["state"][key]
         self.follow()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _load_parts(self, given: Mapping[str, Any]) -> set[Any]:
+        """Has each optimizer load what is of its groups, or none of them; returns the keys of all their parameters."""
+        groups, known = iter(given["param_groups"]), set[Any]()
+        before = [(part.state, part.param_groups) for part in self.parts]
+        try:
+            for part in self.parts:
+                of_it = [next(groups) for _ in part.param_groups]
+                ids = {i for group in of_it for i in group["params"]}
+                known |= ids
+                part.load_state_dict({"state": _only(given["state"], ids), "param_groups": of_it})
+        except BaseException:
+            for part, (state, had) in zip(self.parts, before):
+                part.state, part.param_groups = state, had
+            raise
+        return known
 
     def __getstate__(self) -> dict[str, Any]:
         """Its optimizers: all else is theirs."""
@@ -150,6 +163,12 @@ def check_names(base: torch.optim.Optimizer, ours: dict[str, Any]) -> None:
 def name_of(base: torch.optim.Optimizer) -> str:
     """The name of ``base``; of a mixture, with those of its optimizers."""
     return base.name if isinstance(base, Mixed) else type(base).__name__
+
+
+def names_loaded(base: torch.optim.Optimizer) -> list[str]:
+    """The optimizers of commopt whose state ``base`` loads, or one of the optimizers it consists of."""
+    ours = [part for part in parts_of(base) if isinstance(part, (PackedOptimizer, PlainOptimizer))]
+    return [name for part in ours for name in part.loads_of()]
 
 
 class _StateOfParts(MutableMapping[Any, Any]):
