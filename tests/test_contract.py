@@ -660,6 +660,29 @@ def test_parameters_that_are_exchanged_in_mid_run_go_on_as_they_were(name, steps
             assert same_bits(mine, theirs)
 
 
+@every_communicating
+def test_averaged_takes_over_parameters_that_were_exchanged_before_the_first_step(name):
+    """As step() does; later it says what to call, as that does, too."""
+
+    def run(backend, exchanged):
+        model = Toy()
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, backend=backend)
+        if exchanged:
+            exchange(model, optimizer)
+        with optimizer.averaged():
+            before = params_of(model)
+        train(model, optimizer, range(4), backend.rank, 2)
+        after = params_of(model)
+        exchange(model, optimizer)
+        with pytest.raises(ValueError, match=r"call optimizer.rebind\(\)"), optimizer.averaged():
+            pass
+        return before, after
+
+    for whole, other in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
+        for mine, theirs in zip(whole, other):
+            assert same_bits(mine, theirs)
+
+
 @every_variant
 def test_a_rebind_that_is_refused_changes_nothing(name):
     """For what one rank brings: all ranks raise, and so do their steps, until it is called with what can be."""

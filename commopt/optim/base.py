@@ -307,7 +307,7 @@ class CommOptimizer(PackedOptimizer):
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         loss = None
-        binding.rebind_if_new(self, "step")
+        binding.rebind_if_new(self)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()

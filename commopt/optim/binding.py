@@ -77,9 +77,10 @@ def refuse_exchanged(optimizer: PackedOptimizer) -> None:
         )
 
 
-def rebind_if_new(optimizer: PackedOptimizer, *counters: str) -> None:
-    """Calls ``optimizer.rebind()`` if parameters were exchanged and no group has counted anything by ``counters``."""
-    if not any(group[name] for group in optimizer.param_groups for name in counters) and exchanged(optimizer):
+def rebind_if_new(optimizer: PackedOptimizer) -> None:
+    """Calls ``optimizer.rebind()`` if parameters were exchanged before its first step."""
+    begun = any(group[name] for group in optimizer.param_groups for name in optimizer.group_counters)
+    if not begun and exchanged(optimizer):
         optimizer.rebind()
 
 

@@ -86,6 +86,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     step_counters: tuple[str, ...] = ("step", "variance_step")
     """0-d float32 CPU tensors in the state of each parameter: how often it, and its second moment, was updated."""
 
+    group_counters: tuple[str, ...] = ("step",)
+    """Keys of its parameter groups that are 0 up to the first step."""
+
     scalars: Mapping[str, float] = {}
     """0-d float64 CPU tensors in the state of each parameter, and what they start from."""
 
@@ -189,7 +192,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Takes over the parameters that are in the groups now, with the state of those that were in their places.
 
         For frameworks that shard a model, or wrap it, after its optimizer was made, and put the new parameters into the
-        groups. The first ``step()`` calls it by itself. All ranks must call it at the same point.
+        groups. The first ``step()``, and :meth:`averaged` before it, call it by themselves. All ranks must call it at
+        the same point.
 
         Raises:
             ValueError: on every rank, if there are more or fewer parameters than before, or what the constructor
@@ -430,7 +434,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
-            ValueError: for another word, or buffers, or such parameters, of a sharded model.
+            ValueError: for another word, or buffers, or such parameters, of a sharded model; and if somebody has
+                exchanged the parameters in the groups since the first step, before :meth:`rebind`.
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """

@@ -24,6 +24,7 @@ from commopt.comm import (
     message_device,
     wait,
 )
+from commopt.optim import binding
 from commopt.optim.agreement import StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
@@ -115,6 +116,8 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
     if optimizer._own_values is not None:
         yield
         return
+    binding.rebind_if_new(optimizer)
+    binding.refuse_exchanged(optimizer)
     optimizer.adopt_values()  # inside it could not tell the mean from what somebody has put there
     own: dict[Tensor, Tensor] = {}
     modules: Sequence[Any] = ()

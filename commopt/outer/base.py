@@ -98,6 +98,7 @@ class OuterOptimizer(PackedOptimizer):
     members: Members | None
 
     step_counters = ()
+    group_counters = ("rounds", "round_step")
     owns_alone = True  # the state of the base
 
     momentum = False
@@ -365,7 +366,7 @@ class OuterOptimizer(PackedOptimizer):
         self.refuse_inside_averaged("step()")
         self._of_ranks = None
         refuse_if_left_out(self.topology.backend, type(self).__name__)
-        binding.rebind_if_new(self, "rounds", "round_step")
+        binding.rebind_if_new(self)
         for group in self.param_groups:  # it may have been changed
             self._check_period(group)
         wrapped.attach_if_wrapped(self)
