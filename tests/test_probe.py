@@ -100,6 +100,7 @@ def test_a_line_through_two_points() -> None:
     assert line_through((10, 3.0), (20, 5.0)) == Line(1.0, 0.2)
     assert line_through((10, 3.0), (20, 1.0)) == Line(3.0, 0.0)
     assert line_through((10, 1.0), (20, 3.0)) == Line(0.0, 0.2)
+    assert line_through((10, 1.0), (10, 3.0)) == Line(1.0, 0.0)
 
 
 # the clock and the buckets --------------------------------------------------------------------------------------------
@@ -218,6 +219,13 @@ def test_sgd_that_averages_blocks_waits_for_its_messages_and_takes_no_adamw() ->
     slower = replace(costs(), adamw=2e-9)
     assert predict(slower, MODEL)["cser"].seconds == pytest.approx(0.5 - 0.1)
     assert "SGD by QSparseLocalSGD" in recommend(predict(costs(ethernet(1e-3)), MODEL), True)
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "qsparse"])
+def test_the_ranks_of_all_parts_agree_and_confirm(name: str) -> None:
+    """The costs are those of 2 replicas; with 4 parts each there are 8 ranks."""
+    whole, cut = (predict(costs(), replace(MODEL, shard=shard))[name] for shard in (1, 4))
+    assert cut.nbytes - whole.nbytes == (7 - 1) * AGREEMENT_BYTES
 
 
 def test_of_a_model_that_is_too_small_for_a_block_nothing_is_sent() -> None:

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import commopt
 from commopt.comm import ThreadBackend
 from commopt.compress import ACP, Compressor, Int8, PowerSGD, Sign
 from commopt.gradients import Differences
+from commopt.gradients.all_gather import GroupDifferences
 from commopt.gradients.watching import ROW_BYTES
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.advice import TOO_COARSE, over_run, recommend
@@ -27,6 +29,7 @@ from commopt.probe.fit import Line
 from commopt.probe.means import Mean, Staged
 from commopt.probe.messages import (
     FLAT,
+    Shapes,
     exchanges,
     modules_of,
     presence_bytes,
@@ -268,6 +271,28 @@ def test_what_fsdp2_cuts_over_all_ranks_is_computed_once_for_each_parameter() ->
             work += 7e-9 * net.params + (5e-9 if isinstance(way.weights, Differences) else 7e-9) * layers
         assert step.seconds == pytest.approx(work, rel=1e-3), name
         assert step.communication == pytest.approx(0, abs=1e-9)
+
+
+def test_differences_are_timed_as_they_follow_weights_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, whole = [], GroupDifferences._decoded
+
+    def counted(self: Any, *given: Any) -> Any:
+        decoded.append(1)
+        return whole(self, *given)
+
+    monkeypatch.setattr(GroupDifferences, "_decoded", counted)
+    costs_of(WAYS["fsdp_int4_differences"], 4096, Alone(3))
+    assert len(decoded) >= 2  # all but the first
+
+
+def test_an_outermost_module_without_parameters_sends_nothing() -> None:
+    way, line = WAYS["fsdp"], Line(1e-3, 0.0)
+    link = {"fsdp_all_gather": line, "fsdp_reduce_scatter": line}
+    layer: Shapes = ((64, 64),)
+    alone, inside = (
+        predict_cut(costs(line), link, large(), modules, way, {}) for modules in ([layer, layer], [(), layer, layer])
+    )
+    assert inside.wire == pytest.approx(alone.wire + 1e-3)  # the first layer is gathered again, as it is not outermost
 
 
 def test_compressing_what_fsdp2_sends_is_timed() -> None:

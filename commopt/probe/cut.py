@@ -12,6 +12,7 @@ waits for each exchange before it computes, as over Gloo; each rank updates its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -133,7 +134,8 @@ def measure_cut(
     steps = {name: predict_cut(costs, link, model, modules, way, per[name], machine) for name, way in ways.items()}
     largest = max(sample.size for two in samples.values() for sample in two)
     at_once = 4 * stand.world_size * max(columns_of(shapes, stand.world_size) for shapes in modules)
-    used = {**link, **({} if machine == 1 else {verb: costs.link[verb] for verb in ON_MACHINES})}
+    of_rows = ("all_to_all",) if machine == 1 else ("all_to_all", *ON_MACHINES)
+    used = {**link, **{verb: costs.link[verb] for verb in of_rows}}
     advice = cannot_tell(used, largest, at_once) or recommend_cut(steps, ways, mesh)
     return Cut(ways, steps, per, link, advice)
 
@@ -191,7 +193,15 @@ def costs_of(way: Way, columns: int, stand: Stand, machine: int = 1) -> dict[str
     if way.weights is not None:
         kind = GroupDifferences if isinstance(way.weights, Differences) else GroupWeights
         gather = kind(module, ranks, way.weights, Traffic())  # type: ignore[arg-type]
-        seconds = mirrors.time(stand, lambda: gather(whole.view(-1), mine, module))
+        moves = itertools.cycle((1.01, 1 / 1.01))  # Differences sends nothing of weights that stay
+
+        def follow() -> None:
+            mine.mul_(next(moves))
+            stand.synchronize()
+            mirrors.reset()
+            gather(whole.view(-1), mine, module)
+
+        seconds = mirrors.time(stand, follow)
         again = {f"weights {verb}": seconds[verb.removeprefix("fsdp_")] for verb in (*GATHERED[way.nodes], "end")}
         out |= {**again, "again": sum(again.values())}
         if isinstance(way.weights, Differences):
@@ -220,7 +230,7 @@ def predict_cut(
     computing = max(0.0, model.step_time - adamw_seconds(costs, model)) / sum(columns)
 
     def exchange(what: str, n: int, sent: Sequence[tuple[str, int]]) -> None:
-        for verb, nbytes in sent:
+        for verb, nbytes in sent if n else ():  # a module without parameters sends nothing
             clock.compute(per.get(f"{what} {verb}", 0.0) * world * n)
             clock.wait(clock.send(verb, nbytes))
         clock.compute(per.get(f"{what} end", 0.0) * world * n)

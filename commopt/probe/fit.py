@@ -64,8 +64,9 @@ def _weighted(x: np.ndarray, one: np.ndarray, weights: np.ndarray) -> Line:
 
 
 def line_through(few: tuple[float, float], many: tuple[float, float]) -> Line:
-    """The line through two (bytes, seconds), without a slope or a latency below 0."""
-    per_byte = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    """The line through two (bytes, seconds), without a slope or a latency below 0; without a slope, too, where both are
+    of as many bytes, as small rows of many ranks are."""
+    per_byte = max(0.0, (many[1] - few[1]) / (many[0] - few[0])) if many[0] != few[0] else 0.0
     return Line(max(0.0, few[1] - per_byte * few[0]), per_byte)
 
 

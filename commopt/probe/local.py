@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from commopt.comm import CONFIRMATION_BYTES, Backend, NodesBackend, Work
 from commopt.comm.backend import Done
 from commopt.compress import Compressor
+from commopt.gradients.watching import ROW_BYTES
 from commopt.optim import CSER, Guard, OneBitAdam, QSparseLocalSGD
 from commopt.probe.measure import Stand
 
@@ -148,8 +149,12 @@ class _Agreeing(_Level):
 
     def deliver(self, out: Tensor, inp: Tensor) -> None:
         super().deliver(out, inp)
-        if out[0].nbytes == CONFIRMATION_BYTES:  # of an all-reduce rank 0 counts what all get, and nobody mirrors that
-            out[0, 0] -= out[:, 0].sum()
+        watched = out.dtype == torch.uint8 and out.shape[1] > ROW_BYTES  # behind what has a gradient
+        if watched or out[0].nbytes == CONFIRMATION_BYTES:
+            rows = out[:, -ROW_BYTES:].contiguous().view(torch.int64) if watched else out
+            rows[0, 0] -= rows[:, 0].sum()  # of an all-reduce rank 0 counts what all get, and nobody mirrors that
+            if watched:
+                out[:, -ROW_BYTES:] = rows.view(torch.uint8)
 
 
 class MirroredMachines(NodesBackend):

@@ -126,14 +126,14 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     shapes = model.all_shapes
     buckets = buckets_of(shapes, costs.world_size, model.bucket_bytes)
     sent = exchanges(shapes, model.compressor, costs.world_size, model.bucket_bytes, machine=model.machine)
-    early = len(buckets) - 1 if overlap else 0
+    early, ranks = len(buckets) - 1 if overlap else 0, costs.world_size * model.shard
     for i, bucket in enumerate(buckets):
         clock.compute(backward * bucket.numel)
         if i < early:
             messages.launch(sent[i])
             messages.turn(clock.now)
     clock.compute(costs.onebit["agreement"] * model.params)
-    agreed = clock.send("all_gather", (costs.world_size - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES))
+    agreed = clock.send("all_gather", (ranks - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES))
     if not overlap:
         clock.wait(agreed)
     for several in sent[early:]:
@@ -141,7 +141,7 @@ def onebit(costs: Costs, model: Model, overlap: bool = False) -> Step:
     messages.turn()
     clock.wait(agreed)
     messages.arrive()
-    clock.wait(clock.send("all_gather", (costs.world_size - 1) * CONFIRMATION_BYTES))
+    clock.wait(clock.send("all_gather", (ranks - 1) * CONFIRMATION_BYTES))
     messages.end()
     return clock.step()
 

@@ -31,16 +31,16 @@ def qsparse(costs: Costs, model: Model) -> Step:
 
 def sgd(costs: Costs, model: Model, name: str, *ratios: float) -> Step:
     """A step of SGD, of ``costs.sgd[name]``, that averages blocks of each bucket, of each of these ``ratios``."""
-    clock, per = Clock(costs), costs.sgd[name]
+    clock, per, ranks = Clock(costs), costs.sgd[name], costs.world_size * model.shard
     clock.compute(model.step_time - adamw_seconds(costs, model))
     clock.compute(per["agreement"] * model.params)
-    clock.wait(clock.send("all_gather", (costs.world_size - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES)))
+    clock.wait(clock.send("all_gather", (ranks - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES)))
     arrived = clock.now
     for bucket in buckets_of(model.all_shapes, costs.world_size, model.bucket_bytes):
         for ratio in ratios:
             clock.compute(per.get("all_reduce", 0.0) / len(ratios) * bucket.numel)  # none was sent of few blocks
             arrived = clock.send("all_reduce", all_reduce_bytes(4 * round(bucket.numel / ratio), costs.world_size))
     clock.wait(arrived)
-    clock.wait(clock.send("all_gather", (costs.world_size - 1) * CONFIRMATION_BYTES))
+    clock.wait(clock.send("all_gather", (ranks - 1) * CONFIRMATION_BYTES))
     clock.compute(per["end"] * model.params)
     return clock.step()
