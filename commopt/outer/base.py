@@ -49,7 +49,7 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded
 from commopt.outer.rounds import Round
-from commopt.outer.streaming import Streaming, check_streaming, count_step, in_flight
+from commopt.outer.streaming import FROZEN, Streaming, check_streaming, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
@@ -310,7 +310,8 @@ class OuterOptimizer(PackedOptimizer):
             )
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
-        settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        apart = ("params", "param_names", FROZEN)  # each part of a model has its own
+        settings: list[Any] = [{k: v for k, v in g.items() if k not in apart} for g in groups]
         binding.register_groups(self, groups, settings + self.fixed_settings(error), error, differ)
         self.topology.traffic.end_step()
 

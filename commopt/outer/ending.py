@@ -27,6 +27,7 @@ from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
 from commopt.outer.means import Entry, wait_for_means
 from commopt.outer.rounds import Comparison, Round, RoundDecision, RoundReport, pseudo_gradient
+from commopt.outer.streaming import FROZEN
 from commopt.sharding import local
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def report(
 ) -> RoundReport:
     """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
     ``sent`` something, whether that is finite counts, and not its parameters."""
-    own = optimizer.defaults.keys() - optimizer.base.defaults.keys()
+    own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {FROZEN}  # each part of a model has its own
     terms = [
         sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k in own)
         for group in optimizer.param_groups

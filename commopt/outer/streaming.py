@@ -24,7 +24,8 @@ Where this differs from the papers:
   pattern, which it finds slightly better than runs of layers; and the largest fragment, which takes longest to send, is
   as small as buckets allow.
 * With alpha = 1/2 half of the d steps is given up, as in the paper; "corrected" gives up nothing, and is the default.
-* Eager: with a compressor the others' share is what came of it, and the own one is exact. D_r(-1) = D(-1) = 0.
+* Eager: with a compressor the others' share is what came of it, and the own one is exact. D_r(-1) = D(-1) = 0. A
+  parameter that all ranks have frozen is one value on all of them from the next round on (:mod:`.freezing`).
   Anchors and outer momenta are each rank's own then. ``synchronize()`` makes them one: their mean, and on it an outer
   step with D(t) + (1 - 1/R) D(t-1).
 """
@@ -38,6 +39,9 @@ from commopt.optim import checks
 
 Merge = Literal["mix", "corrected", "eager"]
 Group = dict[str, Any]
+
+FROZEN = "frozen_alike"
+"""Name, in a parameter group, of the numbers of those that all ranks have frozen: :mod:`.freezing`."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,13 @@ class Streaming:
         """Position of a parameter group: the next fragment to send; whether one was sent since all replicas were
         equal; and of each fragment the local steps of its round so far, the sum of their learning rates, how many
         rounds there were, the sum of squares of its last mean if it was compressed, and steps and rates of what is in
-        flight, 0 if nothing is."""
+        flight, 0 if nothing is; and where fragments are merged eagerly, the numbers of the parameters that all ranks
+        have frozen, as far as they know."""
         none, nothing = (0,) * self.fragments, (0.0,) * self.fragments
         return {
             "streaming": self.kind, "fragment": 0, "started": False, "fragment_steps": none, "fragment_lr": nothing,
             "fragment_rounds": none, "fragment_squares": nothing, "sent_steps": none, "sent_lr": nothing,
+            FROZEN: (),
         }  # fmt: skip
 
     def check_period(self, period: int) -> None:

@@ -13,7 +13,7 @@ then, are not: they are sent at one merge, and looked at in the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from commopt.optim.agreement import is_usable
 from commopt.optim.rules import square_norm
-from commopt.outer import ending
+from commopt.outer import ending, freezing
 from commopt.outer.flight import Flight
 from commopt.outer.local_steps import too_many_skipped
 from commopt.outer.means import Entry
@@ -134,9 +134,13 @@ def _send(optimizer: OuterOptimizer, fragment: int, error: Exception | None) -> 
     if not streaming.is_eager and fragment in optimizer.flights:  # the period was made shorter
         merge(optimizer, fragment)
     if not optimizer.param_groups[0]["started"]:
-        if not ending.agreed(optimizer, ending.report(optimizer, error, False), ending.where_of(optimizer, fragment)):
+        where = ending.where_of(optimizer, fragment)
+        decision = ending.agreed(optimizer, ending.report(optimizer, error, False), where)
+        if decision is None:
             return False
         optimizer._moved = False
+        if streaming.is_eager:
+            freezing.begin(optimizer, ending.frozen_of(optimizer) if decision.alike_frozen else ())
     entries = optimizer.entries([fragment])
     if streaming.is_eager:
         _step_eagerly(optimizer, fragment, entries)
@@ -222,38 +226,47 @@ def _add_to_anchor(entry: Entry, drift: Tensor) -> None:
 
 def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[Entry]) -> None:
     """Takes the outer step with this rank's share of a fragment, and what the others have sent before; keeps what is to
-    be sent. What ranks have skipped is sent again, where this rank's share has counted already."""
+    be sent. What ranks have skipped is sent again, where this rank's share has counted already. Of what all have frozen
+    (:mod:`.freezing`) no share counts before those of the others do."""
     now, flight, counts = [pseudo_gradient(bucket) for bucket, _ in entries], None, False
     if fragment in optimizer.flights:
         flight = optimizer.flights.land(fragment)
         counts = _counts(optimizer, flight)
-    before = _sent_before(flight)
+    known, frozen = freezing.known(optimizer), freezing.told(optimizer, flight if counts else None)
+    before = _sent_before(flight, known if counts else ())
     finite = is_usable(square_norm(now))
     along, sent = [], now
-    for (bucket, _), d in zip(entries, now if finite else [torch.zeros_like(d) for d in now]):
+    for (bucket, _), d in zip(entries, now):
+        share = freezing.without(bucket, d, frozen) if finite else torch.zeros_like(d)
         if counts and id(bucket) in before:  # if not, it was added since
             own, mean = before[id(bucket)]
-            d = (d - own).div_(bucket.world_size).add_(mean)
+            along.append((share - own).div_(bucket.world_size).add_(mean))
         else:
-            d = d / bucket.world_size
-        along.append(d)
+            along.append(share / bucket.world_size)
     if flight is not None and not counts:
         sent = [d + before[id(bucket)][0] if id(bucket) in before else d for (bucket, _), d in zip(entries, now)]
-    write: ending.Write = (lambda _, entry: ending.to_anchor(entry)) if finite else (lambda *_: None)
     squares = ending.Squares()
     if flight is not None and counts:
         squares = ending.squares_of(flight.means.entries, flight.means.flats)
-    ending.take_steps(optimizer, entries, along, write, ending.frozen_of(optimizer), commit=counts)
+    numbers = [i for i, p in enumerate(optimizer.params) if id(p) in frozen]
+    means = freezing.means(optimizer, entries, along, frozen - known, ending.where_of(optimizer, fragment))
+    ending.take_steps(optimizer, entries, along, lambda *_: None, numbers, commit=counts)
+    for x, mean in means:
+        x.copy_(mean)
+    for entry in entries if finite else ():
+        ending.to_anchor(entry)
+    freezing.know(optimizer, frozen, entries)
     _taken(optimizer, fragment, flight, squares)
     keep_sent(optimizer, entries, sent)
 
 
-def _sent_before(flight: Flight | None) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of each bucket of a flight that has landed, by its id, what this rank has sent and the mean of that."""
+def _sent_before(flight: Flight | None, waits: Collection[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each bucket of a flight that has landed, by its id, what this rank has sent and the mean of that; the former
+    without the parameters with the ids ``waits``, no share of which has counted yet."""
     if flight is None:
         return {}
-    buckets = (bucket for bucket, _ in flight.means.entries)
-    return {id(bucket): (_or_zero(own), mean) for bucket, own, mean in zip(buckets, flight.sent, flight.means.flats)}
+    found = zip(flight.means.entries, flight.sent, flight.means.flats)
+    return {id(b): (freezing.without(b, _or_zero(own), waits), mean) for (b, _), own, mean in found}
 
 
 def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
@@ -261,7 +274,8 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
     flight = optimizer.flights.land(fragment)
     entries, squares = flight.means.entries, ending.Squares()
     if _counts(optimizer, flight):
-        own = [_or_zero(sent) / bucket.world_size for (bucket, _), sent in zip(entries, flight.sent)]
+        before = _sent_before(flight, freezing.known(optimizer))
+        own = [before[id(bucket)][0] / bucket.world_size for bucket, _ in entries]
         drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
         squares = ending.squares_of(entries, flight.means.flats)
