@@ -720,3 +720,27 @@ def test_seeds_that_differ_are_an_error_on_every_rank():
 
 def test_the_oracles_neighbourhoods():
     assert [around(w, 0) for w in (1, 2, 3, 5)] == [[0], [0, 1], [0, 1, 2], [0, 1, 4]]
+
+
+def test_parameters_changed_on_one_rank_alone_are_found_by_all_also_when_a_load_has_ended_the_delay():
+    """The state is of the middle of a cycle; every fragment is waited for then, with a row that tells."""
+
+    def run(backend):
+        settings = {"bucket_mb": 3e-4, "period": 8}
+        model, other = Toy(), Toy(seed=1)
+        delayed = make("ring, signs", model, backend, streaming=Streaming(4, 1), **settings)
+        train(model, delayed, range(3), backend.rank, 2)
+        optimizer = make("ring, signs", other, backend, streaming=Streaming(4, 0), **settings)
+        optimizer.load_state_dict(delayed.state_dict())
+        train(other, optimizer, range(3, 4), backend.rank, 2)
+        (bucket, *_) = [bucket for bucket in optimizer.buckets if bucket.fragment == 1]
+        if backend.rank == 0:
+            with torch.no_grad():
+                for p in bucket.params:
+                    p += 1
+        train(other, optimizer, range(4, 9), backend.rank, 2)
+        return [b.buffers["anchor"] for b in optimizer.buckets], [b.neighbours[0] for b in optimizer.buckets]
+
+    first, second = on_threads(2, run, timeout=10.0)
+    assert same_bits(first[0], second[1])
+    assert same_bits(first[1], second[0])

@@ -196,7 +196,7 @@ class OuterOptimizer(PackedOptimizer):
         self._attachment: Any = None
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
-        self._moved = False
+        self._moved = self._loaded_anchors = False
         self._where: dict[Tensor, Where] = {}
         self._check_next = True  # digests, at the next synchronisation
         self._skipped_in_a_row = self._local_skips = 0

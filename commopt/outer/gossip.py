@@ -124,7 +124,7 @@ class Gossip(GossipOptimizer):
 
     def loaded(self, entries: Any, origin: Any) -> None:
         super().loaded(entries, origin)
-        self._moved = True  # what the neighbours have loaded is not known here
+        self._moved = self._loaded_anchors = True  # what the neighbours have loaded is not known here
 
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Brings the replicas of the neighbours up to date, in full precision."""
@@ -135,6 +135,7 @@ class Gossip(GossipOptimizer):
                     task = swap(bucket.replicas.world, bucket.buffers["anchor"], bucket.neighbours)
                     pipeline.start(task, f"{where}, anchors of the neighbours ({bucket.describe()})")
             pipeline.finish()
+        self._loaded_anchors = False
 
     def before_sending_again(self) -> None:
         self.anchors_moved(self.control_device(self.params), f"{type(self).__name__}, fragments that are sent again")

@@ -172,7 +172,7 @@ def resume(optimizer: OuterOptimizer) -> None:
     """Sends again what was in flight when a state was saved, or when buckets were made anew."""
     group = optimizer.param_groups[0]
     missing = [p for p in in_flight(group) if p not in optimizer.flights]
-    if missing or (group["started"] and optimizer._moved):  # no row is waited for that would tell
+    if missing or (group["started"] and optimizer._loaded_anchors):  # no row is waited for that would tell
         optimizer.before_sending_again()
     for p in missing:
         launch(optimizer, p)
