@@ -641,48 +641,6 @@ def test_all_skip_a_round_also_a_rank_that_has_not_reached_the_others(monkeypatc
     assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(8.0, 1, [0, 1, 2])] * 3
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_a_parameter_that_was_frozen_later_is_the_same_on_all_when_members_change(joins):
-    """The one that joins has no bucket for it; those that stay have one that they make anew without it."""
-    world, frozen = Rendezvous(), threading.Event()
-
-    def params_of(name):
-        fill = 7.0 if name == 3 else 0.0
-        return [torch.nn.Parameter(torch.full((3,), fill, dtype=torch.float64)) for _ in range(2)]
-
-    def rank(name):
-        members, params, optimizer = averaging(world, name, params_of(name), ranks=3, patience=1.0)
-        go(params, optimizer, name)
-        params[1].grad = None
-        if joins:
-            params[1].requires_grad_(False)
-            frozen.set()
-            until(lambda: members.roster.client.add("tickets", 0) == 4)
-            go(params[:1], optimizer, name, 2)
-            return params[1].tolist(), members.names
-        for group in optimizer.param_groups:
-            group["period"] = 2
-        go(params, optimizer, name)  # in the middle of a round
-        params[1].requires_grad_(False)
-        params[1].grad = None
-        if name == 2:
-            raise Died
-        go(params[:1], optimizer, name, 3)
-        return params[1].tolist(), members.names
-
-    def joiner():
-        frozen.wait(30)
-        params = params_of(3)
-        params[1].requires_grad_(False)
-        members, params, optimizer = averaging(world, 3, params)
-        go(params[:1], optimizer, 3, 3 - optimizer.param_groups[0]["rounds"])
-        return params[1].tolist(), members.names
-
-    found = run_ranks([*(lambda n=n: rank(n) for n in range(3)), *([joiner] if joins else [])])
-    names = [0, 1, 2, 3] if joins else [0, 1]
-    assert [each for each in found if each is not None] == [([2.0] * 3, names)] * len(names)
-
-
 @pytest.mark.parametrize("call", ["ready", "forsake"])
 def test_the_store_is_lost_while_a_rank_joins(call, monkeypatch, caplog):
     """By the member that gives the state: it has its outer step, and goes on. By the one that joins anew: it asks

@@ -206,27 +206,32 @@ def register_groups(
 
 
 def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[Any]) -> None:
-    """Makes sure that the ranks of ``backend`` have parameter groups of the same parameters, and the same settings and
-    kernel providers.
+    """Makes sure that the ranks of ``backend`` have parameter groups of the same parameters, frozen or not, and the
+    same settings and kernel providers.
 
     Raises:
         ValueError: on every rank, if they differ.
     """
     device = message_device(backend)
-    agree_on_setup(backend, device, *_setup(groups, settings, None, device))
+    agree_on_setup(backend, device, *_setup(groups, settings, None, device, with_frozen=False))
 
 
 def _setup(
-    groups: list[dict[str, Any]], settings: list[Any], error: Exception | None, device: torch.device
+    groups: list[dict[str, Any]],
+    settings: list[Any],
+    error: Exception | None,
+    device: torch.device,
+    with_frozen: bool = True,
 ) -> tuple[dict[str, str], Exception | None, str]:
     """Facts that ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes them; a rank without parameters
     has those of ``device``."""
     params = [p for group in groups for p in group["params"]]
     # providers may differ in the last bit of an update; instruction sets of one provider do not
     devices = sorted({p.device.type for p in params} or {device.type})
+    lines = [describe(i, j, p, with_frozen) for i, group in enumerate(groups) for j, p in enumerate(group["params"])]
     facts = {
         **versions(devices),
-        LISTS: "\n".join(describe(i, j, p) for i, group in enumerate(groups) for j, p in enumerate(group["params"])),
+        LISTS: "\n".join(lines),
         "names of the parameters": str([group.get("param_names") for group in groups]),
         "settings or kernel providers": str([*settings, ops.providers(devices)]),
     }

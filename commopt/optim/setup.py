@@ -94,10 +94,10 @@ def agree_on_setup(
                 _raise_different(backend, name, facts[name], rank, reference, texts)
 
 
-def describe(group: int, number: int, p: Tensor) -> str:
+def describe(group: int, number: int, p: Tensor, with_frozen: bool = True) -> str:
     """Properties of a parameter that ranks must have alike, by its number in its group, in words that are the same on
-    all ranks that have the same, or hold pieces of one tensor."""
-    dtype, frozen = str(p.dtype).removeprefix("torch."), "" if p.requires_grad else ", frozen"
+    all ranks that have the same, or hold pieces of one tensor. ``with_frozen``: also whether it is frozen."""
+    dtype, frozen = str(p.dtype).removeprefix("torch."), ", frozen" if with_frozen and not p.requires_grad else ""
     cut = f" cut over {tuple(p.device_mesh.shape)} {p.placements}" if is_sharded(p) else ""  # type: ignore[attr-defined]
     shape = "no shape yet" if is_lazy(p) else f"shape {tuple(p.shape)}"
     return f"parameter {number} of group {group} ({dtype} of {shape} on {p.device.type}{cut}{frozen})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,7 +133,8 @@ def give(optimizer: OuterOptimizer, backend: Backend) -> None:
 
 
 def _given(optimizer: OuterOptimizer, with_base: bool) -> dict[str, Any]:
-    """What a joiner is given: also the parameters that it has in no bucket."""
+    """What a joiner is given: also which parameters are in buckets, which are trained, and those of which a state says
+    too little."""
     given, packed = optimizer.state_dict(), optimizer.packed()
     entries = {i: entry for i, entry in given["state"].items() if isinstance(entry, dict)}
     return {
@@ -141,6 +142,8 @@ def _given(optimizer: OuterOptimizer, with_base: bool) -> dict[str, Any]:
         "param_groups": given["param_groups"],
         "base": given["residuals"]["base"] if with_base else {},
         "frozen": {i: p.detach() for i, p in enumerate(optimizer.params) if not p.requires_grad or id(p) not in packed},
+        "packed": [id(p) in packed for p in optimizer.params],
+        "trained": [p.requires_grad for p in optimizer.params],
     }
 
 
@@ -152,6 +155,9 @@ def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
     if "error" in tree:
         raise ValueError(f"a member cannot give its state: {tree['error']}")
+    packed = {id(p) for p, there in zip(optimizer.params, tree["packed"]) if there}
+    if packed != optimizer.packed():
+        pack_anew(optimizer, packed)
     own = {**optimizer.own_part(), "state": {}}
     if fetch_base:
         own["base"] = tree["base"]
@@ -160,7 +166,22 @@ def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     with torch.no_grad():
         for i, value in tree["frozen"].items():
             optimizer.params[i].copy_(value)
+    for p, trained in zip(optimizer.params, tree["trained"]):
+        p.requires_grad_(trained)
     optimizer._moved = False
+
+
+def pack_anew(optimizer: OuterOptimizer, packed: Collection[int]) -> None:
+    """Makes the buckets anew, of the parameters with the ids ``packed``, frozen or not, and of no others."""
+    others = [p for p in optimizer.params if p.requires_grad != (id(p) in packed)]
+    try:
+        for p in others:
+            p.requires_grad_(not p.requires_grad)
+        optimizer.buckets = []
+        optimizer._rebuild(optimizer.state, None)
+    finally:
+        for p in others:
+            p.requires_grad_(not p.requires_grad)
 
 
 def message_of(tree: Any) -> list[Tensor]:

@@ -261,18 +261,14 @@ def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int
 
 def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
     """Goes on over other ranks, or over the ``same_ranks`` anew. Makes the buckets anew, whose length is a multiple of
-    the number of ranks; takes the memory of anchors and momenta once more meanwhile. Parameters that were frozen since
-    are in none, and have the value that all ranks have had."""
-    for bucket in optimizer.buckets:
-        for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
-            if not p.requires_grad:
-                x.copy_(anchor)
+    the number of ranks; takes the memory of anchors and momenta once more meanwhile. They have the same parameters,
+    also those that were frozen since: other ranks may not have frozen them."""
     residuals = _residuals(optimizer, backend.world_size, same_ranks)
     topology = Topology(backend)
     topology.traffic.go_on_from(optimizer.topology.traffic)
     optimizer.topology, optimizer.flights = topology, Flights(topology)
     optimizer._diagnostics.rank = topology.rank
-    optimizer._rebuild(optimizer.state, None)
+    joining.pack_anew(optimizer, optimizer.packed())
     for bucket in optimizer.buckets:
         if bucket.feedback is None:
             continue
