@@ -26,6 +26,8 @@ from commopt.sharding import local
 if TYPE_CHECKING:
     from commopt.optim.state_bucket import StateBucket
 
+REMEDY = "Go on from the last good checkpoint, with a lower learning rate or a max_grad_norm"
+
 
 class NotFinite(RuntimeError):
     """Too many steps in a row were skipped because of inf or NaN; the message says what is not finite, and where."""
@@ -153,7 +155,7 @@ def tell_not_finite(backend: Backend, buckets: Sequence[StateBucket], names: Map
     texts = gather_texts(backend, ", ".join(found))
     where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     found_text = f"not finite are, on {where}" if where else f"the norm of the gradients is above {LARGEST_NORM:g}"
-    return f"{found_text}. Go on from the last good checkpoint, with a lower learning rate or a max_grad_norm"
+    return f"{found_text}. {REMEDY}"
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]], most: int = 3) -> list[str]:

@@ -243,8 +243,9 @@ def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str
         )
 
 
-def skip(optimizer: OuterOptimizer, broken: Sequence[int]) -> None:
-    """Counts a round that all ranks skip, because of those that are ``broken``.
+def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = None) -> None:
+    """Counts a round that all ranks skip, because of those that are ``broken``. ``why``: what of these is not finite,
+    in the same words on all ranks, which tell each other where it is None.
 
     Raises:
         commopt.optim.NotFinite: there were too many.
@@ -253,9 +254,9 @@ def skip(optimizer: OuterOptimizer, broken: Sequence[int]) -> None:
     optimizer._skipped_in_a_row += 1
     optimizer._diagnostics.round_skipped(broken, optimizer.skipped_rounds)
     if optimizer.guard.ends_after(optimizer._skipped_in_a_row):
-        told = tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
+        why = why or tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
         raise NotFinite(
-            f"{type(optimizer).__name__}: {optimizer._skipped_in_a_row} synchronisations in a row were skipped: {told}"
+            f"{type(optimizer).__name__}: {optimizer._skipped_in_a_row} synchronisations in a row were skipped: {why}"
         )
 
 

@@ -46,9 +46,18 @@ def beginning(optimizer: OuterOptimizer) -> Iterator[None]:
         return
     if members.roster.view is None:
         join(optimizer, members, members.fetch_base)
-    elif members.verdict("kept") == "failed":
+    elif _verdict(members) == "failed":
         members.give_up()
         raise CollectiveError("another rank could not begin the run; its own error says why")
+
+
+def _verdict(members: Members) -> str:
+    """Says that this rank has begun the run; what is so of all."""
+    try:
+        return members.answered(lambda: members.verdict("kept"))
+    except Exception:
+        members.give_up()
+        raise
 
 
 def join_anew(optimizer: OuterOptimizer, members: Members, left: LeftOut) -> None:

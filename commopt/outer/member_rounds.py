@@ -16,9 +16,9 @@ itself has failed meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
+from commopt.optim import guard
 from commopt.optim.agreement import StepRefused
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
 
 logger = logging.getLogger("commopt")
-
-T = TypeVar("T")
 
 ATTEMPTS = 5
 """Times that members meet for one round, at most: each time that an exchange fails, somebody should be missing then."""
@@ -98,28 +97,14 @@ def end_round(optimizer: OuterOptimizer, members: Members, error: Exception | No
         raise
 
 
-def _answered(members: Members, question: Callable[[], T]) -> T:
-    """The answer to ``question()``, which is asked again until the store answers: it may have taken down what a rank
-    has said, and what that has received of the others must not be lost meanwhile.
-
-    Raises:
-        StoreLost: it does not answer for too long.
-    """
-    while True:
-        try:
-            return question()
-        except StoreLost as lost:
-            members.find_store(lost)
-
-
 def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
     exchange, where = None, ending.where_of(optimizer, None)
     unreached: list[int] = []
     for _ in range(ATTEMPTS):
         report = _report(optimizer, members, unreached)
-        exchange = Exchange(optimizer, _answered(members, partial(members.meet, report)))
+        exchange = Exchange(optimizer, members.answered(partial(members.meet, report)))
         failed = exchange.run(members, where)
-        state = _answered(members, partial(members.verdict, "failed" if failed else exchange.state))
+        state = members.answered(partial(members.verdict, "failed" if failed else exchange.state))
         if state != "failed":
             break
         tell_of(members, failed)
@@ -130,7 +115,7 @@ def _end_round(optimizer: OuterOptimizer, members: Members) -> None:
             f"other; {REMEDY}"
         ) from failed
     if state == "kept":
-        ending.skip(optimizer, exchange.broken)
+        ending.skip(optimizer, exchange.broken, exchange.not_finite())
         return
     exchange.apply()
     members.round_ended()
@@ -219,6 +204,11 @@ class Exchange:
         optimizer._moved = False
         if not view.reports[optimizer.topology.rank].finite:
             _forget_what_is_not_finite(optimizer.base)
+
+    def not_finite(self) -> str:
+        """Describes what is not finite, in words that are the same on all ranks, also on one that reaches no other."""
+        who = self.view.named([self.view.members[i] for i in self.broken])
+        return f"not finite are parameters of {who}. {guard.REMEDY}"
 
 
 def tell_of(members: Members, failed: Exception | None) -> None:

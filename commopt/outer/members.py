@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from commopt.outer.roster import Roster
 from commopt.outer.view import CutOff, Name, Report, Ticket, View
 
 logger = logging.getLogger("commopt")
+
+T = TypeVar("T")
 
 ANSWER = 20.0
 """Most seconds within which the store has to answer."""
@@ -200,11 +203,14 @@ class Members:
 
     def meet(self, report: Report) -> View:
         """The view of all that come; see :meth:`commopt.outer.roster.Roster.meet`."""
-        tries, self._tries = self._tries, 0.0
-        return self.roster.meet(report, self.patience + tries, self.timeout)
+        report = replace(report, unconnected=self._channel is None)
+        view = self.roster.meet(report, self.patience + self._tries, self.timeout)
+        self._tries = 0.0
+        return view
 
     def backend(self) -> Backend:
-        """The members of the last view: the same connections as before, if they are the same, and have not failed.
+        """The members of the last view: the same connections as before, if they are the same, none has failed, and all
+        still have theirs.
 
         Raises:
             commopt.comm.CollectiveError: they have not reached each other.
@@ -213,7 +219,8 @@ class Members:
         assert view is not None
         if self.roster.state == "failed":
             raise CollectiveError("another member has given up")
-        if self._channel is None or self._channel[0] != view.members:
+        apart = view.failures or any(report.unconnected for report in view.reports)
+        if self._channel is None or self._channel[0] != view.members or apart:
             self._channel = None
             self._channel = (list(view.members), self._reach("round", self.roster.rank, len(view.members)))
         return self._channel[1]
@@ -249,6 +256,19 @@ class Members:
         except (CollectiveError, RuntimeError):
             return False
         return True
+
+    def answered(self, question: Callable[[], T]) -> T:
+        """The answer to ``question()``, which is asked again until the store answers: it may have taken down what a
+        rank has said, and what that has received of the others must not be lost meanwhile.
+
+        Raises:
+            StoreLost: it does not answer for too long.
+        """
+        while True:
+            try:
+                return question()
+            except StoreLost as lost:
+                self.find_store(lost)
 
     def verdict(self, state: str) -> str:
         """The outcome of the meeting for all; see :meth:`commopt.outer.roster.Roster.verdict`."""

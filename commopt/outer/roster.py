@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from commopt.comm import first_notice
-from commopt.comm.store import StoreAnother, StoreClient
+from commopt.comm.store import StoreAnother, StoreClient, StoreLost
 from commopt.optim.agreement import StepRefused
 from commopt.outer.view import REMEDY, CutOff, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
 
@@ -155,10 +155,10 @@ class Roster:
         """
         if self.view is None:
             raise StepRefused("this rank has left the run: it takes part again with another optimizer, and new Members")
-        self._settle()
+        if self._settle(report):
+            return self.view
         view = self.view
-        if self.state == "done" and view.joiners:
-            self.client.wait(f"joined/{self.epoch}", busy * len(view.joiners))
+        self._wait_for_joiners(view, busy)
         last = self._tell(report)
         if not last and not self._wait(patience):
             logger.warning("members: %s did not come within %g s", view.named(self._missing()), patience)
@@ -209,15 +209,32 @@ class Roster:
                         self.publish()
         self.view, self.ticket, self.now = None, -1, ""
 
-    def _settle(self) -> None:
-        """Find out what has become of a meeting that this rank has left with an error."""
-        was, now = self.now, self.look()
+    def _settle(self, report: Report) -> bool:
+        """Finds out what has become of a meeting that this rank has left with an error. Returns whether it is the one
+        for this ``report``: the rank is in its view, of which the store has not told it."""
+        was, epoch, now = self.now, self.epoch, self.look()
         if now != was and not self.take(now):
             raise LeftOut("the other members have gone on without this rank")
+        assert self.view is not None
+        if self.epoch == epoch + 1 and self.state != "done" and _same(report, self.view.reports[self.rank]):
+            with suppress(StoreLost):  # it may be this rank that has published it, and the others wait for that
+                self.client.set(f"opened/{self.epoch}", "")
+            return True
         if self.state == "open":
             self.verdict("failed")
         if self.now != was and self.state == "done":
             raise LeftOut("the other members have ended a round which this rank has not applied")
+        return False
+
+    def _wait_for_joiners(self, view: View, busy: float) -> None:
+        """Waits until those that join have the state, or never will, which the first rank says once more: the store may
+        have been lost when it had given what it could."""
+        if self.state == "done" and view.joiners:
+            key = f"joined/{self.epoch}"
+            if self.ticket == view.members[0]:
+                self.client.set(key, "")
+            else:
+                self.client.wait(key, busy * len(view.joiners))
 
     def _wait(self, patience: float) -> bool:
         """Waits for the next view; says whom for."""
@@ -331,6 +348,11 @@ def could_not_begin(now: str, view: View | None) -> bool:
 def _word(report: Report | None) -> str:
     """Word about a rank at a meeting: its report, or that it has gone; no two are alike."""
     return json.dumps([secrets.token_hex(4), None if report is None else asdict(report)])
+
+
+def _same(mine: Report, other: Report) -> bool:
+    """True if two reports say the same, of which norms may be NaN."""
+    return json.dumps(asdict(mine)) == json.dumps(asdict(other))
 
 
 def _report_of(word: str) -> Report | None:

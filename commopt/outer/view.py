@@ -50,6 +50,7 @@ class Report:
         square_norm: of the last gradients that it stepped on.
         moved, checks, frozen: as of :class:`commopt.outer.rounds.RoundReport`.
         unreached: the tickets of members that it has tried to reach, and has not.
+        unconnected: whether it has no connections to the members of the last view.
     """
 
     kind: str = "begin"
@@ -63,6 +64,7 @@ class Report:
     checks: bool = False
     frozen: int = 0
     unreached: Sequence[Ticket] = ()
+    unconnected: bool = False
 
     @property
     def place(self) -> tuple[Any, ...]:
