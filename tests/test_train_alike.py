@@ -1,7 +1,11 @@
-"""Ranks that were given other configs: an error on all of them, which names each setting, before anything is done."""
+"""Ranks that were given other configs, or other checkpoints to start from: an error on all of them, which says where
+they differ, before anything is done. Paths may be others."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from trainer_pair import Pair, run
+from trainer_pair import Pair, run, run_and_stop
 
-from commopt.train import started
+from commopt.train import alike, checkpoint, prepared, started
 from commopt.train.config import Config
+from commopt.train.errors import DamagedError
 
 Make = Callable[..., Config]
 
@@ -81,3 +86,67 @@ def test_a_run_folder_that_is_not_one_for_all_is_an_error_before_a_step(pair: Pa
 def run_elsewhere(configs: list[Config]) -> Any:
     with mock.patch("commopt.train.lock.SEEN", 0.2):
         return run_of(configs)
+
+
+def unseen(read: Callable[[Path], Any], below: Path) -> Callable[[Path], Any]:
+    """``read``, for which nothing is ``below`` this folder."""
+
+    def look(folder: Path) -> Any:
+        if folder.is_relative_to(below):
+            raise DamagedError(f"{folder}: no such folder")
+        return read(folder)
+
+    return look
+
+
+def run_on_machines(configs: list[Config], below: Path, step: int | None = None) -> Any:
+    """The config of each rank, until it is stopped after ``step``; rank 1 has nothing ``below`` this folder."""
+    readers = [(checkpoint, "read_manifest"), (alike, "read_manifest"), (prepared, "read_meta")]
+    with contextlib.ExitStack() as stack:
+        for module, name in readers if started.rank() == 1 else []:
+            stack.enter_context(mock.patch.object(module, name, unseen(getattr(module, name), below)))
+        config = configs[started.rank()]
+        return run(config) if step is None else run_and_stop(config, step, 0)
+
+
+def test_a_run_is_taken_up_where_machines_have_its_folders_at_other_places(
+    pair: Pair, tiny: Make, tmp_path: Path
+) -> None:
+    """By the newest checkpoint there is, and by the path that it has on each machine."""
+    mounted = tmp_path / "mounted"
+    mounted.symlink_to(tmp_path, target_is_directory=True)
+    roots = mounted, tmp_path
+    data = [{"cache_dir": str(root / "cache")} for root in roots]
+    first = [tiny(root / "run", data=at) for root, at in zip(roots, data)]
+    pair.run(run_on_machines, first, mounted, 3)
+    assert [path.name for path in checkpoint.list_steps(tmp_path / "run/checkpoints")] == ["step-00000003"]
+    for summary in pair.run(run_on_machines, [replace(config, resume="auto") for config in first], mounted):
+        assert summary["finished"]
+    saved = "run/checkpoints/step-00000004"
+    again = [tiny(root / "again", data=at, resume=str(root / saved)) for root, at in zip(roots, data)]
+    for summary in pair.run(run_on_machines, again, mounted):
+        assert summary["finished"]
+
+
+@pytest.mark.parametrize("option", ["init", "resume"])
+def test_a_checkpoint_that_is_another_on_one_rank_ends_all(pair: Pair, tiny: Make, tmp_path: Path, option: str) -> None:
+    """But not a copy of it, as on a disk of the machine's own."""
+    baseline = {"name": "AdamW", "args": {}}
+    pair.run(run, tiny(tmp_path / "first", optim=baseline))
+    fourth, eighth = (tmp_path / f"first/checkpoints/step-{step:08d}" for step in (4, 8))
+
+    def starting_from(*paths: Path) -> list[Config]:
+        return [tiny(tmp_path / "run", optim=baseline, **{option: str(path)}) for path in paths]
+
+    errors = pair.errors(run_of, starting_from(fourth, eighth))
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "ConfigError"
+    digest = r"\(SHA-256 [0-9a-f]{8}\)"
+    assert re.match(
+        rf"{option} is a checkpoint of step 4 {digest} on rank 0 and of step 8 {digest} on rank 1: give all", message
+    )
+    copy = tmp_path / "own" / eighth.name
+    shutil.copytree(eighth, copy)
+    for summary in pair.run(run_of, starting_from(eighth, copy)):
+        assert summary["finished"]

@@ -190,10 +190,14 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
 def find(folder: Path, resume: str, world: World, before: int | None = None) -> Path | None:
     """The verified checkpoint to start from; None for a new run. ``resume`` as in the config.
 
-    With auto, a damaged checkpoint is logged as an error and the one before it is taken; if all are damaged, that is an
-    error. ``before``: only those of earlier steps, because the one of that step could not be loaded.
+    Rank 0 looks for it, and each rank gets it below its own ``folder``, or at its own path. With auto, a damaged
+    checkpoint is logged as an error and the one before it is taken; if all are damaged, that is an error. ``before``:
+    only those of earlier steps, because the one of that step could not be loaded.
     """
-    return world.patiently(lambda heed: _find(folder, resume, before))
+    found = world.patiently(lambda heed: _find(folder, resume, before))
+    if found is None:
+        return None
+    return folder / found.name if resume == "auto" else Path(resume)
 
 
 def _find(folder: Path, resume: str, before: int | None) -> Path | None:

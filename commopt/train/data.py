@@ -233,10 +233,10 @@ def _open(folder: Path) -> Corpus:
 
 
 def load_corpus(config: DataConfig, world: World) -> Corpus:
-    """Prepare on rank 0, however long that takes, and open on every rank. A failure anywhere raises the same DataError
-    on all."""
-    folder = world.patiently(lambda heed: _prepare(config, heed))
-    return world.together(lambda: _open(folder))
+    """Prepare on rank 0, however long that takes, and open on every rank, which finds it below its own
+    ``data.cache_dir``. A failure anywhere raises the same DataError on all."""
+    key = world.patiently(lambda heed: _prepare(config, heed)).name
+    return world.together(lambda: _open(cache_root(config) / key))
 
 
 @lru_cache(maxsize=2)

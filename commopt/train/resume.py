@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from commopt.optim import join_state_dict, split_state_dict
 from commopt.sharding import cut, is_sharded, local
 from commopt.train import checkpoint
+from commopt.train.alike import check_same_checkpoint
 from commopt.train.config import flat
 from commopt.train.engine import explained
 from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
@@ -139,8 +140,10 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         DamagedError: on all ranks, if it cannot be loaded on any. Model and optimizer are then to be loaded anew.
         CheckpointError: it is of another model, optimizer, corpus or setting.
+        ConfigError: it is another checkpoint on another rank.
     """
     world = trainer.world
+    check_same_checkpoint("resume", path, world)
     shared, parts = checkpoint.load(path, world)
     world.together(lambda: _check(trainer, shared, path))
     pieces: dict[str, Tensor] = {}
@@ -247,9 +250,10 @@ def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[s
 
 
 def take_weights(trainer: Trainer, path: Path) -> None:
-    """Start a new run from the weights in another run's checkpoint."""
+    """Start a new run from the weights in another run's checkpoint, which is the same one on every rank."""
     world = trainer.world
     world.patiently(lambda heed: checkpoint.verify(path))
+    check_same_checkpoint("init", path, world)
 
     def read() -> tuple[bool, int]:
         shared = checkpoint.load_shared(path)
