@@ -17,7 +17,9 @@ from trainer_pair import Pair, run
 
 from commopt.cli import main
 from commopt.comm import MessageDamaged
+from commopt.sharding import local
 from commopt.train.config import Config
+from commopt.train.engine import DataParallel
 from commopt.train.errors import DivergedError
 from commopt.train.finite import bad, in_short
 from commopt.train.loop import Trainer
@@ -105,6 +107,25 @@ def test_ddp_gives_up_after_so_many_skipped_steps(pair: Pair, tiny: Make, tmp_pa
         message,
     )
     assert checkpoints(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("parallel", [{}, {"replicate": 1}], ids=["whole", "mesh"])
+def test_only_the_gradients_that_are_not_finite_are_named(tiny: Make, tmp_path: Path, parallel: dict[str, int]) -> None:
+    """The norm, which they make NaN, is that of all."""
+    whole, names = DataParallel.step, set()
+
+    def step_with_nan(engine: DataParallel) -> None:
+        name, p = list(engine.module.named_parameters())[-1]
+        assert p.grad is not None
+        local(p.grad).view(-1)[0] = math.nan
+        names.add(name)
+        whole(engine)
+
+    config = tiny(tmp_path, optim=BASELINE | {"max_skipped": 2}, parallel=parallel)
+    with mock.patch.object(DataParallel, "step", step_with_nan), pytest.raises(DivergedError) as raised:
+        run(config)
+    (name,) = names
+    assert f"inf or NaN in the gradients of {name}; go on" in str(raised.value)
 
 
 def test_skipped_steps_that_are_not_in_a_row_or_never_count(tiny: Make, tmp_path: Path) -> None:

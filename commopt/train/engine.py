@@ -220,8 +220,11 @@ class DataParallel:
             self._give_up(bad(gradients))
 
     def clip(self) -> Tensor:
-        """Clips the gradients; gives the norm that they had."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), self.limit)
+        """Clips the gradients, unless their norm is not finite; gives the norm that they had."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        if torch.isfinite(norm):
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), self.limit, norm)
+        return norm
 
     def _give_up(self, gradients: list[str]) -> None:
         weights = bad(list(self.module.named_parameters()))
@@ -300,9 +303,10 @@ class Hybrid(DataParallel):
             grads.setdefault(g.device_mesh, []).append(g)  # type: ignore[attr-defined]
         norms = [nn.utils.get_total_norm(some).full_tensor() for some in grads.values()]  # type: ignore[attr-defined]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        factor = (self.limit / (norm + 1e-6)).clamp(max=1.0)
-        for some in grads.values():
-            torch._foreach_mul_([local(g) for g in some], factor)
+        if torch.isfinite(norm):
+            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0)
+            for some in grads.values():
+                torch._foreach_mul_([local(g) for g in some], factor)
         return norm
 
 
