@@ -15,12 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
 
 from commopt.sharding import local
-from commopt.train import manifest, sums
+from commopt.train import engine, manifest, sums
 from commopt.train.config import CommConfig, Config, ModelConfig, ParallelConfig
 from commopt.train.errors import CheckpointError, ConfigError, DamagedError, DivergedError
 from commopt.train.loop import Trainer
@@ -102,6 +103,43 @@ def test_a_sharded_run_is_the_unsharded_one(
     assert cut["tokens_total"] == whole["tokens_total"]
     if parallel == {"shard": 2}:  # half a model each, and so half the bytes
         assert cut["fp32_bytes"] == pytest.approx(whole["fp32_bytes"] / 2, rel=0.01)
+
+
+COPIED = "h.0.ln_1.bias", "h.0.mlp.c_proj.bias", "ln_f.weight"
+"""Parameters that each rank of a tensor group has: of a norm, of a projection that is cut, and outside of blocks."""
+
+
+def run_and_nudge(config: Config, step: int, rank: int) -> dict[str, list[float]]:
+    """Trains; in ``step`` the gradients of ``COPIED`` are a little other on one rank, as from a kernel that adds in no
+    fixed order. This rank's pieces of the weights in the end."""
+    whole, steps, pieces = engine.Hybrid.step, [], {}
+
+    def nudged(hybrid: engine.Hybrid) -> None:
+        steps.append(1)
+        copied = {name: p for name, p in hybrid.module.named_parameters() if name.endswith(COPIED)}
+        for p in copied.values() if (len(steps), dist.get_rank()) == (step, rank) else ():
+            local(p.grad).add_(1e-6)  # type: ignore[arg-type]
+        whole(hybrid)
+        pieces.update({name: local(p).tolist() for name, p in copied.items()})
+
+    with mock.patch.object(engine.Hybrid, "step", nudged):
+        run(config)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("parallel", "comm"),
+    [({"shard": 2, "tensor": 2}, {}), ({"tensor": 2}, {"compress": {"name": "Int8"}})],
+    ids=["hsdp", "compressed"],
+)
+def test_copies_of_a_tensor_group_stay_alike(
+    four: Pool, tiny: Make, tmp_path: Path, parallel: dict[str, int], comm: dict[str, Any]
+) -> None:
+    config = tiny(tmp_path, model=EXACT, optim=BASELINE, parallel=parallel, comm=comm, train={"steps": 4})
+    pieces = four.run(run_and_nudge, config, 2, 1)
+    assert len(pieces[0]) == len(COPIED)
+    assert pieces[0] == pieces[1]
+    assert pieces[2] == pieces[3]
 
 
 def digests(run_dir: Path, step: int = STEPS) -> dict[str, str]:
@@ -287,16 +325,14 @@ def test_a_step_of_the_baseline_is_skipped_by_all(four: Pool, tiny: Make, tmp_pa
 
 def skip_the_first(config: Config, steps: int = 3) -> Any:
     """Trains, but for the first ``steps``, which a torch optimizer skips."""
-    from commopt.train import engine, loop
-
-    whole = loop.Trainer.train_step
+    whole = Trainer.train_step
 
     def step(trainer: Trainer) -> Any:
         early = mock.patch.object(engine.Hybrid, "clip", return_value=torch.tensor(math.inf))
         with early if trainer.step < steps else contextlib.nullcontext():
             return whole(trainer)
 
-    with mock.patch.object(loop.Trainer, "train_step", step):
+    with mock.patch.object(Trainer, "train_step", step):
         return run(config)
 
 

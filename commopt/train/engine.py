@@ -30,7 +30,7 @@ from commopt.train.errors import ConfigError, DivergedError, RankError, ReplicaE
 from commopt.train.finite import bad, in_short
 from commopt.train.models import count_parameters
 from commopt.train.optimizer import OURS, make_optimizer, plan_compression, plan_optimizer
-from commopt.train.parallel import make_mesh, shard
+from commopt.train.parallel import make_mesh, shard, share_gradients
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
@@ -266,6 +266,11 @@ class Hybrid(DataParallel):
     mesh; or over the ranks of a replica, and compressed means are taken between these, or inside the only one. Bytes
     are those between the replicas, or inside the only one what is compressed."""
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
+        assert world.mesh is not None
+        self.mesh = world.mesh
+        super().__init__(model, optimizer, config, world)
+
     def ranks(self, world: World) -> dict[str, Any]:
         mesh = world.mesh
         if isinstance(world.backend, NodesBackend):  # the model is cut over all ranks
@@ -295,6 +300,11 @@ class Hybrid(DataParallel):
             return contextlib.nullcontext() if last else self.gradients.no_sync()
         self.module.set_requires_all_reduce(last)  # type: ignore[operator]
         return contextlib.nullcontext()
+
+    def step(self) -> None:
+        """As of DDP, once the ranks of a tensor group have the same gradient of what each of them holds."""
+        share_gradients(self.module, self.mesh)
+        super().step()
 
     def clip(self) -> Tensor:
         """As of DDP, but parameters may be on meshes of their own: over tensor parallel ranks only some are cut."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from commopt.sharding import local
 from commopt.train.config import Config, ParallelConfig
 from commopt.train.errors import ConfigError
 from commopt.train.models import Cut
@@ -89,6 +90,25 @@ def shard(model: Any, mesh: DeviceMesh, hybrid: bool) -> None:
         fully_shard(block, mesh=over)
     # FSDP2 would keep the root's weights after a forward without backward, and the next step would be on old ones
     fully_shard(model, mesh=over, reshard_after_forward=True)
+
+
+def share_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives all ranks of a tensor group the first one's gradient of what each of them has, such as norms: kernels that
+    add in no fixed order give each of them another, and the copies would drift apart."""
+    if mesh["tensor"].size() == 1:
+        return
+    group = mesh["tensor"].get_group()
+    first = dist.get_global_rank(group, 0)
+    pieces = [local(p.grad) for p in model.parameters() if p.grad is not None and _is_copied(p)]
+    works = [dist.broadcast(piece, first, group, async_op=True) for piece in pieces if piece.numel()]
+    for work in works:
+        work.wait()
+
+
+def _is_copied(p: Any) -> bool:
+    """True if the ranks of a tensor group have the same of ``p``: its mesh lacks them, or it is whole over them."""
+    names = p.device_mesh.mesh_dim_names
+    return "tensor" not in names or p.placements[names.index("tensor")].is_replicate()
 
 
 def tensor_style(cut: Cut) -> Any:
