@@ -536,6 +536,25 @@ def test_overlap_is_under_way_in_backward():
     on_threads(2, run)
 
 
+@pytest.mark.parametrize(("key", "value"), [("eps", 1e-4), ("scaling", "tensor")])
+def test_scales_that_change_between_backward_and_step(key, value):
+    """They are in what backward has sent; residuals would be divided by others than they were multiplied by."""
+
+    def run(backend):
+        model = Used()
+        optimizer = make(model, backend, overlap=True, scaling="element", bucket_mb=1.2e-4)
+        train(model, optimizer, range(6), backend.rank, 2)
+        before = params_of(model), tensors_in(optimizer.state_dict())
+        backward(model, 6, backend.rank, 2)
+        optimizer.param_groups[0][key] = value
+        with pytest.raises(ValueError, match=f"a parameter group changed between backward.*{value}"):
+            optimizer.step()
+        assert same_bits(before[0], params_of(model))
+        assert same_bits(before[1], tensors_in(optimizer.state_dict()))
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("places", [None, 2])
 def test_a_tensor_that_is_sent_in_pieces_gives_the_same_bits(overlap, places):

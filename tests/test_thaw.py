@@ -234,6 +234,45 @@ def test_what_auto_has_frozen_goes_back_but_for_never(caplog):
     assert stays == [[(60, 0)] * 2] * 2
 
 
+@pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam])
+def test_what_auto_has_frozen_where_lr_was_0_goes_back_too(cls):
+    """As a backbone that begins to learn later: it is watched from there on, and "auto" has chosen all the same."""
+
+    def run(backend):
+        stands = {"variance": VariancePolicy(64, "auto")} if cls is ZeroOneAdam else {"freeze_step": "auto"}
+        params, optimizer = make(backend, cls, thaw="auto", **stands)
+        seen = []
+        steps(
+            params, optimizer, backend, range(1, 150), lambda t: blows_up(t - 70), lambda t: 1e-3 if t > 75 else 0.0,
+            after=lambda t: seen.append(what(optimizer)[0][0]),
+        )  # fmt: skip
+        return seen[74], what(optimizer)
+
+    first, second = on_threads(2, run)
+    assert first == second
+    stood, [(step, at), _] = first
+    assert 20 < stood < 75, "before its lr was above 0"
+    assert step == "auto"
+    assert 100 < at < 125
+
+
+def test_a_step_that_a_user_sets_after_auto_has_chosen_one_stands():
+    """It is another phase: what was watched before is no baseline for it."""
+
+    def run(backend):
+        params, optimizer = make(backend, freeze_step="auto", thaw="auto")
+        steps(params, optimizer, backend, range(1, 71))
+        for group in optimizer.param_groups:
+            assert group["chosen"]
+            group["freeze_step"] = 80
+        steps(params, optimizer, backend, range(71, 79))
+        assert not any(group["chosen"] or thaw.is_watched(group) for group in optimizer.param_groups)
+        steps(params, optimizer, backend, range(79, 140), lambda t: blows_up(t - 60))
+        return what(optimizer)
+
+    assert on_threads(2, run) == [[(80, 0)] * 2] * 2
+
+
 def stopped_and_never_stopped(begin, backend, stops, end):
     """A run from ``begin()``, and one from what it has saved before each of the steps ``stops``: to the bit the same.
     Returns what it came to."""

@@ -47,7 +47,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import binding, checks, comparing, replicas, wrapped
+from commopt.optim import assigned, binding, checks, comparing, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
@@ -400,8 +400,8 @@ class CommOptimizer(PackedOptimizer):
             self._right, self._check_next = {}, True
 
     def _follow(self, step: StepInFlight) -> Exception | None:
-        """Follows parameters that were moved, cast or unfrozen; what forbids this step if something else was done to
-        them. The other ranks hear of it when they agree."""
+        """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
+        else was done to them. The other ranks hear of it when they agree."""
         if step.started and any(bucket.stale() for bucket in self.buckets):
             return ValueError(
                 "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
@@ -411,10 +411,17 @@ class CommOptimizer(PackedOptimizer):
             binding.refuse_exchanged(self)
             for bucket in self.buckets:
                 bucket.check_shapes()
+            late = step.started > 0 and assigned.follow(self)
+            if self.follow_parameters():
+                step.replace(self.buckets)
         except ValueError as error:
             return error
-        if self.follow_parameters():
-            step.replace(self.buckets)
+        if late:
+            return ValueError(
+                "state was assigned to since the last step(), but overlap=True has sent in backward() what is made of "
+                "what was there. It counts from the next backward on; change state in place, "
+                "optimizer.state[p][name].copy_(...), before backward()"
+            )
         return None
 
     def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:

@@ -103,7 +103,7 @@ class OneBitLamb(WarmupOptimizer):
         max_grad_norm: clip to this norm, > 0, or None; as for :class:`commopt.OneBitAdam`.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
         overlap: send while backward runs, to the same bits; as for :class:`commopt.OneBitAdam`. Costs both residuals
-            once more.
+            once more; and neither eps nor scaling may change between backward() and step().
         guard: when a run that has gone wrong ends; :class:`commopt.Guard` if None.
         reduction: "mean" if a step goes by the mean of the ranks' gradients, as losses that are means need; "sum" if by
             their sum, as where each rank divides its loss by what all ranks have.
@@ -120,6 +120,7 @@ class OneBitLamb(WarmupOptimizer):
     """
 
     known_options = OF_LAMB
+    hyperparams_used_in_backward = (*WarmupOptimizer.hyperparams_used_in_backward, "scaling", "eps")
     scalars = {  # noqa: RUF012
         "scaling_coeff": 0.0, "trust_ratio": 0.0, "trust_ratio_weight": 0.0, "factor": 1.0, **WarmupOptimizer.scalars
     }  # fmt: skip

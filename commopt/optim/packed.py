@@ -8,6 +8,7 @@ tools that save and restore optimizers look at fresh ones. Loading copies into t
 from __future__ import annotations
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +30,7 @@ from commopt.comm import (
 )
 from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
+from commopt.optim import assigned, binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
@@ -72,6 +73,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _diagnostics: Diagnostics
     _registered: list[list[Tensor]]  # the parameters of each group, as they were
     _check_next: bool
+    _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _damaged: str | None
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
@@ -293,13 +295,19 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        topology, packed = self.topology, self.packed()
+        packed = self.packed()
         new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
-        if not new:
-            return
-        held = {id(p): topology.held(p) for p in new}
-        capacity = self.capacity_of(new)
-        runs = partition(new, capacity, lambda p: held[id(p)])
+        if new:
+            capacity = self.capacity_of(new)
+            self._pack(new, capacity, capacity)
+            self._refresh_own_tensors()
+
+    def _pack(self, params: Sequence[Tensor], most: int, capacity: int) -> None:
+        """Makes buckets of at most ``most`` bytes of ``params``, of one group; those of more than ``capacity`` are sent
+        in chunks."""
+        topology = self.topology
+        held = {id(p): topology.held(p) for p in params}
+        runs = partition(params, most, lambda p: held[id(p)])
         for run in sorted(runs, key=lambda run: held[id(run[0])][1].inside is not None):  # these cannot start early
             replicas, holding = held[id(run[0])]
             share = topology.world_size / holding.copies
@@ -312,7 +320,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.buckets.append(bucket)
             for p, entry in zip(bucket.params, bucket.state()):
                 self.state[p].update(entry)
-        self._refresh_own_tensors()
+        self._seen = ()
 
     @property
     def own_in_state(self) -> bool:
@@ -333,27 +341,12 @@ class PackedOptimizer(torch.optim.Optimizer):
                 out[i][OWN + name] = bucket.own(i, tensor, name in now)
         return out
 
-    def _follow_state(self) -> None:
-        """Makes ``state`` views of the buffers again if somebody has put copies in their place: frameworks that move an
-        optimizer to a device do, and what is counted on the CPU would go elsewhere."""
-        if not all(self._is_state_of(bucket) for bucket in self.buckets):
-            self._refresh_state()
-
     def _refresh_state(self) -> None:
         """Makes ``state`` views of the buffers."""
         for bucket in self.buckets:
             for p, entry in zip(bucket.params, bucket.state()):
                 self.state[p].update(entry)
         self._refresh_own_tensors()
-
-    def _is_state_of(self, bucket: StateBucket) -> bool:
-        """True if the state of ``bucket`` lies in it: that of the first parameter that is not empty."""
-        i = next((i for i, shape in enumerate(bucket.shapes) if shape.numel()), 0)
-        state = self.state[bucket.params[i]]
-        mine = {name: numbers[i] for name, numbers in bucket.numbers.items()}
-        mine.update({name: bucket.tensors(name)[i] for name in bucket.buffers})
-        held = [local(state[name]) if bucket.sharded else state[name] for name in mine if name in state]
-        return [t.data_ptr() for t in held] == [t.data_ptr() for t in mine.values()]
 
     def _refresh_own_tensors(self) -> None:
         if self.own_in_state:
@@ -371,13 +364,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         bucket.add_residuals(self.overlap)
 
     def follow_parameters(self) -> bool:
-        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), and packs those
-        that have become trainable. Returns whether all buckets were made anew."""
+        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), takes over what
+        was assigned to it, and packs parameters that have become trainable. Returns whether all buckets were made anew.
+
+        Raises:
+            ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+        """
         moved = any(bucket.stale() for bucket in self.buckets)
         if moved:
-            self._rebuild(self._all_state(), self._origin())
+            assigned.check(self)
+            runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
+            self._rebuild(self._all_state(), self._origin(), runs)
         else:
-            self._follow_state()
+            assigned.follow(self)
         for group in self.param_groups:
             self.make_buckets(group)
         return moved
@@ -500,10 +499,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
 
         Raises:
-            ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`.
+            ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`; or has deleted
+                some of the state, or assigned what does not fit there.
         """
         binding.refuse_exchanged(self)
-        self._follow_state()
+        assigned.follow(self)
         if self._own_values is None:
             self.adopt_values()
             if ranks_of(self.topology.backend) is not None:  # of processes: elsewhere all are within reach
@@ -658,11 +658,30 @@ class PackedOptimizer(torch.optim.Optimizer):
         residuals, entries = self.residuals, self.state.items()
         return {k: {**entry, **residuals.get(k, {})} if isinstance(entry, dict) else entry for k, entry in entries}
 
-    def _rebuild(self, state: Mapping[Any, Any], origin: Origin | None) -> None:
+    def _runs(self) -> list[list[Tensor]]:
+        """The parameters of each bucket, in order."""
+        return [bucket.params for bucket in self.buckets]
+
+    def _has_stepped(self) -> bool:
+        """True if some group has counted a step or a round."""
+        return any(group.get(name) for group in self.param_groups for name in ("step", "round_step", "rounds"))
+
+    def _rebuild(self, state: Mapping[Any, Any], origin: Origin | None, runs: Sequence[Sequence[Tensor]] = ()) -> None:
+        """Makes all buckets anew, with ``state``, by parameter and of ``origin``: one of each of ``runs``, whatever is
+        trainable now, so that residuals fit, and then of what else is."""
         self.state = defaultdict(dict)
         self.buckets = []
+        kept = {id(p) for run in runs for p in run}
+        of_groups = [[p for p in group["params"] if id(p) in kept] for group in self.param_groups]
+        capacities = [self.capacity_of(params) for params in of_groups]
+        numbers = {id(p): i for i, params in enumerate(of_groups) for p in params}
+        for run in runs:
+            for i in dict.fromkeys(numbers[id(p)] for p in run if id(p) in numbers):
+                params = [p for p in reversed(run) if numbers.get(id(p)) == i]
+                self._pack(params, sys.maxsize, capacities[i])
         for group in self.param_groups:
             self.make_buckets(group)
+        self._refresh_own_tensors()
         self._registered = [list(group["params"]) for group in self.param_groups]
         loading.take_over(self, state, origin)
 
@@ -674,14 +693,19 @@ class PackedOptimizer(torch.optim.Optimizer):
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew. Who
-        shall be alone stays alone."""
-        own = {"state": cloned(self._all_state()), "origin": self._origin()}
+        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew, of the same
+        parameters. Who shall be alone stays alone.
+
+        Raises:
+            ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+        """
+        assigned.check(self)
+        own = {"state": cloned(self._all_state()), "origin": self._origin(), "runs": self._runs()}
         alone = type(self.topology.backend) is LocalBackend
         return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
 
     def _unpickle(self, state: dict[str, Any]) -> None:
-        tensors, origin = state.pop("state"), state.pop("origin")
+        tensors, origin, runs = state.pop("state"), state.pop("origin"), state.pop("runs", ())
         alone = LocalBackend() if state.pop("alone", False) else None
         backend = resolve_backend(backend=state.pop("backend", alone), params=state["param_groups"])
         self.topology = Topology(backend, self.knows_nodes)
@@ -693,7 +717,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._restart()
         for p in self.params:
             self.topology.check(p)
-        self._rebuild(tensors, origin)
+        self._rebuild(tensors, origin, runs)
         self.topology.agree_on_extent()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,6 +58,7 @@ class StateBucket(Bucket):
     frozen_norms: tuple[Tensor, list[float]] | None = field(init=False, default=None, repr=False)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
+    _state: list[dict[str, Tensor]] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,13 +181,16 @@ class StateBucket(Bucket):
             self.numbers[name] = torch.full((len(self.params),), start, dtype=dtype, device="cpu")
 
     def state(self) -> list[dict[str, Tensor]]:
-        """The state of each parameter, as views; of a sharded one, cut as it is."""
-        numbers = {name: values.unbind() for name, values in self.numbers.items()}
-        out: list[dict[str, Tensor]] = []
-        for i in range(len(self.params)):
-            out.append({name: values[i] for name, values in numbers.items()})
-            out[i].update({name: like(self.tensors(name)[i], self.params[i]) for name in self.buffers})
-        return out
+        """The state of each parameter, as views, the same ones whenever it is asked for; of a sharded one, cut as it
+        is."""
+        self._state = self._state or [{} for _ in self.params]
+        for name in [name for name in (*self.numbers, *self.buffers) if name not in self._state[0]]:
+            views: Iterable[Tensor] = (
+                self.numbers[name].unbind() if name in self.numbers else map(like, self.tensors(name), self.params)
+            )
+            for mine, view in zip(self._state, views):
+                mine[name] = view
+        return self._state
 
     def adopt(self, name: str) -> bool:
         """Copies parameters to the flat buffer ``name``, but for those that it rounds to; returns whether any were

@@ -97,8 +97,9 @@ DEFAULTS = {
     "thawed": 0,
     "thaws": 0,
 }
-"""Of a group: looks since the switch, A0, A, lr at the switch (0: it is not watched), looks at b, B0, B, whether
-"auto" has chosen the step, the step after which it has last gone back (0: it has not), and how often it has."""
+"""Of a group: looks since the switch, A0, A, lr at the switch, or where it was above 0 for the first time after it (0:
+it is not watched yet), looks at b, B0, B, whether "auto" has chosen the step, the step after which it has last gone
+back (0: it has not), and how often it has."""
 
 
 def defaults(when: Any) -> dict[str, Any]:
@@ -121,7 +122,8 @@ def is_look_at_length(group: dict[str, Any], key: str) -> bool:
 
 
 def begin(group: dict[str, Any], chosen: bool) -> None:
-    """Begins to watch ``group``, whose variance stands from now on; ``chosen``: because "auto" has it so."""
+    """Begins to watch ``group``, whose variance stands from now on, if its lr is above 0; ``chosen``: because "auto"
+    has it so."""
     group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), chosen=chosen)
     group.update(watch_lengths=0, watch_length_base=0.0, watch_length=0.0)
 
@@ -189,7 +191,7 @@ class Watch:
         updates have become too long by it."""
         for group in frozen:
             if not is_watched(group):
-                begin(group, chosen=False)
+                begin(group, group["chosen"])
         watched, self.looked = self.looked, []
         if not watched:
             return
@@ -212,7 +214,9 @@ class Watch:
 
     def stop_where_settled(self, optimizer: CommOptimizer, moving: Sequence[dict[str, Any]]) -> None:
         """Lets the variance of those of the ``moving`` groups stand in which it has settled; not of one that has gone
-        back for the rest of the run."""
+        back for the rest of the run. What was watched is forgotten: a user may have set a later step since."""
+        for group in moving:
+            group.update(watch_lr=0.0, chosen=False)
         may = [group for group in moving if group["thaws"] < TIMES]
         for group in settling.stop_where_settled(optimizer, may, self.words.key, self.words.until):
             begin(group, chosen=True)

@@ -28,6 +28,7 @@ from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, con
 from commopt.comm.store import StoreLost
 from commopt.optim import guard
 from commopt.optim.agreement import StepRefused
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.outer import ending, joining, rounds
@@ -320,4 +321,9 @@ def _forget_what_is_not_finite(base: torch.optim.Optimizer) -> None:
     for entry in list(base.state.values()):
         tensors = [t for t in entry.values() if isinstance(t, Tensor) and t.is_floating_point()]
         if not all(bool(ops.all_finite(t)) for t in tensors):
-            entry.clear()
+            if isinstance(base, PackedOptimizer):  # state of buckets is never made anew
+                for name, t in entry.items():
+                    if isinstance(t, Tensor):
+                        t.fill_(base.scalars.get(name, 0.0))
+            else:
+                entry.clear()

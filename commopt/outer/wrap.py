@@ -111,8 +111,11 @@ def follow_casts(
     base: torch.optim.Optimizer, params: Sequence[Tensor], before: Mapping[Tensor, Where]
 ) -> dict[Tensor, Where]:
     """Has the state of ``base`` follow parameters that were moved or cast since ``before``, as torch does when it loads
-    a state: what is shaped like its parameter, and was of its dtype and on its device. Returns where they are now."""
+    a state: what is shaped like its parameter, and was of its dtype and on its device. That of an optimizer of commopt
+    with buckets follows by itself. Returns where they are now."""
     now = {p: (p.dtype, p.device) for p in params}
+    if isinstance(base, PackedOptimizer):
+        return now
     for p, (dtype, device) in now.items():
         was = before.get(p, (dtype, device))
         entry = base.state[p] if was != (dtype, device) and p in base.state else {}

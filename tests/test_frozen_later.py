@@ -1,0 +1,100 @@
+"""Parameters that are frozen, or unfrozen, while a run goes on: what becomes of buckets that are made anew."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from every import EVERY, every_communicating
+from worlds import Used, on_threads, params_of, same_bits, tensors_in, train
+
+from commopt import OneBitAdam
+from commopt.comm import LocalBackend
+
+
+def run_until(name, backend, later):
+    """A run in which a layer has become trainable, or is trained no longer, in several buckets."""
+    model = Used()
+    model.bias.requires_grad_(later == "frozen")
+    optimizer = EVERY[name](model.parameters(), lr=1e-2, bucket_mb=1.2e-4, backend=backend)
+    train(model, optimizer, range(1), backend.rank, 2)
+    model.bias.requires_grad_(True)
+    train(model, optimizer, range(1, 4), backend.rank, 2)
+    model.weight.requires_grad_(later != "frozen")
+    return model, optimizer
+
+
+def of_ranks(optimizer):
+    """All that is saved, and the layout of the buckets."""
+    numbers = {id(p): i for i, p in enumerate(optimizer.params)}
+    return tensors_in(optimizer.state_dict()), [[numbers[id(p)] for p in bucket.params] for bucket in optimizer.buckets]
+
+
+@pytest.mark.parametrize("later", ["frozen", "unfrozen"])
+@every_communicating
+def test_a_copy_goes_on_as_the_original_would(name, later):
+    def run(backend):
+        model, optimizer = run_until(name, backend, later)
+        twin, other = copy.deepcopy((model, optimizer))
+        for m in (model, twin):
+            m.weight.requires_grad_(True)
+        (mine, layout), (theirs, same) = of_ranks(optimizer), of_ranks(other)
+        assert layout == same
+        assert same_bits(mine, theirs)
+        assert name not in ("OneBitAdam", "OneBitLamb") or any(r.any() for r in residuals_of(optimizer, model.weight))
+        for m, o in ((model, optimizer), (twin, other)):
+            train(m, o, range(4, 7), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(twin))
+        assert same_bits(of_ranks(optimizer)[0], of_ranks(other)[0])
+
+    on_threads(2, run)
+
+
+def residuals_of(optimizer, p):
+    return list(optimizer.residuals[p].values())
+
+
+@pytest.mark.parametrize("later", ["frozen", "unfrozen"])
+def test_a_model_that_is_cast_keeps_state_and_residuals_of_all(later, caplog):
+    def run(backend):
+        model, optimizer = run_until("OneBitAdam", backend, later)
+        before, layout = of_ranks(optimizer)
+        model.double()
+        optimizer.follow_parameters()
+        after, same = of_ranks(optimizer)
+        assert layout == same
+        assert all(torch.equal(a.double(), b.double()) for a, b in zip(before, after))
+        assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float64
+        model.weight.requires_grad_(True)
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+
+    on_threads(2, run)
+    assert "residuals" not in caplog.text
+
+
+def test_a_model_that_is_cast_in_part_has_its_state_in_buckets_of_each_dtype():
+    def run(backend):
+        model, optimizer = run_until("OneBitAdam", backend, "frozen")
+        before = [optimizer.state[p]["exp_avg"].clone() for p in (model.weight, model.embedding)]
+        model.weight.data = model.weight.data.double()
+        optimizer.follow_parameters()
+        after = [optimizer.state[p]["exp_avg"] for p in (model.weight, model.embedding)]
+        assert [t.dtype for t in after] == [torch.float64, torch.float32]
+        assert all(torch.equal(a.double(), b.double()) for a, b in zip(before, after))
+
+    on_threads(2, run)
+
+
+def test_what_is_pickled_with_its_model_keeps_the_state_of_what_is_frozen():
+    model = Used()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, backend=LocalBackend())
+    train(model, optimizer, range(3))
+    model.weight.requires_grad_(False)
+    twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(other.state_dict()))
+    for m, o in ((model, optimizer), (twin, other)):
+        m.weight.requires_grad_(True)
+        train(m, o, range(3, 6))
+    assert same_bits(params_of(model), params_of(twin))
