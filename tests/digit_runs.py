@@ -175,8 +175,8 @@ FAMILIES = {
     "SparseLoCo": Family(of(commopt.SparseLoCo, **LOCAL), 1e-2, 0.706, 0.00414),
     "CSER": Family(CSER, 0.1, 0.25, 0.1007),
     "QSparseLocalSGD": Family(QSPARSE, 0.05, 0.208, 0.1337),
-    "SGD on gradients of 1 bit": Family(on_gradients(Sign()), 0.1, 0.119, 0.0340),
-    "SGD on gradients of 2 bits": Family(on_gradients(TWO_BITS), 0.1, 0.121, 0.0672),
+    "SGD on gradients of 1 bit": Family(on_gradients(Sign()), 0.1, 0.119, 0.0357),
+    "SGD on gradients of 2 bits": Family(on_gradients(TWO_BITS), 0.1, 0.121, 0.0689),
 }
 
 

@@ -450,8 +450,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         )
 
     def agree_to(self, what: str) -> None:
-        """Makes sure that all ranks can take the mean now; see :func:`commopt.optim.replicas.agree`."""
-        replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), what)
+        """Makes sure that all ranks can take the mean now, with what was assigned to state; see
+        :func:`commopt.optim.replicas.agree`."""
+        error = self.why_not_synchronize()
+        try:
+            assigned.follow(self)
+        except ValueError as caught:
+            error = error or caught
+        replicas.agree(self.topology, self.buckets, error, what)
 
     @property
     def takes_local_steps(self) -> bool:
@@ -552,7 +558,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.topology.world_size == 1:
             return
         where = f"{type(self).__name__}, consolidate_state_dict()"
-        replicas.agree(self.topology, self.buckets, self.why_not_synchronize(), "consolidate_state_dict()")
+        self.agree_to("consolidate_state_dict()")
         with replicas.reaching_others(self.topology, self.buckets, where):
             parts = consolidate.gather_parts(self.topology, self._signed_part(), to, where)
         self._of_ranks = parts or None
