@@ -596,10 +596,22 @@ def test_a_base_that_fails_at_a_synchronisation_stops_all_ranks():
 
 
 class Shrinking:
-    """A backend that loses a rank, as elastic ones do."""
+    """A backend that loses a rank, as elastic ones do; so do its channels."""
 
-    def __init__(self, inner):
-        self.inner, self.gone, self.broken = inner, 0, False
+    def __init__(self, inner, whole=None):
+        self.inner, self.whole = inner, whole or self
+        self.gone, self.fails = 0, False
+
+    def channels(self, n):
+        return [type(self)(channel, self) for channel in self.inner.channels(n)]
+
+    @property
+    def broken(self):
+        return self.whole.fails
+
+    @broken.setter
+    def broken(self, fails):
+        self.whole.fails = bool(fails)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forks import python
-from probing import on_ranks
+from probing import Alone, on_ranks
 
 import commopt
 from commopt.cli import main
@@ -26,13 +26,14 @@ from commopt.probe.advice import cannot_tell, recommend
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
 from commopt.probe.compressors import COMPRESSORS
-from commopt.probe.cut import WAYS
+from commopt.probe.cut import WAYS, predict_cut
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
+from commopt.probe.measure import columns, exchanges, gap
 from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
 from commopt.probe.predict import METHODS, at_bandwidth, break_even, plain, predict, whole_run
-from commopt.probe.sgd import PERIOD
+from commopt.probe.sgd import PERIOD, sgd
 
 COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
 NOTHING = Line(0.0, 0.0)
@@ -125,6 +126,91 @@ def test_a_message_that_takes_the_whole_device_leaves_nothing() -> None:
     clock.send("all_reduce", 5)
     clock.compute(0.5)
     assert clock.now == pytest.approx(1.5)
+
+
+def test_a_message_leaves_before_the_one_before_it_has_arrived() -> None:
+    clock = Clock(replace(costs(link=Line(1.0, 0.0), loss=Line(0.125, 0.0)), busy={"all_reduce": Line(0.25, 0.0)}))
+    assert [clock.send("all_reduce", 5) for _ in range(2)] == [1.0, 1.25]
+    clock.compute(0.25)  # half as fast, for as long as the link is busy
+    assert clock.now == pytest.approx(0.5)
+    clock.compute(0.25)  # nobody sends any more
+    assert clock.now == pytest.approx(0.75)
+    assert clock.step().wire == pytest.approx(0.5)
+    assert clock.send("all_gather", 5) == pytest.approx(1.75)  # of this nothing else was measured
+
+
+def test_of_a_message_that_is_sent_now_and_then_so_much_is_counted() -> None:
+    clock = Clock(costs(link=Line(1.0, 0.5)))
+    assert clock.send("all_reduce", 1, chance=0.25) == pytest.approx(0.25 + 0.5)
+    assert clock.step().nbytes == 1
+
+
+class Simulated(Alone):
+    """A stand on a link in simulated time: a message of ``n`` bytes keeps the next one waiting for 0.01 s and 1 ns a
+    byte, and arrives 0.1 s and 2 ns a byte after it has left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(2)
+        self.now = self.free = 0.0
+        monkeypatch.setattr("commopt.probe.measure.time.perf_counter", lambda: self.now)
+
+    def channels(self, place: int) -> tuple[Any, Any]:
+        return self, self
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Any:
+        left = max(self.now, self.free)
+        self.free = left + 0.01 + 1e-9 * inp[0].nbytes
+        return Arriving(self, left + 0.1 + 2e-9 * inp[0].nbytes)
+
+    def time(self, do: Any) -> float:
+        self.now = self.free = self.now + 1.0
+        return self.seconds(do)
+
+
+class Arriving:
+    """A message that is there at some time."""
+
+    def __init__(self, stand: Simulated, at: float) -> None:
+        self.stand, self.at = stand, at
+
+    def wait(self, timeout: Any = None) -> None:
+        self.stand.now = max(self.stand.now, self.at)
+
+    def is_completed(self) -> bool:
+        return self.stand.now >= self.at
+
+
+def test_a_link_is_measured_alone_and_with_many_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Simulated(monkeypatch)
+    sizes = [2**10, 2**14, 2**18, 2**22]
+    one, several = (fit_line(*columns(exchanges(stand, "all_to_all", sizes, count))) for count in (1, 8))
+    assert (one.latency, one.per_byte) == (pytest.approx(0.1), pytest.approx(2e-9))
+    assert several.latency == pytest.approx((0.1 + 7 * 0.01) / 8)
+    busy = gap(one, several)
+    assert (busy.latency, busy.per_byte) == (pytest.approx(0.01), pytest.approx(1e-9))
+    assert gap(Line(1.0, 0.0), Line(0.1, 1.0), 2) == Line(0.0, 0.0)  # no message takes less than nothing,
+    assert gap(Line(1.0, 1.0), Line(3.0, 3.0), 2) == Line(1.0, 1.0)  # or longer than it takes alone
+
+
+def test_what_goes_alone_takes_its_latency_however_many_could_be_under_way() -> None:
+    """Ranks that agree, and confirm what has come, wait for nothing else meanwhile; nor do FSDP2's exchanges."""
+    link, busy = Line(0.25, 0.0), dict.fromkeys(COLLECTIVES, Line(1e-3, 0.0))
+    there = replace(costs(link), busy=busy)
+    steps = predict(there, replace(MODEL, params=10_000, step_time=0.0))
+    assert steps["onebit_adam"].communication == pytest.approx(4 * 0.25, rel=0.02)
+    assert sgd(there, replace(MODEL, step_time=0.5), "qsparse").communication == pytest.approx(2 * 0.25)
+    layer = ((64, 64),)
+    step = predict_cut(there, {"fsdp_all_gather": NOTHING}, MODEL, [layer, layer], WAYS["fsdp_int8"], {})
+    assert step.communication == pytest.approx(3 * 0.25)  # two means, and whether all are finite
+    many = predict(there, MODEL)["onebit_adam"]  # 16 buckets
+    assert many.communication == pytest.approx(4 * 0.25, rel=0.05)
+
+
+def test_blocks_of_small_buckets_are_sent_now_and_then() -> None:
+    """Of a bucket of 2 blocks, of which 1 of 64 is kept, in one step of 32; at a reset, 1 of 4 in one of 2."""
+    timed = replace(costs(Line(0.25, 0.0)), sgd={kind: {"agreement": 0.0, "end": 0.0} for kind in costs().sgd})
+    step = predict(timed, replace(MODEL, params=512, step_time=0.0, bucket_bytes=2**20))["cser"]
+    assert step.seconds == pytest.approx(0.25 * (2 + 1 / 32 + 1 / 16 * 1 / 2))
 
 
 def test_buckets() -> None:
@@ -293,6 +379,8 @@ def test_another_bandwidth_keeps_latency_and_proportions() -> None:
     there = at_bandwidth(here, 1e8)
     assert there.link["all_reduce"] == Line(1e-4, pytest.approx(8e-8))
     assert there.link["all_to_all"] == Line(3e-4, pytest.approx(16e-8))
+    pipelined = at_bandwidth(replace(here, busy={"all_to_all": Line(1e-5, 12e-9)}), 1e8)
+    assert pipelined.busy == {"all_to_all": Line(1e-5, pytest.approx(12e-8))}
     bound = at_bandwidth(replace(here, loss=dict.fromkeys(COLLECTIVES, Line(0.0, 1e-9))), 1e12)
     assert bound.link["all_reduce"].per_byte == pytest.approx(1e-9)  # what its computing takes
     assert at_bandwidth(here, 1e9).link["all_reduce"].per_byte == pytest.approx(8e-9)
@@ -465,6 +553,10 @@ def test_a_probe_under_torchrun(tmp_path: Path) -> None:
     assert [s["size"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]
     assert [s["nbytes"] for s in found["samples"]["all_reduce"]] == [4096, 16384, 65536, 262144]  # 2 (W-1) / W = 1
     assert found["samples"].keys() == {*COLLECTIVES, "compressed_all_reduce"}
+    assert found["together"].keys() == {"all_reduce", "all_to_all", "all_gather"}
+    assert found["costs"]["busy"].keys() == {*COLLECTIVES} - {"exchange"}
+    for verb, busy in found["costs"]["busy"].items():
+        assert busy["latency"] <= found["costs"]["link"][verb]["latency"]
     assert all(s["seconds"] > 0 for samples in found["samples"].values() for s in samples)
     assert found["costs"]["link"].keys() == found["costs"]["loss"].keys() == set(COLLECTIVES)
     assert found["costs"]["onebit"].keys() == {"agreement", "all_to_all", "all_gather", "end"}

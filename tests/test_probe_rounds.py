@@ -9,6 +9,7 @@ from worlds import on_threads
 import commopt
 from commopt.comm import ThreadBackend
 from commopt.compress import Int4, Int8, TopK
+from commopt.outer.rounds import ROUND_BYTES
 from commopt.probe.clock import Costs
 from commopt.probe.fit import Line
 from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, ROUNDS, fewer_from, predict_rounds, whole_round
@@ -69,6 +70,12 @@ def test_a_round_takes_its_messages_and_its_computing() -> None:
         share = each.period * 0.5 / (each.period * 0.5 + each.seconds)
         shorter = (each.period - 1) * 0.5 / ((each.period - 1) * 0.5 + each.seconds)
         assert shorter < NEARLY_ALL <= share
+
+
+def test_the_ranks_of_all_parts_agree_on_a_round_and_confirm_it() -> None:
+    """4 replicas of 2 parts each are 8 ranks."""
+    whole, cut = (predict_rounds(costs(4), 1_000_000, 0.5, shard)["DiLoCo"] for shard in (1, 2))
+    assert cut.nbytes - whole.nbytes == (7 - 3) * ROUND_BYTES
 
 
 def test_from_where_on_a_second_selection_sends_less() -> None:

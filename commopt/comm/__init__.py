@@ -38,11 +38,12 @@ from commopt.comm.receipt import (
 )
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
-from commopt.comm.topology import Channel, Replicas, Topology, gather_number
+from commopt.comm.topology import CHANNELS, Channel, Replicas, Topology, gather_number
 from commopt.comm.torch import TorchBackend
 from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
+    "CHANNELS",
     "CONFIRMATION_BYTES",
     "STARTED",
     "Backend",

@@ -17,6 +17,9 @@ from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import gather_rows
 from commopt.comm.receipt import Receipt
 
+CHANNELS = 3
+"""Channels that buckets take in turn, in each direction, where the backend has several."""
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -73,11 +76,11 @@ class Replicas:
         self.shard_index = self.intra_node.rank * self.nodes + self.inter_node.rank
         self.channels: list[Channel] | None = None
 
-    def open(self, n: int) -> None:
-        """Opens ``n`` channels, if that has not been done: none where the backend has none, or for one rank alone. All
+    def open(self) -> None:
+        """Opens the channels, if that has not been done: none where the backend has none, or for one rank alone. All
         ranks must call this at the same point; it may communicate."""
         if self.channels is None:
-            opened = open_channels(self.backend, n) if self.world_size > 1 else []
+            opened = open_channels(self.backend, 2 * CHANNELS) if self.world_size > 1 else []
             self.channels = [self._channel(channel) for channel in opened]
 
     def pair(self, index: int) -> tuple[Channel, Channel]:
@@ -88,9 +91,9 @@ class Replicas:
         half = len(self.channels) // 2
         return self.channels[index % half], self.channels[half + index % half]
 
-    def pair_with(self, traffic: Traffic, receipt: Receipt) -> tuple[Channel, Channel]:
-        """As :meth:`pair`, of the first bucket, with a count and a receipt of its own."""
-        send, reply = (channel_of(channel.world.inner, traffic, receipt) for channel in self.pair(0))
+    def pair_with(self, index: int, traffic: Traffic, receipt: Receipt) -> tuple[Channel, Channel]:
+        """As :meth:`pair`, with a count and a receipt of its own."""
+        send, reply = (channel_of(channel.world.inner, traffic, receipt) for channel in self.pair(index))
         return send, reply
 
     def _channel(self, backend: Backend, world: CountingBackend | None = None) -> Channel:

@@ -36,7 +36,6 @@ from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.gradients.watching import Watch
 from commopt.optim import checks
-from commopt.optim.base import CHANNELS
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
 
@@ -94,7 +93,7 @@ class GradientMean:
             self.buckets.append(bucket)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
         for replicas in topology.replicas:
-            replicas.open(2 * CHANNELS)
+            replicas.open()
         self._control = topology.control()
         whole = topology.world_size > 1 and not topology.is_sharded
         self._watch = Watch(topology.receipt, self.params, check_every) if whole else None

@@ -74,9 +74,6 @@ logger = logging.getLogger("commopt")
 
 _ALONE = CountingBackend(LocalBackend())
 
-CHANNELS = 3
-"""Channels that buckets take in turn, in each direction, where the backend has several."""
-
 
 class CommOptimizer(PackedOptimizer):
     """Base of the optimizers; see the module's docstring for what a subclass adds.
@@ -565,7 +562,7 @@ class CommOptimizer(PackedOptimizer):
         """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first
         bucket waits for a gradient would by then have started the agreement instead."""
         for ranks in self.topology.replicas:
-            ranks.open(2 * CHANNELS)
+            ranks.open()
         if self._control is None:
             channels = [ranks.channels for ranks in self.topology.replicas if ranks.world_size > 1]
             # where buckets have channels, nothing else is under way on the world's when the ranks agree

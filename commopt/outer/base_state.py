@@ -114,9 +114,9 @@ def mean_states(
     flats = [_packed(bucket, base, name) for bucket, name in tasks]
     with reaching_others(topology, buckets, where):
         pipeline = Pipeline()
-        for (bucket, name), flat in zip(tasks, flats):
-            channel = bucket.replicas.channel
-            pipeline.start(mean_over_all(flat, channel, channel), f"{where}, {name} of {bucket.describe()}")
+        for i, ((bucket, name), flat) in enumerate(zip(tasks, flats)):
+            task = mean_over_all(flat, *bucket.replicas.pair(i))
+            pipeline.start(task, f"{where}, {name} of {bucket.describe()}")
         pipeline.finish()
     if names and topology.world_size > 1:
         confirm(topology.world, square_norm(flats) < float("inf"), where)

@@ -148,7 +148,7 @@ class Flights:
                 first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
                 pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
                 flight.means.start(
-                    lambda bucket: bucket.replicas.pair_with(traffic, receipt), pipeline, flight.where, True
+                    lambda bucket, i: bucket.replicas.pair_with(i, traffic, receipt), pipeline, flight.where, True
                 )
                 pipeline.start(flight.confirm(last), f"{flight.where}, confirmation of what was received", early=True)
             except Exception as error:
@@ -241,7 +241,7 @@ class Flights:
         if self._control is None:
             topology = self._topology
             for ranks in topology.replicas:
-                ranks.open(2)
+                ranks.open()
             control = [open_control(topology.backend) for _ in range(2)]
             several = [ranks for ranks in topology.replicas if ranks.world_size > 1]
             apart = topology.backend not in control and all(ranks.channels for ranks in several)

@@ -44,11 +44,11 @@ class Means:
         """Makes the means, when all tasks have run. Returns whether what has come can be right."""
         return square_norm(self.flats) < float("inf")
 
-    def start(self, channels: Callable[[StateBucket], tuple[Channel, Channel]], pipeline: Pipeline, where: str,
+    def start(self, channels: Callable[[StateBucket, int], tuple[Channel, Channel]], pipeline: Pipeline, where: str,
               early: bool = False) -> None:  # fmt: skip
-        """Starts all tasks."""
+        """Starts all tasks, each over the ``channels`` of its bucket and number."""
         for i, (bucket, _) in enumerate(self.entries):
-            pipeline.start(self.task(i, *channels(bucket)), f"{where}, {self.describe(i)}", early)
+            pipeline.start(self.task(i, *channels(bucket, i)), f"{where}, {self.describe(i)}", early)
 
     def describe(self, i: int) -> str:
         """Description of what is sent of entry ``i``, in errors."""
@@ -71,7 +71,9 @@ def receive_means(topology: Topology, means: Means, where: str) -> bool:
     """As :func:`wait_for_means`, but that the ranks have not confirmed yet. Returns whether what has come can be
     right."""
     with reaching_others(topology, [bucket for bucket, _ in means.entries], where):
+        for ranks in topology.replicas:
+            ranks.open()
         pipeline = Pipeline()
-        means.start(lambda bucket: (bucket.replicas.channel, bucket.replicas.channel), pipeline, where)
+        means.start(lambda bucket, i: bucket.replicas.pair(i), pipeline, where)
         pipeline.finish()
         return means.finish(where)

@@ -1,4 +1,8 @@
-"""One computing device and one link, in simulated time."""
+"""One computing device and one link, in simulated time.
+
+A message keeps the link busy for a while, and arrives later: the next one may leave before (the gap and the latency of
+LogGP, Alexandrov et al. 1995).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ class Costs:
 
     Attributes:
         world_size: ranks.
-        link: by verb, the seconds of a message as a line in the bytes that a rank sends.
+        link: by verb, the seconds of a message that is alone on its way, as a line in the bytes that a rank sends.
         loss: by verb, the seconds of computing that are lost while a message is under way, as such a line.
         adamw: seconds of torch.optim.AdamW, per parameter.
         copies: seconds that DDP spends on copying gradients into buckets and back, per parameter, by collective.
@@ -25,6 +29,8 @@ class Costs:
             or a stage of :class:`commopt.probe.messages.Exchange`; "end" is the rest.
         sgd: seconds of a step of CSER and its relative per parameter, by kind of step
             (:data:`commopt.probe.local.SGD`), and by what follows, as ``onebit``.
+        busy: by verb, the seconds of those of ``link`` for which the next message has to wait, as such a line; all of
+            them, of a verb that is not in it.
     """
 
     world_size: int
@@ -35,6 +41,7 @@ class Costs:
     onebit: dict[str, float]
     means: dict[str, dict[str, float]] = field(default_factory=dict)
     sgd: dict[str, dict[str, float]] = field(default_factory=dict)
+    busy: dict[str, Line] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Step:
 
 
 class Clock:
-    """A device that computes and a link that carries messages one after another, in simulated time."""
+    """A device that computes and a link that messages leave by one after another, in simulated time."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -58,7 +65,9 @@ class Clock:
         self.work = 0.0
         self.nbytes = self.inside = 0
         self.wire = 0.0
-        self._under_way: deque[tuple[float, float]] = deque()  # end of each message, speed of computing until then
+        self._under_way: deque[tuple[float, float]] = (
+            deque()
+        )  # until when each keeps the link busy, speed of computing until then
 
     def compute(self, work: float) -> None:
         """``work`` seconds of computing, as long as they take beside what is under way."""
@@ -77,15 +86,26 @@ class Clock:
         """Until ``arrival``."""
         self.now = max(self.now, arrival)
 
-    def send(self, verb: str, nbytes: int) -> float:
-        """Starts a message of which a rank sends ``nbytes``; when it will have arrived."""
-        seconds, lost = self.costs.link[verb](nbytes), self.costs.loss[verb](nbytes)
+    def send(self, verb: str, nbytes: int, chance: float = 1.0) -> float:
+        """Starts a message of which a rank sends ``nbytes``; when it will have arrived.
+
+        Args:
+            verb: of the message.
+            nbytes: on average, where not all are sent.
+            chance: that it is sent, > 0: so much of its seconds is counted.
+        """
+
+        def of(line: Line) -> float:
+            return chance * line(nbytes / chance)
+
+        alone, lost = of(self.costs.link[verb]), of(self.costs.loss[verb])
+        busy = min(alone, of(self.costs.busy.get(verb, self.costs.link[verb])))
         start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
-        self._under_way.append((start + seconds, max(0.0, 1 - lost / seconds) if seconds else 1.0))
+        self._under_way.append((start + busy, max(0.0, 1 - lost / busy) if busy else 1.0))
         self.nbytes += nbytes
         self.inside += nbytes if verb.startswith("inside_") else 0
-        self.wire += seconds
-        return start + seconds
+        self.wire += busy
+        return start + alone
 
     def step(self) -> Step:
         """The step that ends now."""

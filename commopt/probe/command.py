@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,19 +29,19 @@ from commopt.probe.local import Local, measure_local
 from commopt.probe.machines import Machines, better, measure_machines
 from commopt.probe.means import Mean
 from commopt.probe.measure import (
-    FACTOR,
-    FAST,
-    SMALLEST,
+    UNDER_WAY,
     Sample,
     Stand,
     all_reduces,
     columns,
     compressed,
     exchanges,
+    gap,
     links,
     losses,
     losses_by,
     sizes_up_to,
+    small_sizes,
 )  # fmt: skip
 from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.model import Model
@@ -160,7 +161,9 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     held, last = (-(-count // options.shard) for count in (options.params, options.last_params))
     capacity = bucket_bytes(None, [torch.empty(held, device="meta")], options.device)
     samples = time_collectives(stand, options.max_mb, compressor)
-    lost = {verb: losses(stand, verb, samples[verb]) for verb in (*VERBS, "exchange")}
+    together = {verb: exchanges(stand, verb, small_sizes(options.max_mb), UNDER_WAY) for verb in VERBS}
+    by_size = {**together, "exchange": samples["exchange"]}
+    lost = {verb: losses(stand, verb, some) for verb, some in by_size.items()}
     local = measure_local(stand, held, capacity, compressor)
     width = options.width or usual_width(options.params - options.last_params)
     model = Model(
@@ -170,8 +173,8 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
     )  # fmt: skip
     mean = Mean(sample_of(model.shapes, local.params), stand)
     means = {name: mean.costs(spec, capacity) for name, spec in model.compressors.items()}
-    costs = fit_costs(stand.world_size, samples, lost, local, means, copies=options.shard == 1)
-    steps, rounds = predict(costs, model), predict_rounds(costs, model.params, options.step_time)
+    costs = fit_costs(stand.world_size, samples, together, lost, local, means, copies=options.shard == 1)
+    steps, rounds = predict(costs, model), predict_rounds(costs, model.params, options.step_time, options.shard)
     fastest = min(model.compressors, key=lambda name: steps[name].seconds)
     machines = None
     if groups is not None and options.shard == 1:
@@ -188,6 +191,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         world_size=control.world_size,
         inside=inside,
         samples=samples,
+        together=together,
         losses=lost,
         misfit={verb: misfit(line, *columns(samples[verb])) for verb, line in costs.link.items()},
         local=local,
@@ -221,13 +225,13 @@ def make_stand(
 
 def time_collectives(stand: Stand, max_mb: float, compressor: Sign) -> dict[str, list[Sample]]:
     """Times by collective, and of "compressed_all_reduce"."""
-    sizes, small = sizes_up_to(max_mb), sizes_up_to(max_mb / FAST, SMALLEST // FACTOR)
+    sizes, small = sizes_up_to(max_mb), small_sizes(max_mb)
     return {
         "all_reduce": all_reduces(stand, sizes),
         "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
         "all_to_all": exchanges(stand, "all_to_all", small),
         "all_gather": exchanges(stand, "all_gather", small),
-        "exchange": exchanges(stand, "exchange", sizes, together=1),
+        "exchange": exchanges(stand, "exchange", sizes),
         "compressed_all_reduce": compressed(stand, sizes, compressor),
     }
 
@@ -278,13 +282,20 @@ def ranks_of_a_machine(options: Options, control: TorchBackend) -> int:
 def fit_costs(
     world_size: int,
     samples: dict[str, list[Sample]],
+    together: dict[str, list[Sample]],
     lost: dict[str, list[Sample]],
     local: Local,
     means: dict[str, dict[str, float]],
     copies: bool,
 ) -> Costs:
-    """Lines through what was measured. Without ``copies``, gradients are sent from where FSDP2 has them."""
+    """Lines through what was measured. Without ``copies``, gradients are sent from where FSDP2 has them.
+
+    No large all-reduces were ``together``: they have the latency of the small ones that were, and the bandwidth of one.
+    """
     link, loss = links(samples), losses_by(lost)
+    busy = {verb: gap(link[verb], line) for verb, line in links(together).items()}
+    latency = busy["all_reduce"].latency
+    busy |= {verb: replace(link[verb], latency=latency) for verb in ("all_reduce", "all_reduce_bf16")}
     return Costs(
         world_size=world_size,
         link={verb: link[verb] for verb in COLLECTIVES},
@@ -294,6 +305,7 @@ def fit_costs(
         onebit=local.onebit,
         means=means,
         sgd=local.sgd,
+        busy=busy,
     )
 
 

@@ -26,23 +26,24 @@ from commopt.probe.fit import Line
 from commopt.probe.local import onebit_on_machines
 from commopt.probe.means import Mean
 from commopt.probe.measure import (
-    FACTOR,
-    FAST,
-    SMALLEST,
+    UNDER_WAY,
     Sample,
     Stand,
     exchanges,
+    gap,
     links,
     losses,
     losses_by,
     sizes_up_to,
+    small_sizes,
 )
+from commopt.probe.messages import ON_MACHINES
 from commopt.probe.model import Model
 from commopt.probe.options import Options
 from commopt.probe.predict import predict, rehearse_mean
 
-TOGETHER = 2
-"""Messages in full precision that are timed together; they are large."""
+FULL = "inside_all_to_all"
+"""What goes in full precision."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,14 @@ def measure_machines(
     inside, between = (TorchBackend(group) for group in groups)
     ranks, capacity = inside.world_size, model.bucket_bytes
     stands = [Stand(level, stand.control, stand.device) for level in (inside, between)]
-    samples, lost = time_levels(stands[0], stands[1], options.max_mb)
+    samples, together, lost = time_levels(stands[0], stands[1], options.max_mb)
     link = links(samples)
+    busy = {verb: gap(link[verb], line, at_once(verb)) for verb, line in links(together).items()}
     model = as_nodes(model, ranks)
     costs = replace(
         costs,
         link={**costs.link, **link},
+        busy={**costs.busy, **busy},
         loss={**costs.loss, **losses_by(lost)},
         onebit=onebit_on_machines(stand, model.params, capacity, model.compressor, ranks),
         means={
@@ -121,21 +124,22 @@ def as_nodes(model: Model, ranks: int) -> Model:
 
 def time_levels(
     inside: Stand, between: Stand, max_mb: float
-) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """Seconds of what is sent, and of computing that is lost meanwhile."""
-    small = sizes_up_to(max_mb / FAST, SMALLEST // FACTOR)
-    samples = {
-        "inside_all_to_all": exchanges(inside, "all_to_all", sizes_up_to(max_mb), TOGETHER),
-        "inside_all_gather": exchanges(inside, "all_gather", small),
-        "between_all_to_all": exchanges(between, "all_to_all", small),
-        "between_all_gather": exchanges(between, "all_gather", small),
-        "between_all_reduce": exchanges(between, "all_reduce", small),
-    }
-    lost = {}
-    for name, some in samples.items():
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """Seconds of what is sent, alone and several together, and of computing that is lost meanwhile."""
+    samples, together, lost = {}, {}, {}
+    for name in (*ON_MACHINES, "between_all_reduce"):
         level, verb = name.split("_", 1)
-        lost[name] = losses(inside if level == "inside" else between, verb, some)
-    return samples, lost
+        stand = inside if level == "inside" else between
+        sizes = sizes_up_to(max_mb) if name == FULL else small_sizes(max_mb)
+        samples[name] = exchanges(stand, verb, sizes)
+        together[name] = exchanges(stand, verb, sizes, at_once(name))
+        lost[name] = losses(stand, verb, together[name])
+    return samples, together, lost
+
+
+def at_once(name: str) -> int:
+    """Messages that are started together; those in full precision are large."""
+    return 2 if name == FULL else UNDER_WAY
 
 
 def better(steps: Mapping[str, Step], machines: Machines | None) -> tuple[dict[str, Step], set[str]]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.comm import (
+    CHANNELS,
     Backend,
     ExchangingBackend,
     TorchBackend,
@@ -28,7 +29,6 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Feedback
-from commopt.optim.base import CHANNELS
 from commopt.outer.gossip import ring
 from commopt.probe.fit import Line, fit_line, line_through
 
@@ -43,7 +43,7 @@ LONGEST = 1.0
 REPEATS = (3, 20)
 """At least and at most so many repetitions."""
 UNDER_WAY = 8
-"""Messages of a compressed step that are started together, as its buckets do."""
+"""Messages that are started together, as those of buckets are."""
 SLOW = 0.1
 """Seconds of a message that is too slow to measure what computing loses to it."""
 
@@ -76,6 +76,22 @@ def links(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Line]:
 def losses_by(lost: Mapping[str, Sequence[Sample]]) -> dict[str, Line]:
     """By verb, the line through the two samples of :func:`losses`."""
     return {verb: line_through(*((s.nbytes, s.seconds) for s in two)) for verb, two in lost.items()}
+
+
+def gap(alone: Line, together: Line, count: int = UNDER_WAY) -> Line:
+    """Seconds for which a message keeps the next one waiting: of ``count`` that are started at once, the last leaves
+    so much later.
+
+    Args:
+        alone: seconds of one message.
+        together: a share of the seconds of ``count`` of them.
+        count: how many, >= 2.
+    """
+
+    def of(one: float, share: float) -> float:
+        return min(one, max(0.0, count * share - one) / (count - 1))
+
+    return Line(of(alone.latency, together.latency), of(alone.per_byte, together.per_byte))
 
 
 class Stand:
@@ -156,6 +172,11 @@ def sizes_up_to(max_mb: float, smallest: int = SMALLEST) -> list[int]:
     return out
 
 
+def small_sizes(max_mb: float) -> list[int]:
+    """Bytes of the messages of a compressed step."""
+    return sizes_up_to(max_mb / FAST, SMALLEST // FACTOR)
+
+
 def all_reduces(stand: Stand, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Sample]:
     """All-reduces as DistributedDataParallel does them."""
 
@@ -172,8 +193,9 @@ def start_all_reduce(stand: Stand, x: Tensor) -> Work:
     return dist.all_reduce(x, group=stand.backend.group, async_op=True)
 
 
-def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UNDER_WAY) -> list[Sample]:
-    """The collectives of a compressed step, ``together`` messages under way at a time; the seconds are those of one."""
+def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = 1) -> list[Sample]:
+    """The collectives of a compressed step, ``together`` messages started at once; the seconds are those until all are
+    there, shared out."""
 
     def prepare(size: int) -> tuple[int, Callable[[], object]]:
         start, nbytes = exchange(stand, verb, size, together)
@@ -183,12 +205,12 @@ def exchanges(stand: Stand, verb: str, sizes: Sequence[int], together: int = UND
 
 
 def exchange(stand: Stand, verb: str, size: int, places: int) -> tuple[Callable[[int], Work], int]:
-    """Callable that starts "all_reduce", "all_to_all", "all_gather" or "exchange" of ``size`` bytes at one of
-    ``places``, and the bytes that a rank sends. What is exchanged goes to the next rank."""
+    """Callable that starts "all_reduce" (not DDP's, but over a channel), "all_to_all", "all_gather" or "exchange" of
+    ``size`` bytes at one of ``places``, and the bytes that a rank sends. What is exchanged goes to the next rank."""
     world = stand.world_size
     if verb == "all_reduce":
         xs = torch.zeros(places, size // 4, device=stand.device)
-        return lambda i: start_all_reduce(stand, xs[i]), all_reduce_bytes(xs[0].nbytes, world)
+        return lambda i: stand.channels(i)[0].all_reduce(xs[i]), all_reduce_bytes(xs[0].nbytes, world)
     if verb == "exchange":
         got, given = (torch.zeros(places, size // 4, device=stand.device) for _ in range(2))
         (dst, src), *_ = ring(stand.backend)

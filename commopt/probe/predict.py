@@ -6,7 +6,7 @@ means of gradients begin when DDP has filled a bucket, or, where FSDP2 cuts the 
 last bucket always after backward. What is assumed:
 
 * two thirds of forward and backward are backward, and gradients arrive evenly in it, but for ``last_params``;
-* the link carries one message after another, each in the time its line says;
+* messages leave one after another: each keeps the next one waiting, and arrives, when the lines measured say;
 * while a message is under way, computing is slowed down as it was when that was measured;
 * all ranks are equally fast.
 """
@@ -95,7 +95,7 @@ class Messages:
                 self._send(number + 1, exchange)
             else:
                 self.arrived.append(exchange)
-                self.last = arrival
+                self.last = max(self.last, arrival)
 
     def arrive(self) -> None:
         """Waits for all that is under way."""
@@ -261,7 +261,8 @@ def at_bandwidth(costs: Costs, bits_per_second: float) -> Costs:
         floor = min(line.per_byte, costs.loss[verb].per_byte)
         return replace(line, per_byte=max(line.per_byte * factor, floor))
 
-    return replace(costs, link={verb: scaled(verb, line) for verb, line in costs.link.items()})
+    link, busy = ({verb: scaled(verb, line) for verb, line in lines.items()} for lines in (costs.link, costs.busy))
+    return replace(costs, link=link, busy=busy)
 
 
 def break_even(costs: Costs, model: Model, method: str = "onebit_adam") -> float | None:

@@ -40,7 +40,8 @@ class Result:
         place: what was measured, in words.
         world_size: ranks, of all machines.
         inside: what FSDP2 does inside a machine; None for a model that every rank holds whole.
-        samples: times by collective, and of "compressed_all_reduce".
+        samples: times by collective, one at a time, and of "compressed_all_reduce".
+        together: times by collective of several that are started together, shared out.
         losses: seconds of computing lost to a message, by collective.
         misfit: median relative error of each line, by collective.
         local: costs on the device.
@@ -63,6 +64,7 @@ class Result:
     world_size: int
     inside: Inside | None
     samples: dict[str, list[Sample]]
+    together: dict[str, list[Sample]]
     losses: dict[str, list[Sample]]
     misfit: dict[str, float]
     local: Local
@@ -100,7 +102,7 @@ def render(result: Result) -> str:
     lines = [
         *_asked(result),
         "",
-        f"{'network':24}{'latency':>12}{'bandwidth':>16}{'fit error':>12}{'computing lost to 1 MB':>26}",
+        f"{'network':24}{'latency':>11}{'next after':>12}{'bandwidth':>15}{'fit error':>11}{'lost to 1 MB':>15}",
         *(_network(result, verb) for verb in COLLECTIVES),
         "",
         f"{'message':>12}{'all-reduce':>14}{'compressed':>14}{'':>10}",
@@ -155,9 +157,10 @@ def _names(result: Result) -> dict[str, str]:
 
 def _network(result: Result, verb: str) -> str:
     line, loss = result.costs.link[verb], result.costs.loss[verb]
+    busy = result.costs.busy.get(verb)
     return (
-        f"{COLLECTIVES[verb]:24}{seconds(line.latency):>12}{bandwidth(line):>16}{result.misfit[verb]:>11.0%} "
-        f"{seconds(loss(2**20)):>26}"
+        f"{COLLECTIVES[verb]:24}{seconds(line.latency):>11}{seconds(busy.latency) if busy else '':>12}"
+        f"{bandwidth(line):>15}{result.misfit[verb]:>10.0%} {seconds(loss(2**20)):>15}"
     )
 
 

@@ -64,10 +64,10 @@ def rows(ranks: int, nbytes: int) -> Message:
     return "all_gather", (ranks - 1) * nbytes
 
 
-def whole_round(mean: Mean, ranks: int, params: int) -> list[Message]:
-    """All messages of a round, in order."""
+def whole_round(mean: Mean, ranks: int, params: int, shard: int = 1) -> list[Message]:
+    """All messages of a round, in order. Of a model in ``shard`` parts the ranks of all of them agree and confirm."""
     before, after = ROUND_BYTES - CONFIRMATION_BYTES, CONFIRMATION_BYTES
-    return [rows(ranks, before), *mean(ranks, params), rows(ranks, after)]
+    return [rows(ranks * shard, before), *mean(ranks, params), rows(ranks * shard, after)]
 
 
 GATHERED, BOTH_WAYS = "SparseLoCo", "DiLoCo, TopK(), outer_momentum=0"
@@ -124,17 +124,18 @@ def fewer_from(params: int) -> int | None:
     return next(fewer, None)
 
 
-def predict_rounds(costs: Costs, params: int, step_time: float) -> dict[str, Round]:
+def predict_rounds(costs: Costs, params: int, step_time: float, shard: int = 1) -> dict[str, Round]:
     """By name. Compressing is counted as of gradients; what the ranks do with the mean, and streaming, are not.
 
     Args:
         costs: what was measured.
         params: of the model, or of the part that a rank holds.
         step_time: seconds of a local step.
+        shard: ranks that hold a model together.
     """
     out = {}
     for name, (mean, compressor) in ROUNDS.items():
-        messages = whole_round(mean, costs.world_size, params)
+        messages = whole_round(mean, costs.world_size, params, shard)
         computing = sum(costs.means[compressor].values()) * params if compressor is not None else 0.0
         seconds = computing + sum(costs.link[collective](nbytes) for collective, nbytes in messages)
         period = max(1, math.ceil(seconds * NEARLY_ALL / (1 - NEARLY_ALL) / step_time))

@@ -7,6 +7,7 @@ Their base is SGD: what AdamW takes is no part of the step.
 from __future__ import annotations
 
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
+from commopt.compress import RandomBlocks
 from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.clock import Clock, Costs, Step, mean_of
 from commopt.probe.messages import buckets_of
@@ -35,11 +36,13 @@ def sgd(costs: Costs, model: Model, name: str, *ratios: float) -> Step:
     clock.compute(model.step_time - adamw_seconds(costs, model))
     clock.compute(per["agreement"] * model.params)
     clock.wait(clock.send("all_gather", (ranks - 1) * (AGREEMENT_BYTES - CONFIRMATION_BYTES)))
-    arrived = clock.now
+    arrived, block = clock.now, RandomBlocks().block
     for bucket in buckets_of(model.all_shapes, costs.world_size, model.bucket_bytes):
         for ratio in ratios:
             clock.compute(per.get("all_reduce", 0.0) / len(ratios) * bucket.numel)  # none was sent of few blocks
-            arrived = clock.send("all_reduce", all_reduce_bytes(4 * round(bucket.numel / ratio), costs.world_size))
+            nbytes = all_reduce_bytes(4 * round(bucket.numel / ratio), costs.world_size)
+            chance = min(1.0, -(-bucket.numel // block) / ratio)  # that a block of it is chosen
+            arrived = max(arrived, clock.send("all_reduce", nbytes, chance))
     clock.wait(arrived)
     clock.wait(clock.send("all_gather", (ranks - 1) * CONFIRMATION_BYTES))
     clock.compute(per["end"] * model.params)
