@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import commopt
 from commopt.comm import LocalBackend, MeshBackend, TorchBackend
 from commopt.compress import Identity, Sign
-from commopt.sharding import like
+from commopt.sharding import like, settle
 from commopt.sharding import local as piece
 
 WORDS, WIDTH = 7, 6
@@ -784,3 +784,52 @@ def pickled(rank: int, world_size: int) -> dict[str, Any]:
         same = all(torch.equal(local(p), local(q)) for p, q in zip(params, others))
         out[name] = other.topology.world_size, other.topology.copies, same
     return out
+
+
+# copies inside a replica ----------------------------------------------------------------------------------------------
+
+
+def copies_of_a_tensor_group(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
+    """Tensor parallelism on (2, 2), where one rank gets another gradient of what each rank of a tensor group has, as
+    from a kernel that adds in no fixed order. Whether the copies stay alike, and whether, where all get the same, sums
+    over replicas are twice their means."""
+    # names of its own: DTensor's caches would take an equal mesh of an earlier scene, whose groups are gone
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "pieces"))
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "OneBitAdam": lambda params: commopt.OneBitAdam(params, lr=1e-2, freeze_step=2, process_group=across),
+        "LocalSGD": lambda params: commopt.LocalSGD(
+            params, torch.optim.SGD, lr=1e-2, period=2, compressor=Sign(), process_group=across
+        ),
+    }
+    out = {}
+    for name, kind in kinds.items():
+        for sequence in (False, True):
+            net = tensor_parallel(Plain(torch.float32), across["pieces"], sequence)
+            copied = [*net.norm.parameters(), net.second.bias]
+            optimizer = kind(net.parameters())
+            for step in range(5):
+                optimizer.zero_grad()
+                net(images(step, across.get_coordinate()[0], torch.float32)).square().mean().backward()
+                settle(copied)
+                for p in copied if step in (1, 3) and rank == 1 else ():
+                    piece(p.grad).add_(1e-3)
+                optimizer.step()
+            optimizer.synchronize()
+            mine = torch.cat([local(p).flatten() for p in copied])
+            out[f"{name}, sequence {sequence}"] = same_over(across.get_group("pieces"), mine), twice(across, sequence)
+    return out
+
+
+def twice(across: DeviceMesh, sequence: bool) -> bool:
+    """Whether a step by sums over two replicas is two by their mean, of DTensors."""
+    steps = []
+    for reduction in ("mean", "sum"):
+        net = tensor_parallel(Plain(), across["pieces"], sequence)
+        params = [p for p in net.parameters() if isinstance(p, DTensor)]
+        before = [whole(p).detach().clone() for p in params]
+        optimizer = commopt.CSER(
+            net.parameters(), lr=1.0, compressor=Identity(), process_group=across, reduction=reduction
+        )
+        fit(net, optimizer, 0, across.get_coordinate()[0])
+        steps.append([whole(p).detach() - x for p, x in zip(params, before)])
+    return all(torch.allclose(2 * a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*steps))

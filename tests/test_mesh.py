@@ -98,6 +98,15 @@ def test_doors(pool):
             assert same, door
 
 
+def test_copies_of_a_tensor_group_stay_alike(pool):
+    """Norms, and biases that are DTensors without a cut."""
+    for found in pool.over_gloo(4, mesh_scenes.copies_of_a_tensor_group):
+        assert len(found) == 4
+        for way, (alike, sums) in found.items():
+            assert alike, way
+            assert sums, way
+
+
 def test_three_dimensions(pool):
     """FSDP over tensor parallelism, over replicas."""
     for found in pool.over_gloo(8, mesh_scenes.cube):

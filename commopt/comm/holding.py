@@ -30,12 +30,14 @@ class Holding:
         pieces: for each dimension of ranks that it is cut over, the ranks along that.
         inside: the ranks of one replica that hold the same of it, while they hold pieces of others: first of all they
             average its gradient, so that the replica stays one. None where there are none.
+        alike: how many of those get the same gradient, but for rounding: it counts once in a sum.
     """
 
     replicas: Backend
     copies: int
     pieces: tuple[Backend, ...] = ()
     inside: Backend | None = None
+    alike: int = 1
 
 
 class ShardedBackend(OfWorld):

@@ -8,7 +8,8 @@ What commopt averages is averaged over the dimensions that a parameter's own mes
 So it is with dimensions of its own mesh that FSDP2 leaves to commopt (:mod:`commopt.hsdp`). A plain tensor lacks them
 all. Where several are lacking, the first is between nodes, the others are inside a node. But over dimensions that other
 parameters of the model are cut over, ranks hold one replica together: there the gradient of a parameter that is not cut
-is averaged first, in full precision, and then all of them do the same.
+is averaged first, in full precision, and then all of them do the same. So it is over dimensions of its own mesh that it
+is whole over, such as a bias under tensor parallelism, whose ranks have got the same gradient, but for rounding.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class MeshBackend(OfWorld):
         self._by_rank = [place_of[rank] for rank in dist.get_process_group_ranks(self.world.group)]
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
+        self._in_pieces: set[int] = set()
         self._holdings: dict[Any, Holding] = {}
         self._dims: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._own: dict[int, MeshBackend] = {}
@@ -129,6 +131,7 @@ class MeshBackend(OfWorld):
             own.check(p)
         else:
             self._cut.update(self.dims_of(p))
+            self._in_pieces.update(self._cut_over(p))
 
     def holding(self, p: Tensor) -> Holding:
         if (own := self._own.get(id(p))) is not None:
@@ -139,13 +142,19 @@ class MeshBackend(OfWorld):
         if key not in self._holdings:
             lacking = [i for i in self._several() if i not in dims]
             replicas = self._nodes([i for i in lacking if i not in self._cut])
-            inner = tuple(i for i in lacking if i in self._cut)
+            whole = [i for i in dims if i in self._in_pieces and i not in self._cut_over(p)]
+            inner = tuple(sorted([*(i for i in lacking if i in self._cut), *whole]))
             pieces = tuple(TorchBackend(group) for group in along)
             copies = self.world_size // math.prod(ranks.world_size for ranks in pieces)
             if self._pipeline is not None:
                 copies //= self.mesh.size(self._pipeline)
-            self._holdings[key] = Holding(replicas, copies, pieces, self._over(inner) if inner else None)
+            alike = math.prod(self.mesh.size(i) for i in whole)
+            self._holdings[key] = Holding(replicas, copies, pieces, self._over(inner) if inner else None, alike)
         return self._holdings[key]
+
+    def _cut_over(self, p: Tensor) -> tuple[int, ...]:
+        """The dimensions of the mesh that ``p`` is in pieces over."""
+        return tuple(itertools.chain.from_iterable(map(self._along, _groups_cut_over(p))))
 
     def dims_of(self, p: Tensor) -> tuple[int, ...]:
         """The dimensions of the mesh, of several ranks each, that the own mesh of ``p`` is made of, less those that

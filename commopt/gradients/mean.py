@@ -88,7 +88,14 @@ class GradientMean:
         self.buckets: list[StateBucket] = []
         for run in partition(self._here, capacity, lambda p: held[id(p)]):
             replicas, holding = held[id(run[0])]
-            bucket = StateBucket(run, replicas.world_size, replicas, inside=holding.inside, adds_up=reduction == "sum")
+            bucket = StateBucket(
+                run,
+                replicas.world_size,
+                replicas,
+                inside=holding.inside,
+                adds_up=reduction == "sum",
+                alike=holding.alike,
+            )
             method.prepare(bucket, capacity)
             self.buckets.append(bucket)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
@@ -289,7 +296,7 @@ class GradientMean:
         if bucket.inside is not None:  # ranks of one replica, each with gradients of its own
             flat = packed(bucket, brought)
             yield bucket.inside.all_reduce(flat)
-            brought = [(flat.mul_(bucket.inside.world_size if bucket.adds_up else 1), 0)]
+            brought = [(flat.mul_(bucket.inside_factor), 0)]
         if bucket.replicas.nodes == 1:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:

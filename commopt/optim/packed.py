@@ -312,7 +312,9 @@ class PackedOptimizer(torch.optim.Optimizer):
             replicas, holding = held[id(run[0])]
             share = topology.world_size / holding.copies
             inside, adds_up = holding.inside, self.reduction == "sum"
-            bucket = StateBucket(run, replicas.world_size, replicas, share, holding.pieces, inside, adds_up)
+            bucket = StateBucket(
+                run, replicas.world_size, replicas, share, holding.pieces, inside, adds_up, holding.alike
+            )
             bucket.add_numbers(dict.fromkeys(self.step_counters, 0.0), torch.float32)
             bucket.add_numbers(self.scalars, torch.float64)
             self.init_messages(bucket, capacity)

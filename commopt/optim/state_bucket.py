@@ -29,6 +29,7 @@ class StateBucket(Bucket):
         pieces: for each dimension of ranks that the parameters are cut over, the ranks along that.
         inside: ranks of one replica that hold the same of the parameters; None where there are none.
         adds_up: whether a step goes by the sum of the gradients, and not by their mean.
+        alike: how many of ``inside`` have the same gradient anyway, which counts once in a sum.
         numbers: of each parameter, by name: step counters and scalars, (len(params),), on the CPU.
         local_rank, local_world_size: this rank's number in its node, and how many there are.
         shard_index: which of ``world_size`` equal shards this rank averages.
@@ -46,6 +47,7 @@ class StateBucket(Bucket):
     pieces: Sequence[Backend] = ()
     inside: Backend | None = None
     adds_up: bool = False
+    alike: int = 1
     local_rank: int = field(init=False)
     local_world_size: int = field(init=False)
     shard_index: int = field(init=False)
@@ -69,6 +71,11 @@ class StateBucket(Bucket):
     def factor(self) -> float:
         """Of the gradients of a replica: such that the mean over the replicas is what a step goes by."""
         return float(self.world_size) if self.adds_up else 1.0
+
+    @property
+    def inside_factor(self) -> int:
+        """Of the mean of the gradients over ``inside``: such that it is what a replica goes by."""
+        return self.inside.world_size // self.alike if self.adds_up and self.inside is not None else 1
 
     def part(self, flat: Tensor) -> Tensor:
         """Of a flat buffer, or of a mask, the part that this rank compresses: a view."""
@@ -146,7 +153,7 @@ class StateBucket(Bucket):
         flat = self.pack_gradients(1.0)
         flat = torch.cat([flat, torch.tensor(there, dtype=self.dtype, device=self.device)])
         wait(self.inside.all_reduce(flat), f"gradients inside a replica ({self.describe()})")
-        gradients = self.views(flat[: self.padded].mul_(self.inside.world_size if self.adds_up else 1))
+        gradients = self.views(flat[: self.padded].mul_(self.inside_factor))
         for p, gradient, ranks in zip(self.params, gradients, flat[self.padded :].tolist()):
             if ranks > 0:
                 p.grad = like(gradient.to(p.dtype), p)
