@@ -131,15 +131,20 @@ def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
         return Method(optim, "AdamW", why, {"compress": compress})
 
     return {
+        "AdamW + BFloat16": on({"name": "BFloat16"}),
+        "AdamW + Float8": on({"name": "Float8"}),
         "AdamW + Int8": on({"name": "Int8"}),
         "AdamW + Int8 without feedback": on({"name": "Int8", "feedback": False}),
         "AdamW + Int4": on({"name": "Int4"}),
         "AdamW + Int4 without feedback": on({"name": "Int4", "feedback": False}),
         "AdamW + Int4 with LoCo": on({"name": "Int4", "feedback": "LoCo"}),
+        "AdamW + Int2": on({"name": "Int2"}),
         "AdamW + PowerSGD(4)": on({"name": "PowerSGD", "args": {"rank": 4}}, SHORTER),
         "AdamW + ACP(4)": on({"name": "ACP", "args": {"rank": 4}}, NOISY),
         "AdamW + Sign": on({"name": "Sign"}, NOISY),
         "AdamW + TopK": on({"name": "TopK"}, RARELY),
+        "AdamW + ThresholdTopK": on({"name": "ThresholdTopK"}),
+        "AdamW + TopBlocks": on({"name": "TopBlocks"}),
         "AdamW + SDP4Bit": Method(optim, "AdamW", None, {"compress": SDP4BIT}, {"shard": 2}),
         "AdamW + SDP4Bit over all ranks": Method(optim, "AdamW", None, OVER_ALL, {"shard": 4}),
         "AdamW + Int4 and Differences": Method(optim, "AdamW", None, {"compress": DIFFERENCES}, {"shard": 4}),

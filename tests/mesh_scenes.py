@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -833,3 +834,28 @@ def twice(across: DeviceMesh, sequence: bool) -> bool:
         fit(net, optimizer, 0, across.get_coordinate()[0])
         steps.append([whole(p).detach() - x for p, x in zip(params, before)])
     return all(torch.allclose(2 * a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*steps))
+
+
+def experts_that_come_while_fragments_are_in_flight(rank: int, world_size: int) -> tuple[list[float], list[int]]:
+    """Streaming on a mesh; a group with a mesh of its own comes after the first fragment was sent, and one rank is
+    slower. The parameters in the end, and the channels of each set of replicas."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
+    own = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "expert"))
+    torch.manual_seed(0)
+    dense, experts = ([nn.Parameter(torch.randn(40, 10)) for _ in range(n)] for n in (4, 6))
+    optimizer = commopt.DiLoCo(
+        dense, lr=1e-2, period=8, bucket_mb=0.0015, compressor=Sign(), streaming=commopt.Streaming(4, 7),
+        process_group=mesh,
+    )  # fmt: skip
+    for step in range(32):
+        if step == 8:
+            optimizer.add_param_group({"params": experts, "mesh": own})
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        for p in dense + experts:
+            p.grad = torch.randn(p.shape, generator=draw)
+        time.sleep(0.05 * rank)
+        optimizer.step()
+    optimizer.synchronize()
+    return torch.cat([p.detach().flatten() for p in dense + experts]).tolist(), [
+        len(ranks.channels or ()) for ranks in optimizer.topology.replicas
+    ]

@@ -143,6 +143,12 @@ def test_a_group_with_a_mesh_of_its_own(pool):
             assert apart == 0
 
 
+def test_a_group_with_a_mesh_of_its_own_that_comes_while_fragments_are_in_flight(pool):
+    (one, channels), (other, _) = pool.over_gloo(2, mesh_scenes.experts_that_come_while_fragments_are_in_flight)
+    assert one == other
+    assert channels == [6, 6]
+
+
 def test_stages_of_a_pipeline_skip_together(pool):
     ranks = pool.over_gloo(4, mesh_scenes.pipelines)
     for rank, found in enumerate(ranks):

@@ -112,6 +112,26 @@ def test_what_grows_or_shrinks_by_half_in_a_window_does_not_freeze(rate):
     assert freezes_at(lambda t: (1.0, rate**t), 160, betas=(0.9, 0.98)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tensor_whose_gradients_have_become_zero_says_nothing(dtype):
+    """What is left in its variance by rounding is no gradient; with None instead it is as long a warm-up."""
+
+    def frozen(backend, dead):
+        params = [nn.Parameter(torch.ones(6, 6, dtype=dtype)) for _ in range(4)]
+        optimizer = OneBitAdam(params, 1e-3, betas=(0.9, 0.98), freeze_step="auto", backend=backend)
+        draw = torch.Generator().manual_seed(backend.rank)
+        for t in range(1, 131):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=draw, dtype=dtype)
+                if i == 0 and t >= 30:
+                    p.grad = None if dead is None else torch.zeros_like(p)
+            optimizer.step()
+        return optimizer.param_groups[0]["freeze_step"]
+
+    zeros, none = (on_threads(2, lambda backend, dead=dead: frozen(backend, dead)) for dead in (0.0, None))
+    assert zeros == none == [60, 60]
+
+
 def test_an_lr_that_rises_keeps_the_warm_up_going():
     assert freezes_at(lambda t: (1.0,), 130, lr=lambda t: 1e-3 * min(1, t / 70)) == 100, "70 is after the look at 60"
     # a restart at step 50: lr is higher at 60 than at 40

@@ -85,7 +85,7 @@ def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr(
                 unclipped = (float(g.square().sum()) + floor) / (v + floor)
                 logs.append(math.log(unclipped * clip**2) + min(0.0, 4 * math.log(FROZEN / t)))
         a = sum(logs) / len(logs)
-        level = a if level is None else (level + min(a, level + 1)) / 2
+        level = a if level is None else (level + min(max(a, level - 1), level + 1)) / 2
         if t <= FROZEN + 3:
             base = level if base is None else min(base, level)
         assert ranks[0][2][t - 1] == pytest.approx(level, rel=1e-9), t
@@ -112,7 +112,7 @@ def test_b_is_the_mean_log_of_the_mean_square_of_updates():
     level = base = None
     for t in [22, 27, 32, 37, 42, 47, 52]:
         b = found[t - 1][0]  # as the step begins
-        level = b if level is None else (level + min(b, level + 1)) / 2
+        level = b if level is None else (level + min(max(b, level - 1), level + 1)) / 2
         base = level if t <= FROZEN + 20 else base
         assert found[t][1:] == found[t + 1][1:] == pytest.approx((level, base), rel=1e-9), t
     assert found[52][1] > base + 0.2
@@ -403,6 +403,43 @@ def test_zero_one_adam_leaves_the_number_of_a_user_and_what_auto_has_stopped_goe
 
 
 # all ------------------------------------------------------------------------------------------------------------------
+
+
+def goes_back_after(grow, zero=(), lr_zero=(), tensors=4):
+    """The step after which a run goes back to its warm-up; 0 if it does not. In the steps ``zero`` the gradient of one
+    of the tensors is 0 throughout; in the steps ``lr_zero`` the learning rate is."""
+
+    def run(backend):
+        params = [nn.Parameter(torch.ones(6, 6)) for _ in range(tensors)]
+        optimizer = OneBitAdam(params, 1e-3, betas=(0.9, 0.98), freeze_step=40, thaw="always", backend=backend)
+        group, draw = optimizer.param_groups[0], torch.Generator().manual_seed(backend.rank)
+        for t in range(1, 131):
+            for i, p in enumerate(params):
+                size = 0.0 if i == 0 and t in zero else grow(t)
+                p.grad = torch.randn(p.shape, generator=draw) * size
+            group["lr"] = 0.0 if t in lr_zero else 1e-3
+            optimizer.step()
+            if group["thawed"]:
+                return group["thawed"]
+        return 0
+
+    found = on_threads(2, run)
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("moment", [{"lr_zero": [42]}, {"lr_zero": [41]}, {"zero": [41, 45, 49]}, {"zero": [42]}])
+def test_gradients_and_rates_that_are_zero_for_a_moment_are_no_growth_after_it(moment):
+    assert goes_back_after(lambda t: 1.0, **moment) == 0
+
+
+@pytest.mark.parametrize("moment", [{}, {"lr_zero": [60]}, {"zero": [60]}, {"zero": [60], "tensors": 1}])
+def test_a_moment_without_gradients_or_rate_hides_no_growth_after_it(moment):
+    assert 80 < goes_back_after(lambda t: 1000.0 if t >= 80 else 1.0, **moment) <= 90
+
+
+def test_a_moment_of_small_gradients_hides_no_growth_after_it():
+    assert 80 < goes_back_after(lambda t: 1000.0 if t >= 80 else 1e-9 if t == 60 else 1.0) <= 95
 
 
 @pytest.mark.parametrize("lacking", ["three of four", "all"])

@@ -138,7 +138,8 @@ class MeshBackend(OfWorld):
             return own.holding(p)
         dims = self.dims_of(p)
         along = _groups_cut_over(p)
-        key = (dims, tuple(tuple(dist.get_process_group_ranks(group)) for group in along))
+        ranks_along = tuple(tuple(dist.get_process_group_ranks(group)) for group in along)
+        key = dims, ranks_along, frozenset(self._cut), frozenset(self._in_pieces)  # there may be more of these later
         if key not in self._holdings:
             lacking = [i for i in self._several() if i not in dims]
             replicas = self._nodes([i for i in lacking if i not in self._cut])

@@ -161,7 +161,8 @@ def forget(bucket: StateBucket) -> None:
 
 
 def _look(bucket: StateBucket, beta2: float) -> list[float]:
-    """c of each tensor of ``bucket`` that has one: whose variance was updated in this window and before it."""
+    """c of each tensor of ``bucket`` that has one: with gradients in this window and in the one before it that are not
+    so small that rounding hides them."""
     norms = bucket.total(norms_of(bucket.tensors("exp_avg_sq")))
     norm, energy, count = (bucket.numbers[name] for name in SCALARS)
     now, out = bucket.numbers["variance_step"].tolist(), []
@@ -171,6 +172,8 @@ def _look(bucket: StateBucket, beta2: float) -> list[float]:
             continue
         kept = beta2**k
         fresh = (v - kept * before) / (1 - kept)
+        if v - kept * before <= k * torch.finfo(bucket.dtype).eps * kept * before:
+            fresh = 0.0
         if last > 0 and fresh > 0:
             out.append(math.log(fresh / last))
         norm[i], energy[i], count[i] = v, fresh, now[i]

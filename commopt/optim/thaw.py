@@ -8,8 +8,8 @@ switch, and then in every 5th, each rank takes
     a = mean over the tensors of log(||g_i||^2 / ||v||_1),  + min(0, 2 log(lr / lr at the switch))
 
 of its own gradients (clipped as they were), and tells it in the agreement that each step begins with: no message of its
-own. The mean over the ranks is smoothed, A = (A + min(a, A + 1)) / 2, so that one batch alone never decides, and A0 is
-the least of the first three. When
+own. The mean over the ranks is smoothed, A = (A + a) / 2 with an a that is within 1 of A, so that one batch alone never
+decides, and never hides what comes after it; and A0 is the least of the first three. When
 
     A - A0 > 1,    that is when the steps are 1.6 times as long as they were meant to be,
 
@@ -28,7 +28,8 @@ heard of it, and the log says so:
 * What has gone back warms up by the same rule as at first, so that it compresses again. Should that be too early as
   well, it goes back once more, and for the rest of the run: a rule that was wrong twice is not asked again. Of the runs
   in benchmarks/freeze.json none has gone back twice.
-* A tensor that a rank lacks a gradient of is left out, and a rank that lacks all of them.
+* A tensor that a rank lacks a gradient of, or whose gradient is 0 throughout, is left out, and a rank that lacks all of
+  them; so is a group whose lr is 0, as long as it is.
 * In 0/1 Adam only rounds can tell: with local steps between them a look is the first round after every 5th step.
 
 1-bit LAMB has a second way to lose a run: signs make noise, noisy steps make larger gradients, and with a trust ratio
@@ -75,7 +76,7 @@ FIRST = 3
 TOO_MUCH = 1.0
 """The most that A - A0 may be."""
 JUMP = 1.0
-"""The most by which a counts as larger than A, and b as larger than B."""
+"""The most by which a counts as other than A, and b as other than B."""
 BETWEEN = 2
 """Steps from a look to that at the length of updates."""
 LONG = 20
@@ -223,9 +224,12 @@ class Watch:
 
 
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
-    """a of this rank; NaN if it has no gradient of what is ``watched``. ``scale`` is the factor of its gradients."""
+    """a of this rank; NaN if it has no gradient of what is ``watched`` that moves anything. ``scale`` is the factor of
+    its gradients."""
     total, count = 0.0, 0
     for bucket, group in watched:
+        if float(group["lr"]) == 0:
+            continue
         indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]
         grads = [bucket.gradient(i) for i in indices]
         variances = _variances(bucket, group["betas"][1])
@@ -233,7 +237,7 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
         factor = (scale * bucket.factor) ** 2
         for i, square in zip(indices, square_sums([g for g in grads if g is not None])):
             floor = bucket.shapes[i].numel() * group["eps"] ** 2  # below it steps have no length
-            if variances[i] > 0:
+            if variances[i] > 0 and square > 0:
                 total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)
                 count += 1
     return total / count if count else math.nan
@@ -271,7 +275,7 @@ def length(watched: Sequence[tuple[StateBucket, dict[str, Any]]]) -> float:
 
 def _smoothed(n: int, last: float, now: float) -> float:
     """A, or B, after the ``n``-th look, which has found a, or b, to be ``now``."""
-    return now if n == 1 else (last + min(now, last + JUMP)) / 2
+    return now if n == 1 else (last + min(max(now, last - JUMP), last + JUMP)) / 2
 
 
 def are_too_long(groups: Sequence[dict[str, Any]], key: str, mean: float) -> bool:

@@ -238,12 +238,12 @@ class Flights:
 
     def _open(self) -> Sequence[Backend]:
         """Opens the channels, if that has not been done: for the rows at the beginning of flights, and at their end."""
+        topology = self._topology
+        for ranks in topology.replicas:  # there may be new ones
+            ranks.open()
         if self._control is None:
-            topology = self._topology
-            for ranks in topology.replicas:
-                ranks.open()
-            control = [open_control(topology.backend) for _ in range(2)]
-            several = [ranks for ranks in topology.replicas if ranks.world_size > 1]
-            apart = topology.backend not in control and all(ranks.channels for ranks in several)
-            self._by_itself, self._control = apart or topology.world_size == 1, control
+            self._control = [open_control(topology.backend) for _ in range(2)]
+        several = [ranks for ranks in topology.replicas if ranks.world_size > 1]
+        apart = topology.backend not in self._control and all(ranks.channels for ranks in several)
+        self._by_itself = apart or topology.world_size == 1
         return self._control
