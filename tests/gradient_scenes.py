@@ -234,10 +234,10 @@ def sharded(rank: int, world_size: int) -> dict[str, Any]:
 def _spoiling(arrive: Any, rank: int) -> Any:
     """NaN in what rank 3 holds."""
 
-    def spoilt(p: Tensor, gradient: Tensor) -> None:
+    def spoilt(p: Tensor, gradient: Tensor, stays: bool) -> None:
         if rank == 3:
             gradient.fill_(torch.nan)
-        arrive(p, gradient)
+        arrive(p, gradient, stays)
 
     return spoilt
 

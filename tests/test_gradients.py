@@ -932,3 +932,96 @@ def test_other_parameters_for_one_call_and_a_compiled_graph_are_no_new_ones():
         return int(handle.comm_stats()["steps"])
 
     assert on_threads(1, run) == [2]
+
+
+# hooks of others ------------------------------------------------------------------------------------------------------
+
+
+def clipped(p: Tensor) -> None:
+    p.grad = p.grad.clamp(-1e-3, 1e-3)
+
+
+def clipped_in_place(p: Tensor) -> None:
+    p.grad.clamp_(-1e-3, 1e-3)
+
+
+def used_up(p: Tensor) -> None:
+    p.grad = None
+
+
+def in_backward(backend: ThreadBackend, hook: Any, before: bool) -> tuple[list[Tensor], int]:
+    """The gradients of a net on which ``hook`` was before compress_gradients(), or after it; and how many means."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    if before:
+        hooks = [p.register_post_accumulate_grad_hook(hook) for p in net.parameters()]
+    handle = commopt.compress_gradients(net, Identity(), backend=backend, bucket_mb=1e-4)
+    if not before:
+        hooks = [p.register_post_accumulate_grad_hook(hook) for p in net.parameters()]
+    assert len(hooks) == 4
+    net(torch.full((3, 4), 1.0 + backend.rank, dtype=torch.float64)).square().mean().backward()
+    return [p.grad for p in net.parameters()], handle.comm_stats()["steps"]
+
+
+@pytest.mark.parametrize("hook", [clipped, clipped_in_place])
+def test_a_hook_that_changes_gradients_comes_before_or_is_an_error(hook):
+    one, other = on_threads(2, lambda backend: in_backward(backend, hook, True))
+    assert one[1] == other[1] == 1
+    assert same_bits(one[0], other[0])
+    assert max(float(g.abs().max()) for g in one[0]) <= 1e-3
+
+    def refused(backend: ThreadBackend) -> None:
+        with pytest.raises(RuntimeError, match=r"was changed in backward, after it was sent.*register_post_accumulate"):
+            in_backward(backend, hook, False)
+
+    on_threads(2, refused)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_uses_gradients_up_is_an_error(before):
+    what = "taken away in backward, before it was averaged" if before else "changed in backward, after it was sent"
+
+    def refused(backend: ThreadBackend) -> None:
+        with pytest.raises(RuntimeError, match=what):
+            in_backward(backend, used_up, before)
+
+    on_threads(2, refused)
+
+
+def test_gradients_that_are_parts_of_a_flat_buffer_may_change_with_it():
+    """Its version is that of all of them, so that nothing follows from it."""
+
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(3)]
+        net, flat = nn.ParameterList(params), torch.zeros(18, dtype=torch.float64)
+        for p, part in zip(params, flat.split(6)):
+            p.grad = part
+        commopt.compress_gradients(net, Identity(), backend=backend, bucket_mb=5e-5)
+        sum(((1 + backend.rank) * p).sum() for p in params).backward()
+        return [flat]
+
+    for found in on_threads(2, run):
+        assert same_bits(found, [torch.full((18,), 1.5, dtype=torch.float64)])
+
+
+def test_a_model_whose_tensors_are_exchanged_inside_is_averaged_all_the_same(monkeypatch):
+    """As ``model.to()`` does with DTensors, and with others where torch is told so."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        seen: list[Tensor] = []
+        net.weight.register_post_accumulate_grad_hook(seen.append)
+        handle = commopt.compress_gradients(net, Identity(), backend=backend)
+        net.double()
+        for _ in range(2):
+            net(torch.full((3, 4), 1.0 + backend.rank, dtype=torch.float64)).square().mean().backward()
+        assert handle.comm_stats()["steps"] == len(seen) == 2
+        handle.remove()
+        net(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+        assert handle.comm_stats()["steps"] == 2
+        return [p.grad for p in net.parameters()]
+
+    one, other = on_threads(2, run)
+    assert same_bits(one, other)

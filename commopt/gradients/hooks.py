@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commopt.exchanged import refuse_assign
-from commopt.gradients.mean import GradientMean, why_unknown
+from commopt.gradients.mean import OF_HOOKS, GradientMean, why_unknown
 from commopt.optim.overlap import arrival_hook, remove_all
 from commopt.sharding import is_sharded, local, settle
 
@@ -92,6 +92,7 @@ class ParameterHooks:
         self._known = None if any(map(is_sharded, every)) else {id(p) for p in every}  # FSDP2 exchanges its own
         hook = arrival_hook(weakref.ref(self))
         self._handles: dict[int, RemovableHandle] = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
+        self._params, self._tensors = params, [p._cdata for p in params]
         why = (
             "nobody would average the gradients of the new ones; call remove() on the handle of compress_gradients() "
             "before, and compress_gradients() after it, or load without assign=True"
@@ -100,6 +101,17 @@ class ParameterHooks:
         look = _Look(weakref.WeakMethod(self._look), model)
         self._handles[id(look)] = model.register_forward_pre_hook(look, prepend=True)
         weakref.finalize(self, remove_all, self._handles).atexit = False
+
+    def _follow(self) -> None:
+        """Has autograd call the hooks of parameters once more of which ``model.to()`` has exchanged what is inside, as
+        it does with DTensors: they are still known to Python alone."""
+        tensors = [p._cdata for p in self._params]
+        if tensors == self._tensors:
+            return
+        for p, now, then in zip(self._params, tensors, self._tensors):
+            if now != then:
+                p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        self._tensors = tensors
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -117,13 +129,18 @@ class ParameterHooks:
     def arrived(self, p: Tensor) -> None:
         """The gradient of ``p`` is complete, as far as this backward goes."""
         if p.grad is None:
-            return
+            if is_sharded(p) or not p.numel():
+                return
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} was taken away in backward, before it was "
+                f"averaged: {OF_HOOKS}"
+            )
         if self._held:
             self._mean.keep(p)
             return
         settle([p])
         self.begin()
-        self._mean.arrive(p, local(p.grad))
+        self._mean.arrive(p, local(p.grad), stays=True)
 
     def begin(self) -> None:
         """In a backward, before what has to be ended at its end.
@@ -148,6 +165,7 @@ class ParameterHooks:
         """Raises RuntimeError for parameters that are trained, and were not before; or, unless all modules are the
         ``same`` as then, were not there."""
         self._refuse_trained()
+        self._follow()
         model = self._model()
         if same or model is None or self._known is None:
             return

@@ -111,6 +111,7 @@ class GradientMean:
         self._pipeline = Pipeline(STARTED)
         self._started = 0
         self._gradients: dict[int, Tensor] = {}
+        self._versions: dict[int, int | None] = {}
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
@@ -152,9 +153,10 @@ class GradientMean:
         self._kept[id(p)] = p
 
     @torch.no_grad()
-    def arrive(self, p: Tensor, gradient: Tensor) -> None:
+    def arrive(self, p: Tensor, gradient: Tensor, stays: bool = False) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
-        into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`."""
+        into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`. If it ``stays``, it has to
+        be that of ``p``, as it is, until then."""
         checks.check_gradient(gradient)
         self.begin()
         if not p.numel():
@@ -167,6 +169,8 @@ class GradientMean:
                 "`with handle.no_sync():` (DDP: model.no_sync())"
             )
         self._gradients[id(p)] = gradient
+        if stays:
+            self._versions[id(p)] = version_of(gradient)
         if self.zeros_are_absent and not gradient.any():
             return  # whether others have one is known at the end
         self._waiting[index].discard(id(p))
@@ -326,6 +330,9 @@ class GradientMean:
     def _written(self, received: Received) -> list[Tensor]:
         """The tensors in which the gradients were, with their mean now; new ones for parameters that had none here."""
         bucket, here = received.bucket, self._gradients
+        for p in bucket.params:
+            if id(p) in self._versions:
+                refuse_changed(p, here[id(p)], self._versions[id(p)])
         outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
         received.write(outs)
         if bucket.factor != 1:
@@ -334,6 +341,28 @@ class GradientMean:
             if id(p) not in here and id(p) not in self._nowhere:
                 p.grad = like(out, p)
         return outs
+
+
+OF_HOOKS = (
+    "a hook of yours has done that (register_post_accumulate_grad_hook(); an optimizer in backward is one). "
+    "What changes gradients comes before compress_gradients(), in place, or after backward(); what uses them up comes "
+    "after backward()"
+)
+
+
+def version_of(gradient: Tensor) -> int | None:
+    """Another number when it has been written to; None if it is a part of a buffer, whose versions are those of all."""
+    return gradient._version if gradient._base is None else None
+
+
+def refuse_changed(p: Tensor, gradient: Tensor, version: int | None) -> None:
+    """Raises RuntimeError if the ``gradient`` of ``p`` was replaced, or changed since it was that ``version``."""
+    there = p.grad is not None and local(p.grad).data_ptr() == gradient.data_ptr()
+    if not there or version_of(gradient) != version:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} was changed in backward, after it was sent to be "
+            f"averaged: {OF_HOOKS}"
+        )
 
 
 def why_unknown(params: Sequence[Tensor]) -> str:
