@@ -61,6 +61,25 @@ def test_folders_and_files(tmp_path: Path) -> None:
     assert list(documents(DataConfig(corpus=paths))) == [("latin.txt", "caf�"), ("two.txt", "two")]
 
 
+def test_a_file_alone_is_many_documents(tmp_path: Path) -> None:
+    """Of its lines, so that both splits have some; of one line, too."""
+    lines = "".join(f"line {i} of a text that is long enough\n" for i in range(4000))
+    for text in (lines, lines.replace("\n", "\r\n"), lines.replace("\n", " ") * 3, "one"):
+        path = tmp_path / "mine.txt"
+        path.write_bytes(text.encode())
+        for corpus in (str(path), [str(path)]):
+            docs = list(documents(DataConfig(corpus=corpus)))
+            assert "".join(part for _, part in docs) == path.read_text()
+            assert len({name for name, _ in docs}) == len(docs)
+            assert all(part.endswith("\n") or len(part) == 100_000 for _, part in docs[:-1])
+    path.write_text(lines)
+    config = DataConfig(corpus=str(path), vocab_size=300, cache_dir=str(tmp_path / "cache"))
+    assert 0.02 < len(load_corpus(config, ALONE).heldout) / len(load_corpus(config, ALONE).train) < 0.12
+    path.write_text("a few words")
+    with pytest.raises(DataError, match=r"each 2000 characters of a file alone"):
+        load_corpus(config, ALONE)
+
+
 def test_heldout_is_decided_by_name_alone() -> None:
     names = [f"pkg/module{n}.py" for n in range(4000)]
     held = {name for name in names if is_heldout(name, 0.05)}

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 Document = tuple[str, str]
 TEXT = ("string", "large_string", "string_view")
 """Types of a column of text."""
+PIECE, LONGEST = 2000, 100_000
+"""Characters of a document of a file that is the whole corpus: it ends with a line, and at most after so many."""
 STDLIB_SKIPS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -31,8 +33,12 @@ def documents(config: DataConfig) -> Iterator[Document]:
     elif isinstance(corpus, str) and corpus.startswith("hf:"):
         yield from _hugging_face(corpus.removeprefix("hf:"), config)
     else:
-        for path in [corpus] if isinstance(corpus, str) else corpus:
-            yield from _files(Path(path).expanduser())
+        paths = [Path(path).expanduser() for path in ([corpus] if isinstance(corpus, str) else corpus)]
+        if len(paths) == 1 and paths[0].is_file():
+            yield from _pieces(paths[0])
+            return
+        for path in paths:
+            yield from _files(path)
 
 
 def _stdlib() -> Iterator[Document]:
@@ -49,6 +55,15 @@ def _files(path: Path) -> Iterator[Document]:
         raise DataError(f"corpus {path}: it is neither a file nor a folder")
     else:
         raise DataError(f"corpus {path}: no such file or folder")
+
+
+def _pieces(path: Path) -> Iterator[Document]:
+    """A file that is the whole corpus, in documents of its lines: one alone would leave the other split empty."""
+    start, text = 0, _text(path)
+    while start < len(text):
+        end = text.find("\n", start + PIECE, start + LONGEST) + 1 or min(len(text), start + LONGEST)
+        yield f"{path.name}:{start}", text[start:end]
+        start = end
 
 
 def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:

@@ -27,7 +27,7 @@ import torch
 
 from commopt.train import prepared
 from commopt.train.config import DataConfig
-from commopt.train.corpus import Document, documents
+from commopt.train.corpus import PIECE, Document, documents
 from commopt.train.errors import BusyError, DataError, writing
 from commopt.train.lock import Lock
 from commopt.train.prepared import DamagedCorpusError
@@ -216,8 +216,8 @@ def _fill(folder: Path, key: str, config: DataConfig, heed: Heed) -> None:
         if counts[side] == 0:
             part = "held-out split" if heldout else "training split"
             raise DataError(
-                f"corpus {config.corpus}: no text for the {part}: it needs more documents, of which a file "
-                f"is one, or another share of them than data.heldout={config.heldout:g}"
+                f"corpus {config.corpus}: no text for the {part}: it needs more documents (files, or each {PIECE} "
+                f"characters of a file alone), or another share of them than data.heldout={config.heldout:g}"
             )
     log.info("%d training tokens, %d held-out tokens", counts["train"], counts["heldout"])
     prepared.write_meta(folder, key, tokenizer.get_vocab_size(), counts, asdict(config))
