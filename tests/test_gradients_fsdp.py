@@ -359,3 +359,7 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "compressed already" in found["twice"]
         assert "settings or kernel providers" in found["differ"]
         assert ("got 8" if rank == 1 else "rank 1") in found["one rank"]
+
+
+def test_a_model_may_be_cast_later(pool):
+    assert max(pool.over_gloo(2, fsdp_scenes.cast_after)) < 1e-6

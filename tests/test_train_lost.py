@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forks import python
 from ports import free_port
 
 from commopt.train.config import Config
 from commopt.train.parse import to_yaml
+from commopt.train.stop import Stopped
+from commopt.train.world import World
 
 Make = Callable[..., Config]
 PATIENCE = 90.0
@@ -137,6 +141,24 @@ def test_told_to_stop_before_the_other_is_there(start: Callable[..., Rank], tmp_
     said = [line for _, lines in ends for line in lines]
     assert said == [f"commopt: stopped by a signal to rank {early}, before the first step"]
     assert not (tmp_path / "run").exists()
+
+
+def test_one_process_that_is_told_to_stop_waits_for_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as that is at work, such as a tokenizer in training, it heeds nothing."""
+    told, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(World, "wished", property(lambda _: told.is_set()))
+
+    def work(_: Callable[[], None]) -> None:
+        told.set()
+        done.wait(60)
+
+    try:
+        with pytest.raises(Stopped, match="stopped by a signal, before the first step"):
+            World(0, 1, torch.device("cpu")).patiently(work)
+    finally:
+        done.set()
+    told.clear()
+    assert World(0, 1, torch.device("cpu")).patiently(lambda heed: (heed(), 7)[1]) == 7
 
 
 def test_told_to_stop_while_rank_0_prepares(start: Callable[..., Rank], tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ class GroupMean:
         self.sound: Tensor | None = None
         self.fp32_bytes = 0
         self.residual: GroupResidual | None = None
-        of = (len(ranks.rows), group.columns), group.dtype, group.device
+        self.dtype = group.dtype  # as it was, also where parameters are cast later
+        of = (len(ranks.rows), group.columns), self.dtype, group.device
         if isinstance(feedback, LoCo):
             self.residual = Averaged(*of, feedback)
         elif feedback:
@@ -188,7 +189,7 @@ class GroupMean:
             self._begin()
         world = self._ranks.world_size
         divided = self.group.divided_by(input_tensor.dtype)
-        x = input_tensor.view(world, -1).to(self.group.dtype)
+        x = input_tensor.view(world, -1).to(self.dtype)
         if divided != 1:
             x = x * divided  # the residual is of gradients as they are
         mean = output_tensor if output_tensor.dtype == x.dtype else x.new_empty(x.shape[1])

@@ -156,7 +156,11 @@ def make_parser() -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog="commopt train", exit_on_error=False, allow_abbrev=False)
     parser.usage = "commopt train [CONFIG.yaml ...] [--section.key=value ...] [--print_config]"
-    parser.add_argument("--config", action="config", help="Path to a YAML file; the same as CONFIG.yaml. Of several, what a later one says holds.")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="Path to a YAML file; the same as CONFIG.yaml. Of several, what a later one says holds.",
+    )
     parser.add_class_arguments(Config)
     return parser
 
