@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from commopt import __version__
 from commopt.comm import CollectiveError
 from commopt.train import started
 from commopt.train.errors import DivergedError, UserError, explain
@@ -27,7 +28,7 @@ commands:
 
 Several processes: torchrun --nproc-per-node=N -m commopt train ...
                or: mpirun -np N commopt train ... --comm.backend=mpi
-commopt COMMAND --help says more.
+commopt COMMAND --help says more; commopt --version.
 """
 
 
@@ -124,6 +125,9 @@ def _main(words: list[str], until_said: contextlib.ExitStack) -> int:
         if not words or words[0] in ("-h", "--help"):
             write_out(USAGE)
             return 0 if words else 2
+        if words[0] == "--version":
+            write_out(f"commopt {__version__}\n")
+            return 0
         command = COMMANDS.get(words[0])
         if command is None:
             raise UserError(f"unknown command {words[0]!r}; valid: {', '.join(COMMANDS)}")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from forks import python
 
+import commopt
 from commopt.cli import main
 from commopt.train.config import Config
 from commopt.train.parse import parse, to_yaml
@@ -249,3 +250,8 @@ def test_a_reader_that_has_gone_has_seen_enough() -> None:
     done = subprocess.run(words, stdout=start, stderr=subprocess.PIPE, text=True)
     os.close(start)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"commopt {commopt.__version__}\n"

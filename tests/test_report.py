@@ -136,7 +136,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     empty.mkdir()
     (tmp_path / "file").write_text("")
     cases = [
-        ([str(tmp_path / "nowhere")], "nowhere is no folder: give those that train.run_dir named"),
+        ([str(tmp_path / "nowhere")], "nowhere is no folder: give run folders, as train.run_dir names them"),
         ([str(empty)], "empty has no run: metrics.jsonl is missing, empty, or damaged in every line"),
         ([str(run), "--labels=a,b"], "--labels=a,b has 2 names for 1 runs"),
         ([str(run), f"--out={tmp_path}/file"], "file cannot be written"),

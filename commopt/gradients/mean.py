@@ -256,6 +256,7 @@ class GradientMean:
         stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
         nothing should wait."""
         self._forgotten = True
+        self._versions = {}  # they may be changed now
         for part in self.parts:
             part.forget()
 

@@ -55,6 +55,9 @@ CALM = 0.4
 """The most that log(E / E') may be, in the mean over all tensors."""
 LEAST = 1e-6
 """Of the mean of its tensor: the least that an element's variance is frozen as, unless it is 0."""
+FAINT, SMALL = 1e-4, 2048
+"""Of the root mean square gradient of a bucket: that of a parameter of so few elements that others have a part in its
+scales, below which their noise moves it by ten thousand lr."""
 UNKNOWN = -1.0
 """The trend before there was one, in a run that begins: as of a decline."""
 
@@ -152,6 +155,19 @@ def raise_smallest(bucket: StateBucket) -> None:
     for v, (total, n) in zip(variances, halves(sums)):
         if total > 0:
             v.copy_(torch.where(v > 0, v.clamp(min=LEAST * total / n), v))
+
+
+def faint(bucket: StateBucket, eps: float) -> list[Tensor]:
+    """The parameters of ``bucket`` whose gradients were next to nothing beside those that they share scales with: what
+    noise of those moves them is divided by sqrt(v) + eps. All ranks that hold the same of the bucket call it."""
+    variances = bucket.tensors("exp_avg_sq")
+    sums = list(halves(bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)])))
+    mean = sum(total for total, _ in sums) / max(1.0, sum(n for _, n in sums))
+    return [
+        p
+        for p, (total, n) in zip(bucket.params, sums)
+        if total > 0 and n <= SMALL and math.sqrt(total / n) + eps < FAINT * math.sqrt(mean)
+    ]
 
 
 def forget(bucket: StateBucket) -> None:

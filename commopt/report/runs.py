@@ -83,7 +83,7 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
 def _read(folder: Path, label: str) -> Run:
     try:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder: give those that train.run_dir named")
+            raise UserError(f"{folder} is no folder: give run folders, as train.run_dir names them")
         records = read_metrics(folder)
     except OSError as error:
         raise UserError(f"{folder}: {METRICS} cannot be read: {error.strerror}") from None
