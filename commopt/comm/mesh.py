@@ -67,6 +67,7 @@ class MeshBackend(OfWorld):
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
         self._in_pieces: set[int] = set()
+        self._pieces: dict[Any, tuple[int, ...]] = {}
         self._holdings: dict[Any, Holding] = {}
         self._dims: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._own: dict[int, MeshBackend] = {}
@@ -143,7 +144,8 @@ class MeshBackend(OfWorld):
         if key not in self._holdings:
             lacking = [i for i in self._several() if i not in dims]
             replicas = self._nodes([i for i in lacking if i not in self._cut])
-            whole = [i for i in dims if i in self._in_pieces and i not in self._cut_over(p)]
+            cut = self._cut_over(p)
+            whole = [i for i in dims if i in self._in_pieces and i not in cut]
             inner = tuple(sorted([*(i for i in lacking if i in self._cut), *whole]))
             pieces = tuple(TorchBackend(group) for group in along)
             copies = self.world_size // math.prod(ranks.world_size for ranks in pieces)
@@ -155,7 +157,12 @@ class MeshBackend(OfWorld):
 
     def _cut_over(self, p: Tensor) -> tuple[int, ...]:
         """The dimensions of the mesh that ``p`` is in pieces over."""
-        return tuple(itertools.chain.from_iterable(map(self._along, _groups_cut_over(p))))
+        if not is_sharded(p):
+            return ()
+        key = p.device_mesh, p.placements  # type: ignore[attr-defined]
+        if key not in self._pieces:
+            self._pieces[key] = tuple(itertools.chain.from_iterable(map(self._along, _groups_cut_over(p))))
+        return self._pieces[key]
 
     def dims_of(self, p: Tensor) -> tuple[int, ...]:
         """The dimensions of the mesh, of several ranks each, that the own mesh of ``p`` is made of, less those that

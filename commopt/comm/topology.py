@@ -203,6 +203,11 @@ class Topology:
             "ratio": fp32_bytes / step["bytes"] if step["bytes"] else None,
         }
 
+    def open(self) -> None:
+        """Opens the channels of all replicas, as :meth:`Replicas.open` does."""
+        for ranks in self.replicas:
+            ranks.open()
+
     def control(self) -> CountingBackend:
         """All ranks once more, for small messages; ``world`` where the backend has no such channel. All ranks must
         call this at the same point; it may communicate."""

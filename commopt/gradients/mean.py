@@ -99,8 +99,7 @@ class GradientMean:
             method.prepare(bucket, capacity)
             self.buckets.append(bucket)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
-        for replicas in topology.replicas:
-            replicas.open()
+        topology.open()
         self._control = topology.control()
         whole = topology.world_size > 1 and not topology.is_sharded
         self._watch = Watch(topology.receipt, self.params, check_every) if whole else None

@@ -561,8 +561,7 @@ class CommOptimizer(PackedOptimizer):
     def _open_channels(self) -> None:
         """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first
         bucket waits for a gradient would by then have started the agreement instead."""
-        for ranks in self.topology.replicas:
-            ranks.open()
+        self.topology.open()
         if self._control is None:
             channels = [ranks.channels for ranks in self.topology.replicas if ranks.world_size > 1]
             # where buckets have channels, nothing else is under way on the world's when the ranks agree
@@ -670,9 +669,9 @@ class CommOptimizer(PackedOptimizer):
         chosen = {id(group) for group in groups}
         return [(b, group) for b, group in self.grouped_buckets() if b.feedback is not None and id(group) in chosen]
 
-    def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
-        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
-        lets a variance stand later."""
+    def report_variance(self, groups: list[dict[str, Any]], later: str) -> None:
+        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move, or be moved by
+        noise. ``later`` says what lets a variance stand later."""
         found = dict[Tensor, bool]()
         for bucket, _ in self.compressed_buckets(groups):
             largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])

@@ -150,18 +150,21 @@ def stop_where_settled(
 def raise_smallest(bucket: StateBucket) -> None:
     """Raises the elements of v that are not 0 to :data:`LEAST` of their tensor's mean, at least. All ranks that hold
     the same of the bucket call it."""
-    variances = bucket.tensors("exp_avg_sq")
-    sums = bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)])
-    for v, (total, n) in zip(variances, halves(sums)):
+    for v, (total, n) in zip(bucket.tensors("exp_avg_sq"), _sums(bucket)):
         if total > 0:
             v.copy_(torch.where(v > 0, v.clamp(min=LEAST * total / n), v))
+
+
+def _sums(bucket: StateBucket) -> list[tuple[float, float]]:
+    """||v||_1 of each tensor, and its elements: of all its pieces."""
+    variances = bucket.tensors("exp_avg_sq")
+    return halves(bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)]))
 
 
 def faint(bucket: StateBucket, eps: float) -> list[Tensor]:
     """The parameters of ``bucket`` whose gradients were next to nothing beside those that they share scales with: what
     noise of those moves them is divided by sqrt(v) + eps. All ranks that hold the same of the bucket call it."""
-    variances = bucket.tensors("exp_avg_sq")
-    sums = list(halves(bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)])))
+    sums = _sums(bucket)
     mean = sum(total for total, _ in sums) / max(1.0, sum(n for _, n in sums))
     return [
         p
@@ -187,9 +190,8 @@ def _look(bucket: StateBucket, beta2: float) -> list[float]:
         if k <= 0 or not v > 0:
             continue
         kept = beta2**k
-        fresh = (v - kept * before) / (1 - kept)
-        if v - kept * before <= k * torch.finfo(bucket.dtype).eps * kept * before:
-            fresh = 0.0
+        new, rounding = v - kept * before, k * torch.finfo(bucket.dtype).eps * kept * before
+        fresh = new / (1 - kept) if new > rounding else 0.0
         if last > 0 and fresh > 0:
             out.append(math.log(fresh / last))
         norm[i], energy[i], count[i] = v, fresh, now[i]

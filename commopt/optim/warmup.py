@@ -134,7 +134,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
-            self.report_zero_variance(groups, "set a larger freeze_step")
+            self.report_variance(groups, "set a larger freeze_step")
 
     # the end of warm-up -----------------------------------------------------------------------------------------------
 

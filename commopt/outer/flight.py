@@ -239,8 +239,7 @@ class Flights:
     def _open(self) -> Sequence[Backend]:
         """Opens the channels, if that has not been done: for the rows at the beginning of flights, and at their end."""
         topology = self._topology
-        for ranks in topology.replicas:  # there may be new ones
-            ranks.open()
+        topology.open()  # there may be new replicas
         if self._control is None:
             self._control = [open_control(topology.backend) for _ in range(2)]
         several = [ranks for ranks in topology.replicas if ranks.world_size > 1]

@@ -71,8 +71,7 @@ def receive_means(topology: Topology, means: Means, where: str) -> bool:
     """As :func:`wait_for_means`, but that the ranks have not confirmed yet. Returns whether what has come can be
     right."""
     with reaching_others(topology, [bucket for bucket, _ in means.entries], where):
-        for ranks in topology.replicas:
-            ranks.open()
+        topology.open()
         pipeline = Pipeline()
         means.start(lambda bucket, i: bucket.replicas.pair(i), pipeline, where)
         pipeline.finish()

@@ -65,9 +65,8 @@ class Clock:
         self.work = 0.0
         self.nbytes = self.inside = 0
         self.wire = 0.0
-        self._under_way: deque[tuple[float, float]] = (
-            deque()
-        )  # until when each keeps the link busy, speed of computing until then
+        # of each message: until when it keeps the link busy, and the speed of computing until then
+        self._under_way: deque[tuple[float, float]] = deque()
 
     def compute(self, work: float) -> None:
         """``work`` seconds of computing, as long as they take beside what is under way."""

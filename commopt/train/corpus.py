@@ -34,11 +34,8 @@ def documents(config: DataConfig) -> Iterator[Document]:
         yield from _hugging_face(corpus.removeprefix("hf:"), config)
     else:
         paths = [Path(path).expanduser() for path in ([corpus] if isinstance(corpus, str) else corpus)]
-        if len(paths) == 1 and paths[0].is_file():
-            yield from _pieces(paths[0])
-            return
         for path in paths:
-            yield from _files(path)
+            yield from _pieces(path) if len(paths) == 1 and path.is_file() else _files(path)
 
 
 def _stdlib() -> Iterator[Document]:

@@ -144,8 +144,6 @@ class World:
         ``work`` gets a function to call now and then, which raises when a rank was told to stop; that is then raised,
         as Stopped, on all ranks.
         """
-        if self.control is None:
-            return self.together(lambda: self._alone(work))
         task, pause = (Background(work) if self.is_main else None), BEATS[0]
         while True:
             ready = task is None or task.wait(pause)
@@ -162,15 +160,6 @@ class World:
         """Raise Stopped on all ranks if any was told to stop."""
         if self.any(self.wished):
             raise Stopped("stopped by a signal, before the first step")
-
-    def _alone(self, work: Callable[[Callable[[], None]], T]) -> T:
-        """Aside, as signals are looked at here alone, and not while ``work`` is in a library."""
-        task = Background(work)
-        while not task.wait(BEATS[0]):
-            if self.wished:
-                task.cancel()
-                raise Stopped("stopped by a signal, before the first step")
-        return task.result()
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
