@@ -45,7 +45,14 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "optim.name='AdamV' is no Optimizer of commopt.optim or commopt.outer or torch.optim; did you mean ",
         ),
         (["train", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"], "corpus /nowhere: no such file or folder"),
-        (["train", "--resume=/nowhere"], "checkpoint /nowhere: no such folder"),
+        (
+            ["train", "--resume=/nowhere"],
+            "checkpoint /nowhere: no such folder; resume must be none, auto or the folder of a checkpoint",
+        ),
+        (
+            ["train", "--init=/nowhere", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"],
+            "checkpoint /nowhere: no such folder; init must be null or the folder of a checkpoint",
+        ),
         (["train", "--resume=Auto"], "resume='Auto' is not allowed: it must be none, auto or the folder of a "),
         (
             ["train", "--optim.settings.OneBitAdm.lr=1"],

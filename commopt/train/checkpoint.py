@@ -187,6 +187,12 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
         raise DamagedError(f"{where}: cannot read {path.name}: {error.strerror}") from None
 
 
+def check_there(option: str, path: Path, allowed: str) -> None:
+    """Raises CheckpointError, naming the ``option`` and what is ``allowed``, if there is no folder ``path``."""
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path}: no such folder; {option} must be {allowed}")
+
+
 def find(folder: Path, resume: str, world: World, before: int | None = None) -> Path | None:
     """The verified checkpoint to start from; None for a new run. ``resume`` as in the config.
 
@@ -211,6 +217,7 @@ def _find(folder: Path, resume: str, before: int | None) -> Path | None:
         return None
     if resume != "auto":
         path = Path(resume)
+        check_there("resume", path, "none, auto or the folder of a checkpoint")
         verify(path)
         if present and path.resolve().parent != folder.resolve():
             raise CheckpointError(

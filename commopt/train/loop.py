@@ -137,6 +137,9 @@ class Trainer:
         self.piece = piece_size(config, world)
         self.folder = Path(config.train.run_dir) / "checkpoints"
         found = checkpoint.find(self.folder, config.resume, world)
+        init = None if found is not None or config.init is None else Path(config.init)
+        if init is not None:  # now, not when a tokenizer has been trained
+            world.together(lambda: checkpoint.check_there("init", init, "null or the folder of a checkpoint"))
         self.corpus = load_corpus(config.data, world)
         self.samples = make_samples(config, self.corpus)
         torch.manual_seed(config.train.seed)  # the same weights on every rank
@@ -147,8 +150,8 @@ class Trainer:
         self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record
         resume.seed_dropout(self)
-        if found is None and config.init is not None:
-            resume.take_weights(self, Path(config.init))
+        if init is not None:
+            resume.take_weights(self, init)
         if found is not None:
             found = resume.take_up(self, found)
             self.lap = (self.meter.tokens, self.meter.seconds)
