@@ -23,8 +23,8 @@ from commopt.exchanged import refuse_assign
 from commopt.gradients.ddp import DDPHook, joining
 from commopt.hsdp import TakenReplicas, give_back, has_replicas, take_replicas
 from commopt.optim import binding
+from commopt.optim.arrival import remove_all
 from commopt.optim.base import CommOptimizer
-from commopt.optim.overlap import remove_all
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.outer import OuterOptimizer

@@ -236,6 +236,26 @@ def test_all_buckets_but_the_last_start_in_backward():
     on_threads(2, run)
 
 
+def test_a_model_that_was_moved_overlaps_again_from_its_second_step_on(monkeypatch):
+    """``model.to()`` exchanges what is inside DTensors, and others where torch is told so: their hooks are lost."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+    def run(backend: ThreadBackend) -> None:
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        started = []
+        for step in range(4):
+            if step == 2:
+                model.bfloat16()
+            backward(model, step, backend.rank, 2)
+            started.append(optimizer.step_in_flight().started)
+            optimizer.step()
+        most = len(optimizer.buckets) - 1
+        assert started == [most, most, 0, most]
+
+    on_threads(2, run)
+
+
 def test_without_overlap_nothing_is_sent_in_backward():
     def run(backend):
         model = Used()

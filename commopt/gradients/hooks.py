@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from commopt.exchanged import refuse_assign
 from commopt.gradients.mean import OF_HOOKS, GradientMean, why_unknown
-from commopt.optim.overlap import arrival_hook, remove_all
+from commopt.optim.arrival import Arrivals, remove_all
 from commopt.sharding import is_sharded, local, settle
 
 
@@ -90,31 +89,20 @@ class ParameterHooks:
         self._model = weakref.ref(model)
         every = list(model.parameters())
         self._known = None if any(map(is_sharded, every)) else {id(p) for p in every}  # FSDP2 exchanges its own
-        hook = arrival_hook(weakref.ref(self))
-        self._handles: dict[int, RemovableHandle] = {id(p): p.register_post_accumulate_grad_hook(hook) for p in params}
-        self._params, self._tensors = params, [p._cdata for p in params]
+        self._params, self._arrivals = params, Arrivals(self)
+        self._arrivals.follow(params)
         why = (
             "nobody would average the gradients of the new ones; call remove() on the handle of compress_gradients() "
             "before, and compress_gradients() after it, or load without assign=True"
         )
-        self._handles |= refuse_assign(model, self._handles, why)
+        self._handles = refuse_assign(model, {id(p) for p in params}, why)
         look = _Look(weakref.WeakMethod(self._look), model)
         self._handles[id(look)] = model.register_forward_pre_hook(look, prepend=True)
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
-    def _follow(self) -> None:
-        """Has autograd call the hooks of parameters once more of which ``model.to()`` has exchanged what is inside, as
-        it does with DTensors: they are still known to Python alone."""
-        tensors = [p._cdata for p in self._params]
-        if tensors == self._tensors:
-            return
-        for p, now, then in zip(self._params, tensors, self._tensors):
-            if now != then:
-                p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        self._tensors = tensors
-
     def remove(self) -> None:
         """Takes the hooks away."""
+        self._arrivals.remove()
         remove_all(self._handles)
 
     @contextlib.contextmanager
@@ -165,7 +153,7 @@ class ParameterHooks:
         """Raises RuntimeError for parameters that are trained, and were not before; or, unless all modules are the
         ``same`` as then, were not there."""
         self._refuse_trained()
-        self._follow()
+        self._arrivals.follow(self._params)
         model = self._model()
         if same or model is None or self._known is None:
             return

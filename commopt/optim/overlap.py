@@ -6,11 +6,12 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from commopt.optim.arrival import Arrivals
 from commopt.optim.in_flight import StepInFlight
 from commopt.optim.rules import coupled_decay
 from commopt.optim.state_bucket import StateBucket
@@ -27,8 +28,7 @@ class Overlap:
 
     def __init__(self, optimizer: CommOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._handles: dict[int, Any] = {}
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._arrivals = Arrivals(self)
         self._bucket_of: dict[int, int] = {}
         self._held = 0
         self._used: Used | None = None
@@ -38,11 +38,7 @@ class Overlap:
         """Watches the parameters of ``buckets``, which are all there are, for the next step."""
         self._used = self._starts = None
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.params}
-        for gone in set(self._handles) - set(self._bucket_of):
-            self._handles.pop(gone).remove()
-        hook = arrival_hook(weakref.ref(self))
-        for p in (p for bucket in buckets for p in bucket.params if id(p) not in self._handles):
-            self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
+        self._arrivals.follow([p for bucket in buckets for p in bucket.params])
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -122,28 +118,3 @@ def _after_backward(call: Callable[[], None]) -> None:
     """Calls ``call()`` when the backward under way ends, after what DDP does then."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
-
-
-def remove_all(handles: dict[int, Any]) -> None:
-    """Removes hooks."""
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()
-
-
-class Watches(Protocol):
-    """Something that sees gradients arrive."""
-
-    def arrived(self, p: Tensor) -> None:
-        """The gradient of ``p`` is complete, as far as this backward goes."""
-
-
-def arrival_hook(watches: Callable[[], Watches | None]) -> Callable[[Tensor], None]:
-    """A hook for parameters, which may outlive who ``watches``: a weak reference."""
-
-    def arrived(p: Tensor) -> None:
-        watching = watches()
-        if watching is not None:
-            watching.arrived(p)
-
-    return arrived

@@ -17,10 +17,8 @@ failed is to be landed, and not before.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ from commopt.comm import (
     open_control,
     refuse_damaged,
 )
-from commopt.optim.overlap import arrival_hook, remove_all
+from commopt.optim.arrival import Arrivals
 from commopt.optim.replicas import reaching_others
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer.means import Means
@@ -111,8 +109,7 @@ class Flights:
         self._control: Sequence[Backend] | None = None
         self._failed: Exception | None = None
         self._by_itself = False
-        self._handles: dict[int, Any] = {}
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._arrivals = Arrivals(self)
 
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._flights
@@ -122,10 +119,7 @@ class Flights:
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Looks whenever the gradient of one of ``params`` is there, and not in steps alone."""
-        hook = arrival_hook(weakref.ref(self))
-        for p in params:
-            if p.requires_grad and id(p) not in self._handles:
-                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)
+        self._arrivals.follow([p for p in params if p.requires_grad])
 
     @torch.no_grad()
     def arrived(self, _: Tensor) -> None:
