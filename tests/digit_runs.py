@@ -224,7 +224,9 @@ FAULTS: dict[str, tuple[str, Make, Spoil | None]] = {
     "OneBitAdam with scales twice as large": (
         "OneBitAdam", of(commopt.OneBitAdam, freeze_step=FREEZE, compressor=Twice(), **ADAM), None,
     ),
-    "OneBitAdam frozen at step 1": ("OneBitAdam", of(commopt.OneBitAdam, freeze_step=1, **ADAM), None),
+    "OneBitAdam frozen at step 1": (
+        "OneBitAdam", of(commopt.OneBitAdam, freeze_step=1, min_variance=0.0, **ADAM), None,
+    ),
     "ZeroOneAdam without residuals": ("ZeroOneAdam", ZERO_ONE_ADAM, forget),
     "OneBitLamb without residuals": ("OneBitLamb", ONE_BIT_LAMB, forget),
     "OneBitLion without residuals": ("OneBitLion", LION, forget),

@@ -31,6 +31,17 @@ def compress(z: list[float], block: int | None, norm: str, live: list[bool]) -> 
     return out
 
 
+def raised(v: list[float], rows: int, block: int | None, least: float) -> list[float]:
+    """v of a flat buffer of ``rows`` rows as it stands: not below ``least`` of the mean in its block; zeros stay."""
+    out: list[float] = []
+    row = len(v) // rows
+    for r in range(rows):
+        roots = [math.sqrt(x) for x in v[r * row : (r + 1) * row]]
+        means = compress(roots, block, "l2", [x > 0 for x in roots])
+        out += [max(x, least * mean * mean) for x, mean in zip(v[r * row :], means)]
+    return out
+
+
 class OneBitAdamOracle:
     """All ranks of a run at once, on one flat buffer of ``size`` real elements padded to ``rows`` equal rows.
 
@@ -43,13 +54,15 @@ class OneBitAdamOracle:
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
         coupled: wd x is a part of every rank's gradient; of the mean one in the warm-up.
+        least: of the mean of its block, what an element of v stands as; 0 in the paper.
     """
 
     def __init__(
         self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
         row_multiple: int, block: int | None, norm: str | None, rows: int | None = None,
-        lossy_warmup: bool = False, coupled: bool = False,
+        lossy_warmup: bool = False, coupled: bool = False, least: float = 0.01,
     ) -> None:  # fmt: skip
+        self.least: float | None = least
         self.size, self.world, self.freeze = len(x), world, freeze
         self.rows = rows or world
         self.row = -(-len(x) // (self.rows * row_multiple)) * row_multiple
@@ -100,6 +113,9 @@ class OneBitAdamOracle:
             means = self._mean(locals_, live, present)
             for j in here:
                 self.m[j] = means[j]
+            if self.least is not None:
+                self.v = raised(self.v, self.rows, self.block if self.norm else 2048, self.least)
+                self.least = None
         for j in here:
             self.x[j] *= 1 if self.coupled else 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:

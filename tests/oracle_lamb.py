@@ -30,6 +30,7 @@ class OneBitLambOracle:
         scaling: k is one of a "tensor", or each "element" has its own, that the signs are those of the update.
         debias: whether the averaged ratio is divided by 1 - b3^n; the paper does not.
         lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
+        least: of the mean of its tensor, what an element of v stands as; 0 in the papers.
 
     Attributes:
         seen: how often each way through the bounds of r was taken, so that a test can say that it was.
@@ -40,7 +41,7 @@ class OneBitLambOracle:
         wd: float, b3: float = 0.9, low: float = 0.01, high: float = 10.0, r_min: float = 0.5, r_max: float = 4.0,
         r_thr: float = 0.1, row_multiple: int = 1, block: int | None = None, norm: str | None = None,
         rows: int | None = None, common: str = "one", debias: bool = True, lossy_warmup: bool = False,
-        scaling: str = "tensor",
+        scaling: str = "tensor", least: float = 0.01,
     ) -> None:  # fmt: skip
         self.x = [list(t) for t in x]
         self.world, self.freeze, self.rows = world, freeze, rows or world
@@ -52,7 +53,7 @@ class OneBitLambOracle:
         self.server = [0.0] * (self.row * self.rows)
         self.c, self.n, self.r = [0.0] * len(x), [0] * len(x), [1.0] * len(x)
         self.k: list[list[float]] = []
-        self.scaling = scaling
+        self.scaling, self.least = scaling, least
         self.t = 0
         self.lr, self.b1, self.b2, self.b3, self.eps, self.wd = lr, b1, b2, b3, eps, wd
         self.low, self.high, self.r_min, self.r_max, self.r_thr = low, high, r_min, r_max, r_thr
@@ -101,6 +102,10 @@ class OneBitLambOracle:
         self.x[i] = [a - self.lr * (1.0 if ratio is None else ratio) * b for a, b in zip(x, u)]
 
     def _switch(self) -> None:
+        for v in self.v:
+            there = [x for x in v if x > 0]
+            floor = self.least * math.fsum(there) / len(there) if there else 0.0
+            v[:] = [max(x, floor) if x > 0 else x for x in v]
         sizes = []
         for m, v in zip(self.m, self.v):
             live = [j for j in range(len(v)) if v[j] > 0]

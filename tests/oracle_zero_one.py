@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from oracle import compress
+from oracle import compress, raised
 
 
 def refreshes(kappa: int, stop: int) -> set[int]:
@@ -39,13 +39,15 @@ class ZeroOneAdamOracle:
         row_multiple: the length of a row is a multiple of this.
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         coupled: wd x_i is a part of every rank's gradient.
+        least: of the mean of its block, what an element of v is at least when it has moved; 0 in the paper.
     """
 
     def __init__(
         self, x: list[float], ranks: int, exact: set[int], sync: set[int], *, b1: float, b2: float, eps: float,
         wd: float, row_multiple: int, block: int | None, norm: str | None, per_node: int = 1,
-        coupled: bool = False,
+        coupled: bool = False, least: float = 0.01,
     ) -> None:  # fmt: skip
+        self.least, self.moved = least, False
         self.size, self.ranks, self.per_node = len(x), ranks, per_node
         self.exact, self.sync = exact, sync
         self.row = -(-len(x) // (ranks * row_multiple)) * row_multiple
@@ -78,7 +80,11 @@ class ZeroOneAdamOracle:
         filled = [[g or 0.0 for g in (column[i] for column in columns)] for i in range(len(grads))]
         if self.t in self.exact:
             self._exact(filled, lr, here)
+            self.moved = True
             return
+        if self.moved:
+            self.v = raised(self.v, self.ranks, self.block if self.norm else 2048, self.least)
+            self.moved = False
         if self.taken == 0:
             self.first = [t + 1 for t in self.steps]  # step of each element at which the interval began
         self.taken, self.lr_sum = self.taken + 1, self.lr_sum + lr

@@ -349,26 +349,6 @@ def test_a_variance_that_is_0_where_it_begins_to_stand_is_reported_once(cls, set
         assert "(p0, p1, p2 ...)" in line
 
 
-@pytest.mark.parametrize(
-    ("size", "eps", "told"), [(1e-7, 1e-8, True), (1e-7, 1e-4, False), (1e-2, 1e-8, False), (0.0, 1e-8, False)]
-)
-def test_a_variance_that_is_next_to_nothing_beside_that_of_others_is_reported(size, eps, told, caplog):
-    def run(backend):
-        named = [("conv.weight", nn.Parameter(torch.ones(40, 9))), ("conv.bias", nn.Parameter(torch.ones(40)))]
-        optimizer = OneBitAdam(named, 1e-2, betas=(0.9, 0.9), eps=eps, freeze_step=10, backend=backend)
-        draw = torch.Generator().manual_seed(backend.rank)
-        for _ in range(12):
-            for name, p in named:
-                p.grad = torch.randn(p.shape, generator=draw) * (size if name == "conv.bias" else 1.0)
-            optimizer.step()
-
-    with caplog.at_level(logging.WARNING, "commopt"):
-        on_threads(2, run)
-    lines = [r.getMessage() for r in caplog.records if "next to nothing" in r.getMessage()]
-    assert len(lines) == told
-    assert all("of 1 parameters stands" in line and "(conv.bias)" in line for line in lines)
-
-
 def test_auto_does_not_freeze_a_variance_of_0():
     def run(backend):
         p = nn.Parameter(torch.zeros(50))

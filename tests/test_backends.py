@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import conformance, exchanges
-from worlds import needs_mpi, on_mpi, on_processes, on_threads
+from worlds import needs_mpi, on_mpi, on_processes, on_threads, same_bits
 
 from commopt.comm import (
     Backend,
@@ -369,3 +369,19 @@ def test_dead_elements_come_out_as_zero_and_owe_nothing():
         assert not feedback.worker[dead].any()
         assert not feedback.server[dead[: n // 2]].any()
         assert x[~dead].all()
+
+
+def test_residuals_that_are_double_buffered_are_those_that_are_not():
+    def reduce(backend):
+        kept = [Feedback.zeros(128, 2, torch.float32, torch.device("cpu"), twice) for twice in (False, True)]
+        draw = torch.Generator().manual_seed(backend.rank)
+        for _ in range(4):
+            x = torch.randn(128, generator=draw)
+            ways = [x.clone(), x.clone()]
+            for way, feedback in zip(ways, kept):
+                run([compressed_all_reduce(way, feedback, Sign(block=32), backend)])
+            assert same_bits(ways[:1], ways[1:])
+            assert same_bits([kept[0].worker, kept[0].server], [kept[1].worker, kept[1].server])
+        assert kept[0].worker.any()
+
+    on_threads(2, reduce)

@@ -503,3 +503,14 @@ def test_lamb_and_lans_refuse_a_state_of_other_shapes_and_take_adams(cls):
     other = cls([q])
     other.load_state_dict(adam.state_dict())
     assert torch.equal(other.state[q]["exp_avg_sq"], adam.state[q]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, DiLoCo])
+def test_a_parameter_group_that_is_gone_is_an_error_with_what_to_do(cls):
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = cls([{"params": [first]}, {"params": [second]}], lr=0.1)
+    second.grad = torch.ones(3)
+    optimizer.step()
+    del optimizer.param_groups[0]
+    with pytest.raises(ValueError, match=r"1 of 2 parameters are gone from the parameter groups, .*; freeze them"):
+        optimizer.step()

@@ -14,6 +14,7 @@ from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, trai
 
 from commopt import CSER, Guard, OneBitAdam
 from commopt.comm import MessageDamaged, ThreadBackend
+from commopt.comm.receipt import row_sums
 from commopt.compress import Identity, RandomBlocks, Sign
 from commopt.optim import NotFinite
 
@@ -246,3 +247,10 @@ def test_a_mean_model_is_confirmed_as_well(c2):
         return same_bits(mine, params_of(model))
 
     assert on_threads(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_nothing_sums_up_to_0(rows, dtype):
+    """As of an empty parameter that has a bucket to itself."""
+    assert row_sums(torch.empty(0, dtype=dtype), rows).tolist() == [0] * rows

@@ -1025,3 +1025,18 @@ def test_a_model_whose_tensors_are_exchanged_inside_is_averaged_all_the_same(mon
 
     one, other = on_threads(2, run)
     assert same_bits(one, other)
+
+
+def test_saving_confirms_the_last_mean():
+    """Else what an optimizer has made of a damaged one would be in the checkpoint."""
+
+    def run(backend):
+        damaged = Damaged(backend.world, backend.rank)
+        model, handle = made(damaged, Int8(), bucket_mb=None)
+        for step in range(3):
+            damaged.verb = "all_gather" if backend.rank == 1 and step == 2 else ""
+            model.backward(some_grads(SIZES, step, backend.rank))
+        with pytest.raises(MessageDamaged, match="what rank 1 received from rank 0 is not what was sent"):
+            handle.consolidated_state_dict()
+
+    on_threads(2, run)

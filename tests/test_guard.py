@@ -477,3 +477,99 @@ def test_a_parameter_that_was_reshaped_on_one_rank_is_an_error_on_all():
     first, second = on_threads(2, run)
     assert "rank 1 cannot take this step" in first
     assert "make the optimizer last" in second
+
+
+def test_a_variance_that_was_0_on_one_rank_takes_part_again_once_it_is_repaired(caplog):
+    def run(backend):
+        model = Toy()
+        guard = Guard(check_every=100, on_difference="repair")
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, backend=backend, guard=guard)
+        train(model, optimizer, range(5), backend.rank, 3)
+        if backend.rank == 1:  # alone: the others hear of it in the next step, which is taken with what is there
+            state = optimizer.state_dict()
+            index = [p is model.weight for p in model.parameters()].index(True)
+            state["state"][index]["exp_avg_sq"].zero_()
+            optimizer.load_state_dict(state)
+        train(model, optimizer, range(5, 12), backend.rank, 3)
+        return params_of(model), comparing.digests(optimizer)
+
+    first, *others = on_threads(3, run)
+    for other in others:
+        assert same_bits(first[0], other[0])
+        assert first[1] == other[1]
+    assert caplog.text.count("rank 1 differs from all others") == 1
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("on_difference", ["raise", "repair"])
+def test_a_step_count_that_differs_is_noticed_or_repaired(name, on_difference, caplog):
+    def run(backend):
+        model = Toy()
+        guard = Guard(check_every=4, on_difference=on_difference)
+        optimizer = make(name, model.parameters(), backend=backend, guard=guard)
+        train(model, optimizer, range(7), backend.rank, 3)
+        if backend.rank == 1:
+            optimizer.state[model.weight]["step"] += 1
+        if on_difference == "raise":
+            with pytest.raises(ReplicasDiffer, match=r"rank 1 differs from all others in .*step counts of bucket"):
+                train(model, optimizer, range(7, 16), backend.rank, 3)
+            return None
+        train(model, optimizer, range(7, 16), backend.rank, 3)
+        return params_of(model), comparing.digests(optimizer)
+
+    first, *others = on_threads(3, run)
+    if on_difference == "repair":
+        assert all(same_bits(first[0], other[0]) and first[1] == other[1] for other in others)
+        assert caplog.text.count("rank 1 differs from all others") == 1
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "LocalSGD"])
+def test_after_a_repair_the_next_step_compares_again(name):
+    """So that what was repaired is known to be right, and not only after another ``check_every`` steps. Of LocalSGD
+    rounds of two steps are meant."""
+
+    local = name == "LocalSGD"
+
+    def run(backend):
+        model, compared = Toy(), []
+        if local:
+            guard = Guard(check_every=8, on_difference="repair")
+            optimizer = LocalSGD(model.parameters(), torch.optim.SGD, lr=1e-3, period=2, backend=backend, guard=guard)
+        else:
+            guard = Guard(check_every=4, on_difference="repair")
+            optimizer = OneBitAdam(model.parameters(), backend=backend, guard=guard)
+        compare, group = optimizer._compare, optimizer.param_groups[0]
+        optimizer._compare = lambda *args: (compared.append(group["rounds" if local else "step"] + 1), compare(*args))
+        for step in range(26 if local else 13):
+            if step == (13 if local else 6) and backend.rank == 1:
+                common = optimizer.state[model.weight]["anchor"] if local else model.weight.data
+                common.view(-1)[7] += 1
+            train(model, optimizer, range(step, step + 1), backend.rank, 3)
+        return compared
+
+    assert on_threads(3, run) == [[1, 4, 8, 9, 12]] * 3
+
+
+@pytest.mark.parametrize("what", ["gradients", "parameters"])
+def test_a_local_step_and_a_round_that_are_taken_start_the_count_anew(what):
+    """Two of three are skipped, and never three in a row: the run goes on."""
+
+    def run(backend):
+        model, ends = Toy(), 0
+        guard = Guard(max_skipped=3, check_every=None)
+        optimizer = LocalSGD(model.parameters(), torch.optim.SGD, lr=1e-2, period=2, backend=backend, guard=guard)
+        for step in range(24):
+            backward(model, step, backend.rank, 2)
+            in_round = optimizer.param_groups[0]["round_step"] > 0
+            ends += in_round
+            kept = model.bias.detach().clone()
+            if backend.rank == 0 and what == "gradients" and step % 3:
+                model.bias.grad.fill_(torch.nan)
+            if backend.rank == 0 and what == "parameters" and in_round and ends % 3:
+                model.bias.data.fill_(torch.nan)
+            optimizer.step()
+            if what == "parameters" and in_round and ends % 3:
+                model.bias.data.copy_(kept)
+        return optimizer.skipped_steps, optimizer.skipped_rounds
+
+    assert on_threads(2, run) == ([(16, 0), (0, 0)] if what == "gradients" else [(0, 12), (0, 12)])

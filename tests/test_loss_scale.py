@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from given import split_all
 from torch import nn
 from worlds import on_threads, same_bits, through_a_file
 
@@ -15,6 +16,7 @@ from commopt.comm import ThreadBackend
 from commopt.compress import ACP, Int4, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
 from commopt.gradients.loss_scale import LossScale
+from commopt.optim import join_state_dict
 
 METHODS: dict[str, dict[str, Any]] = {
     "signs": {"compressor": Sign(16)},
@@ -184,3 +186,23 @@ def test_what_is_no_scaler_is_refused_on_every_rank() -> None:
             )
 
     on_threads(2, run)
+
+
+def test_residuals_that_come_out_on_one_node_are_in_the_scale_of_its_loss():
+
+    def before(backend):
+        run = Run(backend, "signs", scaler())
+        run.steps(range(8))
+        return run.handle.state_dict()
+
+    states = on_threads(2, before)
+
+    def alone(backend, scale):
+        run = Run(backend, "signs", scaler(scale))
+        run.handle.load_state_dict(join_state_dict(*split_all(states), 0, 1))
+        run.scaler.scale(sum((p * 0.0).sum() for p in run.model.parameters())).backward()
+        return [p.grad / scale for p in run.model.parameters()]
+
+    low, high = (on_threads(1, lambda backend, s=s: alone(backend, s))[0] for s in (2.0**3, 2.0**12))
+    assert same_bits(low, high)
+    assert all(g.any() for g in low)

@@ -18,6 +18,7 @@ from commopt.comm import given_up
 from commopt.compress import Sign
 from commopt.outer import LeftOut, NotEnoughMembers
 from commopt.outer.member_rounds import _residuals
+from commopt.outer.view import Report, View, mad_ones
 
 METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum}
 OUTER = {
@@ -254,3 +255,25 @@ def test_too_few_ranks_to_begin_and_none_to_join():
         averaging(world, 0, ranks=3, timeout=0.2)
     with pytest.raises(LeftOut, match=r"no member has taken this rank in within 0.2 s"):
         averaging(world, 0, join_timeout=0.2)
+
+
+def test_where_nobody_that_counts_has_done_anything_all_that_count_weigh_alike():
+    """Weights of 0, as of ranks that have read no tokens: no division by 0, and the mad rank does not count."""
+
+    def factors(weights, excluded):
+        reports = [Report("round", weight=w) for w in weights]
+        return View(1, range(len(weights)), reports, {}, excluded=dict.fromkeys(excluded, "mad")).factors()
+
+    assert factors([0.0, 0.0, 5.0], [2]) == [1.5, 1.5, 0.0]
+    assert factors([0.0, 0.0, 0.0], []) == [1.0, 1.0, 1.0]
+    assert factors([1.0, 3.0, 5.0], [2]) == [0.75, 2.25, 0.0]
+
+
+def test_where_the_others_are_nearly_alike_nobody_is_mad_for_little():
+    def mad(*norms):
+        return list(mad_ones({i: Report("round", norm=norm) for i, norm in enumerate(norms)}, 5.0))
+
+    assert mad(1.0, 1.01, 1.02, 1.2) == []
+    assert mad(1.0, 1.01, 1.02, 3.4) == []
+    assert mad(1.0, 1.01, 1.02, 3.7) == [3]
+    assert mad(1.0, 100.0) == []  # of two nobody knows which

@@ -671,3 +671,23 @@ def test_an_optimizer_that_is_gone_leaves_no_working_hooks():
         assert backend.calls > calls
 
     on_threads(2, run)
+
+
+def test_a_copy_whose_parameter_is_frozen_goes_on_and_overlaps_once_it_is_not():
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(2), backend.rank, 2)
+        model.bias.requires_grad_(False)
+        train(model, optimizer, range(2, 3), backend.rank, 2)
+        other, new = copy.deepcopy((model, optimizer))
+        train(other, new, range(3, 4), backend.rank, 2)
+        other.bias.requires_grad_(True)
+        train(other, new, range(4, 6), backend.rank, 2)
+        backward(other, 6, backend.rank, 2)
+        assert new.step_in_flight().started == len(new.buckets) - 1
+        new.step()
+        return params_of(other)
+
+    one, other = on_threads(2, run)
+    assert same_bits(one, other)

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -259,3 +260,28 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     checkpoint.set_aside_newer(tmp_path, 1)
     assert checkpoint.list_steps(tmp_path) == [tmp_path / "step-00000001"]
     assert (tmp_path / "discarded-step-00000003" / "manifest.json").exists()
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_an_older_one_goes(tmp_path, monkeypatch):
+    """What a power cut needs: files, their folder's entries, the name, and only then is the older one removed."""
+
+    alone = World(0, 1, torch.device("cpu"))
+
+    def save(step):
+        return checkpoint.save(tmp_path, step, {"step": step, "w": torch.zeros(50)}, {"rng": step}, alone, 1)
+
+    old, happened = save(1), []
+    fsync, rename, remove = os.fsync, Path.rename, checkpoint._remove
+
+    def noted(handle):
+        happened.append(os.fstat(handle).st_ino)
+        return fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", lambda path, to: (happened.append("named"), rename(path, to))[1])
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: (happened.append(path.name), remove(path))[1])
+    path = save(2)
+    named = happened.index("named")
+    for one in (*path.iterdir(), path):
+        assert one.stat().st_ino in happened[:named], f"{one.name} may be lost in a power cut"
+    assert happened[named + 1 :] == [tmp_path.stat().st_ino, old.name]

@@ -130,6 +130,8 @@ class _Receipted:
 
 def row_sums(x: Tensor, rows: int) -> Tensor:
     """The sum of the 64-bit words of each of ``rows`` equal rows of a contiguous tensor, (rows,) int64."""
+    if not x.numel():
+        return torch.zeros(rows, dtype=torch.int64, device=x.device)
     data = x.detach().view(rows, -1)
     rest = -data.shape[1] * data.element_size() % 8
     if rest:

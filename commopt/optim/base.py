@@ -47,7 +47,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import assigned, binding, checks, comparing, replicas, settling, wrapped
+from commopt.optim import assigned, binding, checks, comparing, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
@@ -670,16 +670,14 @@ class CommOptimizer(PackedOptimizer):
         return [(b, group) for b, group in self.grouped_buckets() if b.feedback is not None and id(group) in chosen]
 
     def report_variance(self, groups: list[dict[str, Any]], later: str) -> None:
-        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move, or be moved by
-        noise. ``later`` says what lets a variance stand later."""
+        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says
+        what lets a variance stand later."""
         found = dict[Tensor, bool]()
         for bucket, _ in self.compressed_buckets(groups):
             largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
             found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
         moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
         self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
-        faint = [p for bucket, group in self.compressed_buckets(groups) for p in settling.faint(bucket, group["eps"])]
-        self._diagnostics.faint_variance(faint, self.param_groups)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}

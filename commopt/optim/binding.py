@@ -69,8 +69,14 @@ def exchanged(optimizer: PackedOptimizer) -> bool:
 
 
 def refuse_exchanged(optimizer: PackedOptimizer) -> None:
-    """Raises ValueError if somebody has exchanged parameters in the groups."""
+    """Raises ValueError if somebody has exchanged parameters in the groups, or taken some away."""
     if exchanged(optimizer):
+        before, now = sum(map(len, optimizer._registered)), len(optimizer.params)
+        if now < before:
+            raise ValueError(
+                f"{before - now} of {before} parameters are gone from the parameter groups, which is not allowed; "
+                "freeze them (requires_grad_(False)), or make another optimizer"
+            )
         raise ValueError(
             "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
             "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"

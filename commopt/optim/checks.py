@@ -90,11 +90,16 @@ def check_onebit_lamb(group: dict[str, Any]) -> None:
     check_scaling(group["scaling"])
     check_freeze_step(group["freeze_step"])
     check_thaw(group["thaw"])
+    check_min_variance(group["min_variance"])
 
 
 def check_thaw(value: Any) -> None:
     if value not in ("auto", "always", "never"):
         raise ValueError(f"thaw must be 'auto', 'always' or 'never', got {value!r}")
+
+
+def check_min_variance(value: Any) -> None:
+    check_within("min_variance", value, 0, 1)
 
 
 def check_scaling(value: Any) -> None:

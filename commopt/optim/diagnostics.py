@@ -175,17 +175,6 @@ class Diagnostics:
                 self.optimizer, len(named), len(moves), listed(named, groups), later,
             )  # fmt: skip
 
-    def faint_variance(self, faint: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
-        """The variance of the parameters ``faint``, of ``groups``, stands at next to nothing beside that of others."""
-        if faint and self.rank == 0:
-            logger.warning(
-                "%s: the variance of %d parameters stands at next to nothing beside that of the others (%s): the noise "
-                "of the compressed mean will move them by ten thousand times lr, and back. Where their gradients are "
-                "but rounding, as of a bias before a BatchNorm, which then is wrong in eval(): bias=False, "
-                "requires_grad_(False), or eps=1e-6",
-                self.optimizer, len(faint), listed(faint, groups),
-            )  # fmt: skip
-
     def freeze_at(self, setting: str, step: Any, beta2: float) -> None:
         """The variance will be frozen after ``step``, or "auto": whether it is one of as many gradients as it averages
         then. ``setting`` is the word for that step, with %d in it."""

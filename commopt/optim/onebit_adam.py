@@ -7,7 +7,7 @@ gradients; once it has settled it is frozen, and what is left, momentum SGD with
 linear. There compression with error feedback works: what one step loses, the next one sends.
 
     warm-up, t <= T_w:        g = mean_i g_i;   m = b1 m + (1-b1) g;   v = b2 v + (1-b2) g^2
-    compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_mean_of(m_i);   v as at T_w
+    compressed, t > T_w:      m_i = b1 m + (1-b1) g_i;   m = compressed_mean_of(m_i);   v = max(v at T_w, c mean(v))
     both:                     x = x (1 - lr wd) - lr / (1-b1^t) * m / (sqrt(v / (1-b2^min(t, T_w))) + eps)
 
 Weight decay that is coupled, as Adam's own, is a part of the gradient instead: g + wd x, and g_i + wd x.
@@ -25,7 +25,9 @@ Where this differs from the paper and its usual implementation:
   reported. ``"auto"`` does not freeze a variance of 0.
 * ``freeze_step="auto"`` looks at the variance tensor by tensor (:mod:`commopt.optim.settling`), where the paper
   compares ||v||_1 of the whole model over 1 / (1-b2) steps. A variance that was frozen too early moves again
-  (:mod:`commopt.optim.thaw`). Elements of v that are not 0 are frozen as a millionth of their tensor's mean, at least.
+  (:mod:`commopt.optim.thaw`).
+* Elements of v that are not 0 stand as c = 0.01 of the mean in their block, at least (:mod:`commopt.optim.floor`):
+  others would be moved by thousands of lr. c = 0 is the paper's.
 * One rank alone, or one node (:class:`commopt.comm.NodesBackend`), is plain Adam for the whole run.
 * With nodes of several ranks a "worker" of the algorithm is a node: its ranks average their gradients in full
   precision, each compresses a part of the momentum, and what comes back is shared in the node, still as bytes.
@@ -40,7 +42,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
-from commopt.optim import checks
+from commopt.optim import checks, floor
 from commopt.optim.exchange import compressed_mean_of, frozen_adam, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
@@ -76,6 +78,8 @@ class OneBitAdam(WarmupOptimizer):
             the number then replaces "auto" in the group.
         thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
             freeze_step was "auto", "always", or "never". A warning says that it was, in any case.
+        min_variance: c in [0, 1): of the mean of its block, what an element's variance stands as at least, unless it
+            is 0 (:mod:`commopt.optim.floor`). 0 is the paper's, and loses runs.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
             for full precision, as in the paper.
@@ -116,6 +120,7 @@ class OneBitAdam(WarmupOptimizer):
         decoupled_weight_decay: bool = True,
         freeze_step: int | Literal["auto"] = "auto",
         thaw: Literal["auto", "always", "never"] = "auto",
+        min_variance: float = floor.LEAST,
         compressor: Compressor | None = None,
         warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
@@ -134,7 +139,7 @@ class OneBitAdam(WarmupOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
-            **warmup_defaults(freeze_step, thaw),
+            **warmup_defaults(freeze_step, thaw, min_variance),
         }
         super().__init__(
             params,
@@ -160,6 +165,7 @@ class OneBitAdam(WarmupOptimizer):
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         checks.check_freeze_step(group["freeze_step"])
         checks.check_thaw(group["thaw"])
+        checks.check_min_variance(group["min_variance"])
 
     def init_bucket(self, bucket: StateBucket) -> None:
         bucket.buffers["exp_avg"] = bucket.zeros()
@@ -176,5 +182,6 @@ class OneBitAdam(WarmupOptimizer):
         m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
+        self.raise_variance(bucket, group)  # v = max(v, c mean of its block), once
         moving = self.increment(bucket, ctx, variance_moves=False)
         mean.into(m, frozen_adam(bucket, v, moving, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

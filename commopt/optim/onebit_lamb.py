@@ -8,7 +8,8 @@ is rebuilt from what the momentum has done.
 
     warm-up, t <= T_w:     LAMB on g = mean_i g_i (see :mod:`commopt.optim.lamb`), with its trust ratio c of each tensor
                            c_avg = b3 c_avg + (1-b3) c
-    at the switch:         k = 1 / rms(m) of each tensor, for the rest of the run;   f = v
+    at the switch:         v = max(v, 0.01 mean(v)) of each tensor
+                           k = 1 / rms(m) of each tensor, for the rest of the run;   f = v
     compressed, t > T_w:   m_i = k (b1 m' + (1-b1) g_i);   m = compressed_mean_of(m_i) / k      (m' is the last m)
                            g = (m - b1 m') / (1-b1);       f = b2 f + (1-b2) g^2;   v as at T_w
                            u0 = m / (sqrt(v) + eps);       u = u0 + wd x
@@ -29,6 +30,8 @@ Where this differs from the paper and its usual implementation:
 * The common magnitude is 1, where the paper takes the mean over all tensors: compressing a multiple gives the multiple,
   so only the ratios between tensors count. So k depends on nothing but its tensor.
 * ``scaling="element"`` is ours.
+* Elements of v that are not 0 stand as 0.01 of the mean in their tensor, at least (:mod:`commopt.optim.floor`);
+  ``min_variance=0`` is the paper's.
 * A momentum that has vanished, to less than a tenth of the root mean square of sqrt(v), counts with that tenth: there
   is no division by 0, and no k that makes a tensor with a vanishing momentum drown its neighbours.
 * c_avg is divided by 1 - b3^n, n being how often a ratio was averaged: it starts at 0 and would be too small after a
@@ -54,7 +57,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
-from commopt.optim import checks
+from commopt.optim import checks, floor
 from commopt.optim.exchange import compressed_mean_of, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
@@ -97,6 +100,8 @@ class OneBitLamb(WarmupOptimizer):
             the number then replaces "auto" in the group.
         thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
             freeze_step was "auto", "always", or "never". A warning says that it was, in any case.
+        min_variance: c in [0, 1): of the mean of its tensor, what an element's variance stands as at least, unless it
+            is 0 (:mod:`commopt.optim.floor`). 0 is the paper's, and loses runs.
         compressor: what is sent in the compressed phase; ``Sign()`` if None.
         warmup_compressor: what the gradients of the warm-up are sent by, with error feedback, such as ``Int8()``; None
             for full precision, as in the paper.
@@ -144,6 +149,7 @@ class OneBitLamb(WarmupOptimizer):
         maximize: bool = False,
         freeze_step: int | Literal["auto"] = "auto",
         thaw: Literal["auto", "always", "never"] = "auto",
+        min_variance: float = floor.LEAST,
         compressor: Compressor | None = None,
         warmup_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
@@ -168,7 +174,7 @@ class OneBitLamb(WarmupOptimizer):
             "factor_threshold": factor_threshold,
             "scaling": scaling,
             "maximize": maximize,
-            **warmup_defaults(freeze_step, thaw),
+            **warmup_defaults(freeze_step, thaw, min_variance),
         }
         super().__init__(
             params,
@@ -208,10 +214,12 @@ class OneBitLamb(WarmupOptimizer):
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
-        m, k = bucket["exp_avg"], self._scaling(bucket, group)
+        m, raised = bucket["exp_avg"], self._raised(bucket, group)  # v = max(v, c mean of its tensor), once
+        k = self._scaling(bucket, group, raised)
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
-        scaled = compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=_of_elements(bucket, k, group))
+        scaled = compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=_of_elements(bucket, k, group, raised))
         means = bucket.views((yield from scaled).values())  # compress k m_i;  m = what comes back / k
+        floor.stand(bucket, raised)
         self._switch(bucket, k)
         moving = self.increment(bucket, ctx, variance_moves=False)
         x, before, v, _ = bucket.operands(moving)
@@ -226,7 +234,11 @@ class OneBitLamb(WarmupOptimizer):
             if average is None:
                 _average(state, ratio, group["coeff_beta"])
 
-    def _scaling(self, bucket: StateBucket, group: dict[str, Any]) -> list[float]:
+    def _raised(self, bucket: StateBucket, group: dict[str, Any]) -> Tensor:
+        """The variance as it stands (:mod:`commopt.optim.floor`), before it does so where it is new."""
+        return bucket["exp_avg_sq"] if group["raised"] else floor.in_tensors(bucket, group["min_variance"])
+
+    def _scaling(self, bucket: StateBucket, group: dict[str, Any], v: Tensor) -> list[float]:
         """k of each parameter, 1 where each element has its own; not stored yet where it is new."""
         known: list[float] = bucket.numbers["scaling_coeff"].tolist()
         if all(known):
@@ -234,7 +246,7 @@ class OneBitLamb(WarmupOptimizer):
         if group["scaling"] == "element":
             fresh = [1.0] * len(known)
         else:
-            fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.tensors("exp_avg_sq"), bucket.total)
+            fresh = scaling_coeffs(bucket.tensors("exp_avg"), bucket.views(v), bucket.total)
         return [old or new for old, new in zip(known, fresh)]
 
     def _switch(self, bucket: StateBucket, ks: list[float]) -> None:
@@ -248,11 +260,11 @@ class OneBitLamb(WarmupOptimizer):
                 state["factor"].fill_(1.0)
 
 
-def _of_elements(bucket: StateBucket, ks: Sequence[float], group: dict[str, Any]) -> Tensor:
+def _of_elements(bucket: StateBucket, ks: Sequence[float], group: dict[str, Any], v: Tensor) -> Tensor:
     """k of each element, (padded,)."""
     if group["scaling"] == "element":
-        return bucket["exp_avg_sq"].sqrt().add_(group["eps"]).reciprocal_()
-    out = torch.ones_like(bucket["exp_avg_sq"])
+        return v.sqrt().add_(group["eps"]).reciprocal_()
+    out = torch.ones_like(v)
     for x, k in zip(bucket.views(out), ks):
         x.fill_(k)
     return out

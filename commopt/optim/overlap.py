@@ -38,7 +38,7 @@ class Overlap:
         """Watches the parameters of ``buckets``, which are all there are, for the next step."""
         self._used = self._starts = None
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.params}
-        self._arrivals.follow([p for bucket in buckets for p in bucket.params])
+        self._arrivals.follow([p for bucket in buckets for p in bucket.params if p.requires_grad])
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:

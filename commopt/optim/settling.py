@@ -24,10 +24,6 @@ quarter of it will not have changed by much when the run is a few times as long;
 growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
 is :mod:`commopt.optim.thaw`.
 
-**What stands is raised to a millionth of its tensor's mean**, but for zeros: a momentum of signs moves all elements of
-a block alike, and one that has had a single tiny gradient by then would move by thousands of lr in each step. A run
-of which that was true was lost within three steps.
-
 1-bit Adam (arXiv 2102.02888) compares ||v||_1 of the whole model over a window of 1 / (1-b2) steps instead.
 """
 
@@ -41,7 +37,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import wait
-from commopt.optim.rules import halves, square_sums
+from commopt.optim.rules import square_sums
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -53,11 +49,6 @@ SHARE = 4
 """A look is this part of all steps after the last one."""
 CALM = 0.4
 """The most that log(E / E') may be, in the mean over all tensors."""
-LEAST = 1e-6
-"""Of the mean of its tensor: the least that an element's variance is frozen as, unless it is 0."""
-FAINT, SMALL = 1e-4, 2048
-"""Of the root mean square gradient of a bucket: that of a parameter of so few elements that others have a part in its
-scales, below which their noise moves it by ten thousand lr."""
 UNKNOWN = -1.0
 """The trend before there was one, in a run that begins: as of a decline."""
 
@@ -140,37 +131,9 @@ def stop_where_settled(
             else:
                 beta2 = max(group["betas"][1] for group in cohort)
                 optimizer._diagnostics.unsettled(step, beta2, change.size, lr_rises, until)
-    for bucket, _ in optimizer.compressed_buckets(stopped):
-        raise_smallest(bucket)
     for group in stopped:
         group[key] = group["step"]
     return stopped
-
-
-def raise_smallest(bucket: StateBucket) -> None:
-    """Raises the elements of v that are not 0 to :data:`LEAST` of their tensor's mean, at least. All ranks that hold
-    the same of the bucket call it."""
-    for v, (total, n) in zip(bucket.tensors("exp_avg_sq"), _sums(bucket)):
-        if total > 0:
-            v.copy_(torch.where(v > 0, v.clamp(min=LEAST * total / n), v))
-
-
-def _sums(bucket: StateBucket) -> list[tuple[float, float]]:
-    """||v||_1 of each tensor, and its elements: of all its pieces."""
-    variances = bucket.tensors("exp_avg_sq")
-    return halves(bucket.total([*norms_of(variances), *(float(v.numel()) for v in variances)]))
-
-
-def faint(bucket: StateBucket, eps: float) -> list[Tensor]:
-    """The parameters of ``bucket`` whose gradients were next to nothing beside those that they share scales with: what
-    noise of those moves them is divided by sqrt(v) + eps. All ranks that hold the same of the bucket call it."""
-    sums = _sums(bucket)
-    mean = sum(total for total, _ in sums) / max(1.0, sum(n for _, n in sums))
-    return [
-        p
-        for p, (total, n) in zip(bucket.params, sums)
-        if total > 0 and n <= SMALL and math.sqrt(total / n) + eps < FAINT * math.sqrt(mean)
-    ]
 
 
 def forget(bucket: StateBucket) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.comm import Work
 from commopt.compress import Compressor
-from commopt.optim import settling, thaw
+from commopt.optim import floor, settling, thaw
 from commopt.optim.agreement import StepDecision
 from commopt.optim.base import CommOptimizer
 from commopt.optim.checks import check_compressor
@@ -36,9 +36,9 @@ UNTIL = "everything is still sent in full precision; freeze_step=<an int> ends t
 WORDS = thaw.Words("freeze_step", UNTIL, "a larger freeze_step", "all ranks go back to the warm-up")
 
 
-def warmup_defaults(freeze_step: Any, thaw_when: Any) -> dict[str, Any]:
+def warmup_defaults(freeze_step: Any, thaw_when: Any, min_variance: float) -> dict[str, Any]:
     """Defaults of the parameter groups of a :class:`WarmupOptimizer`."""
-    return {"freeze_step": freeze_step, **thaw.defaults(thaw_when)}
+    return {"freeze_step": freeze_step, **thaw.defaults(thaw_when), **floor.defaults(min_variance)}
 
 
 class WarmupOptimizer(CommOptimizer):
@@ -102,8 +102,11 @@ class WarmupOptimizer(CommOptimizer):
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
         if self.topology.nodes == 1:
             return "plain"
-        frozen = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
-        return "compressed" if frozen else "warmup"
+        return "compressed" if self._compresses(group, group["step"]) else "warmup"
+
+    def _compresses(self, group: dict[str, Any], step: int) -> bool:
+        """True if the step after ``step`` of ``group`` is compressed, where there are several nodes."""
+        return self.topology.nodes > 1 and group["freeze_step"] != "auto" and step >= group["freeze_step"]
 
     def mean_gradients(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext
@@ -123,6 +126,11 @@ class WarmupOptimizer(CommOptimizer):
         """One step of the algorithm with a variance that stands."""
         raise NotImplementedError
 
+    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        """Before the first use of a variance that stands (:mod:`commopt.optim.floor`), when the step is taken."""
+        if not group["raised"]:
+            floor.stand(bucket, floor.in_blocks(bucket, group["min_variance"], self.compressor))
+
     def increment(self, bucket: StateBucket, ctx: StepContext, variance_moves: bool) -> list[int]:
         """Increments the step counters of the parameters that move; returns their indices."""
         moving = ctx.moving(bucket)
@@ -141,6 +149,8 @@ class WarmupOptimizer(CommOptimizer):
     def after_step(self) -> None:
         """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
+        for group in self.param_groups:
+            group["raised"] = self._compresses(group, group["step"] - 1)
         self._frozen.go_back(self, self._in("compressed"))
         self._frozen.stop_where_settled(self, self._in("warmup"))
 

@@ -14,7 +14,8 @@ take steps on their own between the steps T_u, at which they send what they have
     local, all others:      m_i = b1 m_i + (1-b1) g_i;   u_i = u_i + c m_i;   G = G + c
                             x_i = x_a - u_i / D
 
-with D = sqrt(v / (1-b2^k)) + eps after k refreshes, and c = lr / (1-b1^t). The anchor x_a is the model after the last
+with D = sqrt(v / (1-b2^k)) + eps after k refreshes, and c = lr / (1-b1^t). In compressed and local steps v is at least
+a hundredth of the mean in its block. The anchor x_a is the model after the last
 round. Local steps begin when T_v has ended, so D does not change between two rounds.
 
 Where this differs from the paper and its usual implementation:
@@ -34,6 +35,8 @@ Where this differs from the paper and its usual implementation:
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
   are no local steps.
+* Elements of v that are not 0 are raised to 0.01 of the mean in their block after refreshes
+  (:mod:`commopt.optim.floor`): others would be moved by thousands of lr. ``min_variance=0`` is the paper's.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
   :class:`commopt.OneBitAdam`.
 * A parameter without a gradient on any rank is left alone, momentum and residuals too, in exact steps and in a round
@@ -56,7 +59,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.optim import checks, loading, replicas, settling
+from commopt.optim import checks, floor, loading, replicas, settling
 from commopt.optim.agreement import StepDecision
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
@@ -116,6 +119,8 @@ class ZeroOneAdam(CommOptimizer):
         sync: T_u, a :class:`SyncPolicy` or a mapping of its arguments, which must fit the run, too: by default the
             first local step comes 32,678 steps after ``stop``. ``sync_first``, ``sync_double_every`` and
             ``sync_longest`` in a group.
+        min_variance: c in [0, 1): of the mean of its block, what an element's variance is at least, unless it
+            is 0 (:mod:`commopt.optim.floor`). 0 is the paper's, and loses runs.
         compressor: what is sent at T_u; ``Sign()`` if None.
         max_grad_norm: clip to this norm, > 0, or None. The norm is sqrt(mean_i ||g_i||^2), as in ``OneBitAdam``; in a
             local step, ||g_i|| of this rank.
@@ -158,6 +163,7 @@ class ZeroOneAdam(CommOptimizer):
         variance: VariancePolicy | Mapping[str, Any] | None = None,
         sync: SyncPolicy | Mapping[str, Any] | None = None,
         thaw: Literal["auto", "always", "never"] = "auto",
+        min_variance: float = floor.LEAST,
         compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
@@ -176,6 +182,7 @@ class ZeroOneAdam(CommOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
             **thaw_defaults(thaw),
+            **floor.defaults(min_variance),
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
@@ -202,6 +209,7 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_bool("maximize", group["maximize"])
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         checks.check_thaw(group["thaw"])
+        checks.check_min_variance(group["min_variance"])
         for name, policy in _POLICIES.items():
             if name in group:
                 raise ValueError(
@@ -294,6 +302,8 @@ class ZeroOneAdam(CommOptimizer):
         """Counts the local steps since the last round. Stops a variance that has settled, and lets it move again where
         it had not (``stop="auto"``)."""
         self._count_local_steps()
+        for group in self.param_groups:
+            group["raised"] = self._kind(group, group["step"]) != "exact"
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
         self._frozen.stop_where_settled(self, refreshing)
@@ -333,6 +343,7 @@ class ZeroOneAdam(CommOptimizer):
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
+        self._raise_variance(bucket, group)
         update = moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
         if since.steps > 1:
             to_anchor(bucket, update)
@@ -343,6 +354,7 @@ class ZeroOneAdam(CommOptimizer):
     def local(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """All other steps: this rank's own, from the anchor."""
         yield ctx.barrier
+        self._raise_variance(bucket, group)
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1, moving = group["betas"][0], self._increment(bucket, group, since, None)
@@ -354,6 +366,11 @@ class ZeroOneAdam(CommOptimizer):
         else:
             u.lerp_(m, since.share)  # u_i / G
         place(bucket, moves(bucket, group, since, moving), u)
+
+    def _raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        """v = max(v, c mean of its block), once between two refreshes; when the step is taken."""
+        if not group["raised"]:
+            floor.stand(bucket, floor.in_blocks(bucket, group["min_variance"], self.compressor))
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval

@@ -1,0 +1,77 @@
+"""The least that an element's variance stands as, beside those of the elements that it shares a scale with.
+
+In a compressed step a block of momenta comes as signs of one size s, about their root mean square. Residuals see to it
+that their mean over time is right. But from step to step an element moves by
+
+    lr s / (sqrt(v) + eps),    where Adam would move it by about lr,
+
+and back, if nothing has happened meanwhile. One whose gradients were a thousandth of its neighbours' moves by a
+thousand lr: the weight of a pixel that is rarely lit or of a word that is rare, those of a unit that is nearly dead, a
+bias before a norm, whose gradient is rounding. Small networks with ReLU are lost by that within a few steps of the
+switch; and BatchNorm's running mean is then of biases that there no longer are. So v is raised before it is used in
+such steps,
+
+    v = max(v, c mean(v over its block)),    c = ``min_variance`` of the group;    zeros stay, and move nothing
+
+and an element moves by about 1 / sqrt(c) lr at most, 10 at c = 0.01. What was raised learns more slowly than by Adam,
+by a factor of sqrt(c mean(v) / v).
+
+1-bit Adam (arXiv 2102.02888), 1-bit LAMB (2104.06069) and 0/1 Adam (2202.06009) leave v as it is: c = 0. Of c = 0.0001,
+0.001 and 0.01, all have kept small networks with ReLU from being lost; at 0.0001 a bias before a BatchNorm still moves
+by too much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt import ops
+from commopt.compress import Compressor
+from commopt.optim.masks import active_mask
+from commopt.optim.rules import halves, square_sums
+from commopt.optim.state_bucket import StateBucket
+
+LEAST = 0.01
+"""Of the mean of its block: the least that an element's variance stands as, unless it is 0."""
+BLOCK = 2048
+"""Elements of a block, where the compressor has none."""
+ROOT_MEAN_SQUARE = 2
+
+
+def defaults(min_variance: float) -> dict[str, Any]:
+    """Defaults of parameter groups whose variance is raised; ``raised``: it is, since it has moved last."""
+    return {"min_variance": min_variance, "raised": False}
+
+
+def in_blocks(bucket: StateBucket, share: float, compressor: Compressor) -> Tensor:
+    """max(v, ``share`` of the mean of the v that are not 0 in its block), zeros stay; of the blocks that ``compressor``
+    has scales of. A new flat buffer, to the bit the same on all ranks that hold the same of ``bucket``."""
+    v, block = bucket["exp_avg_sq"], getattr(compressor, "block", BLOCK) or 0
+    roots, active = v.sqrt().view(bucket.world_size, -1), active_mask(bucket).view(bucket.world_size, -1)
+    wire = torch.empty(bucket.world_size, ops.sign_nbytes(roots.shape[1], block), dtype=torch.uint8, device=v.device)
+    ops.sign_compress(roots, wire, block, ROOT_MEAN_SQUARE, active)
+    ops.sign_decompress(wire, roots, block, active)  # the root of the mean, 0 where v is
+    least = roots.view(-1).square_().mul_(share)
+    return torch.maximum(v, least, out=least)
+
+
+def in_tensors(bucket: StateBucket, share: float) -> Tensor:
+    """As :func:`in_blocks`, of the mean of its tensor: for scales that are a tensor's own. All ranks that hold pieces
+    of one replica call it."""
+    out = bucket["exp_avg_sq"].clone()
+    variances = bucket.views(out)
+    counts = [float(v.count_nonzero()) for v in variances]
+    sums = square_sums([v.sqrt() for v in variances])
+    for v, (total, n) in zip(variances, halves(bucket.total([*sums, *counts]))):
+        if total > 0:
+            v.copy_(torch.where(v > 0, v.clamp(min=share * total / n), v))
+    return out
+
+
+def stand(bucket: StateBucket, raised: Tensor) -> None:
+    """Makes the variance of ``bucket`` what was ``raised``."""
+    bucket["exp_avg_sq"].copy_(raised)
+    bucket.frozen_norms = None
