@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import oracle
@@ -24,7 +25,7 @@ from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
-from commopt.comm import LocalBackend, MessageDamaged, ThreadBackend
+from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, ThreadBackend
 from commopt.compress import ACP, Compressor, Float8, Identity, Int2, Int4, Int8, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients import LoCo
 from commopt.gradients.watching import ROW_BYTES
@@ -862,6 +863,37 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
         assert handle.comm_stats()["steps"] == 3
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_backward_that_failed_on_one_rank_alone_is_an_error_on_all_once_that_goes_on(after):
+    """And not messages that are of one bucket here and of another there. ``after``: where it fails; the other rank's
+    fails elsewhere, or not."""
+
+    def run(backend: ThreadBackend, other_fails: int | None) -> None:
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        commopt.compress_gradients(layers, Int8(), backend=backend, bucket_mb=0.0165)
+
+        def backward(fails: int | None) -> None:
+            x = torch.ones(2, 64)
+            for i, layer in enumerate(layers):
+                x = Failing.apply(torch.tanh(layer(x)), i == fails)
+            x.square().sum().backward()
+
+        backward(None)
+        fails = (after, other_fails)[backend.rank]
+        if fails is not None:
+            with pytest.raises(MemoryError, match="no memory"):
+                backward(fails)
+        ranks = r"\[0\]" if other_fails is None else r"\[0, 1\]"
+        for _ in range(2):
+            with pytest.raises(
+                CollectiveError, match=rf"the backward of ranks {ranks} has failed, and not that of all"
+            ):
+                backward(None)
+
+    on_threads(2, partial(run, other_fails=None))
+    on_threads(2, partial(run, other_fails=1))
 
 
 def test_a_parameter_without_elements_arrives_whenever_it_likes():

@@ -22,6 +22,7 @@ from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     STARTED,
     Channel,
+    CollectiveError,
     Pipeline,
     Task,
     Topology,
@@ -34,10 +35,13 @@ from commopt.comm import (
 )
 from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
-from commopt.gradients.watching import Watch
+from commopt.gradients.watching import ROW_BYTES, Watch
 from commopt.optim import checks
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
+
+FAILED = 2
+"""Byte of a rank's row, and more: its backward has failed, when so many more buckets had started."""
 
 
 class GradientMean:
@@ -124,11 +128,13 @@ class GradientMean:
         Raises:
             RuntimeError: it is of one rank that is alone because it was made before ``init_process_group()``.
             ValueError: several GradScalers are in use.
+            commopt.comm.CollectiveError: the last backward has failed here, and not on all ranks, or elsewhere there.
         """
         if not self._begun:
             refuse_if_left_out(self.topology.backend, "compress_gradients()")
-        if self._forgotten:  # ranks have come equally far with what they have started only at its end
-            self._pipeline.finish()
+        if self._forgotten:
+            self._refuse_failed_alone()
+            self._pipeline.finish()  # ranks have come equally far with what they have started only at its end
             self._begin()
         first = not self._begun
         if first and (factor := self.scale.change()) != 1:
@@ -192,7 +198,7 @@ class GradientMean:
         other ranks only, as its ``grad``.
 
         Raises:
-            commopt.comm.CollectiveError: if a rank is lost.
+            commopt.comm.CollectiveError: if a rank is lost, or its backward has failed.
             commopt.comm.MessageDamaged: what was received in the mean before is not what was sent.
             commopt.optim.ReplicasDiffer: the parameters of the ranks differ.
         """
@@ -259,6 +265,32 @@ class GradientMean:
         for part in self.parts:
             part.forget()
 
+    def _refuse_failed_alone(self) -> None:
+        """Asks all ranks whether their last backward has failed, too, when as much of the mean had started as here. One
+        that has not asks which gradients there are, meanwhile, in a row of 0 and 1.
+
+        Raises:
+            commopt.comm.CollectiveError: it has not, on some rank.
+        """
+        if not self._here:
+            return
+        size = len(self._here) + (ROW_BYTES if self._watch is not None else 0)
+        row = torch.full((size,), FAILED + self._started % 250, dtype=torch.uint8, device=message_device(self._control))
+        told = gather_rows(self._control, row, "whether the last backward has failed on all ranks")[:, 0]
+        if bool((told != row[0]).any()):
+            self._refuse_failed(told)
+
+    def _refuse_failed(self, told: Tensor) -> None:
+        """Raises CollectiveError if some of the ranks have ``told``, in the first bytes of their rows, that their last
+        backward has failed."""
+        failed = [rank for rank, byte in enumerate(told.tolist()) if byte >= FAILED]
+        if failed:
+            raise CollectiveError(
+                f"mean of gradients {self.steps + 1}: the backward of ranks {failed} has failed, and not that of all "
+                "ranks at the same place: nothing was averaged, and nothing can be any more. Where one rank may fail, "
+                "as for lack of memory, end the run, or have all ranks agree before backward() to skip a batch"
+            )
+
     def _find_absent(self) -> None:
         """Asks all ranks which parameters have a gradient on none, and whether all is well. Of a bucket that is
         complete here none lacks one, so these are on their way meanwhile, and what waits behind them in the network
@@ -276,6 +308,7 @@ class GradientMean:
         self._start_complete(len(self.buckets))
         self._pipeline.reach(asked, asked, where)
         wait(asked, where)
+        self._refuse_failed(table[:, 0])
         if self._watch is not None:
             self._watch.check(self._control, table[:, len(self._here) :], self.steps + 1)
         for p, present in zip(self._here, table.any(0).tolist()):
