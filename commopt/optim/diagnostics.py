@@ -135,14 +135,16 @@ class Diagnostics:
                 self.optimizer, list(ranks), count,
             )  # fmt: skip
 
-    def too_late(self, when: str, what_it_does: str) -> None:
-        """A parameter has its first gradient after ``when``. In a group of its own it would not be too late: that group
-        ``what_it_does`` by itself."""
-        if self._once("too late"):
+    def too_late(
+        self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str
+    ) -> None:
+        """The parameters ``late``, of ``groups``, have their first gradient after ``when``. In a group of their own it
+        would not be too late: that group ``what_it_does`` by itself."""
+        if late and self._once("too late"):
             logger.warning(
-                "%s: a parameter has its first gradient after %s; it will not move. Give it to add_param_group() when "
-                "it becomes trainable, and its group %s by itself.",
-                self.optimizer, when, what_it_does,
+                "%s: %d parameters (%s) have their first gradient after %s; they will not move. Give such to "
+                "add_param_group() when they become trainable, and their group %s by itself.",
+                self.optimizer, len(late), listed(late, groups), when, what_it_does,
             )  # fmt: skip
 
     def overlap_lost(

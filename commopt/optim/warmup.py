@@ -137,7 +137,8 @@ class WarmupOptimizer(CommOptimizer):
         bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
         counts = bucket.numbers["variance_step"]
         if not variance_moves and not counts.all() and not counts[moving].all():
-            self._diagnostics.too_late("the variance was frozen", "warms up")
+            late = [bucket.params[i] for i in moving if not counts[i]]
+            self._diagnostics.too_late(late, self.param_groups, "the variance was frozen", "warms up")
         return moving
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:

@@ -406,9 +406,9 @@ class ZeroOneAdam(CommOptimizer):
         else:
             here = [p.requires_grad if present is None else id(p) in present for p in bucket.params]
             moving = [i for i, moves in enumerate(here) if moves and k[i] > 0]
-            late = any(p.grad is not None and not k[i] for i, p in enumerate(bucket.params))
-            if late and self.phase_of(group) == "frozen":
-                self._diagnostics.too_late("the last refresh of the variance", "starts")
+            if self.phase_of(group) == "frozen":
+                late = [p for i, p in enumerate(bucket.params) if p.grad is not None and not k[i]]
+                self._diagnostics.too_late(late, self.param_groups, "the last refresh of the variance", "starts")
         bucket.increment(("step", "interval_step"), moving)
         return moving
 
