@@ -45,6 +45,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "optim.name='AdamV' is no Optimizer of commopt.optim or commopt.outer or torch.optim; did you mean ",
         ),
         (["train", "--data.corpus=/nowhere", "--train.run_dir=/tmp/none"], "corpus /nowhere: no such file or folder"),
+        (["train", "--data.cache_dir="], "data.cache_dir='' is not allowed: it must be null or a folder"),
         (
             ["train", "--resume=/nowhere"],
             "checkpoint /nowhere: no such folder; resume must be none, auto or the folder of a checkpoint",

@@ -111,6 +111,7 @@ class DataConfig:
         _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size < 2**32, "in [261, 4294967295]")
         _check("data.seq_len", self.seq_len, self.seq_len >= 8, ">= 8")
         _check("data.heldout", self.heldout, 0.0 < self.heldout <= 0.5, "in (0, 0.5]")
+        _check("data.cache_dir", self.cache_dir, self.cache_dir is None or bool(self.cache_dir), "null or a folder")
 
 
 @dataclass
