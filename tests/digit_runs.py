@@ -166,7 +166,7 @@ class Family:
 FAMILIES = {
     "OneBitAdam": Family(ONE_BIT_ADAM, 1e-2, 0.143, WARMED_UP),
     "ZeroOneAdam": Family(ZERO_ONE_ADAM, 1e-2, 0.158, REFRESHED),
-    "OneBitLamb": Family(ONE_BIT_LAMB, 3e-2, 0.152, WARMED_UP),
+    "OneBitLamb": Family(ONE_BIT_LAMB, 3e-2, 0.0886, WARMED_UP),
     "OneBitLion": Family(LION, 1e-2, 0.128, 0.0419),
     "LocalSGD": Family(of(commopt.LocalSGD, **LOCAL), 1e-2, 0.262, ROUNDS),
     "SlowMo": Family(of(commopt.SlowMo, **SLOWMO), 1e-2, 0.217, ROUNDS),

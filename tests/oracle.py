@@ -113,14 +113,18 @@ class OneBitAdamOracle:
             means = self._mean(locals_, live, present)
             for j in here:
                 self.m[j] = means[j]
-            if self.least is not None:
-                self.v = raised(self.v, self.rows, self.block if self.norm else 2048, self.least)
-                self.least = None
+            self._raise()
         for j in here:
             self.x[j] *= 1 if self.coupled else 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:
                 c1, c2 = 1 - self.b1 ** self.steps[j], 1 - self.b2 ** self.refreshed[j]
                 self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)
+
+    def _raise(self) -> None:
+        """Once, and where something is lost."""
+        if self.least is not None and self.norm is not None:
+            self.v = raised(self.v, self.rows, self.block, self.least)
+        self.least = None
 
     def _mean(self, values: list[list[float]], live: list[bool], here: set[int]) -> list[float]:
         """The mean of what the workers have, compressed both ways with the residuals."""

@@ -104,7 +104,7 @@ class OneBitLambOracle:
     def _switch(self) -> None:
         for v in self.v:
             there = [x for x in v if x > 0]
-            floor = self.least * math.fsum(there) / len(there) if there else 0.0
+            floor = self.least * math.fsum(there) / len(there) if there and self.norm is not None else 0.0
             v[:] = [max(x, floor) if x > 0 else x for x in v]
         sizes = []
         for m, v in zip(self.m, self.v):

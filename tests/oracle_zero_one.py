@@ -83,7 +83,8 @@ class ZeroOneAdamOracle:
             self.moved = True
             return
         if self.moved:
-            self.v = raised(self.v, self.ranks, self.block if self.norm else 2048, self.least)
+            if self.norm is not None:
+                self.v = raised(self.v, self.ranks, self.block, self.least)
             self.moved = False
         if self.taken == 0:
             self.first = [t + 1 for t in self.steps]  # step of each element at which the interval began

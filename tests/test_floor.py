@@ -31,7 +31,7 @@ def some_v(numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("compressor", "block"),
-    [(Sign(block=16), 16), (Sign(None), None), (Int4(block=64), 64), (TopK(1, 16), 2048), (Identity(), 2048)],
+    [(Sign(block=16), 16), (Sign(None), None), (Int4(block=64), 64), (TopK(1, 16), 2048)],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -60,6 +60,24 @@ def test_the_variance_is_raised_to_a_share_of_the_mean_of_its_block(world_size, 
         assert after == pytest.approx(expected, rel=tolerance, abs=0)
         assert [x > 0 for x in after] == [x > 0 for x in before]
         assert (after != before) == (share > 0)
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+def test_where_nothing_is_lost_nothing_is_raised(cls):
+    settings = {"variance": VariancePolicy(kappa=1, stop=2)} if cls is ZeroOneAdam else {"freeze_step": 2}
+
+    def run(backend: ThreadBackend) -> list[float]:
+        p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = cls([p], compressor=Identity(), backend=backend, betas=(0.9, 0.5), **settings)
+        for _ in range(4):
+            p.grad = torch.tensor([1.0, 1e-6, 0.0], dtype=torch.float64)
+            optimizer.step()
+        assert optimizer.phase in ("compressed", "frozen")
+        return optimizer.state[p]["exp_avg_sq"].tolist()
+
+    share = 0.5 if cls is ZeroOneAdam else 0.75  # of one refresh, of two steps
+    for v in on_threads(2, run):
+        assert v == pytest.approx([share, share * 1e-12, 0.0], rel=1e-9)
 
 
 def test_lamb_takes_the_mean_of_the_tensor():

@@ -71,10 +71,11 @@ def exchanged(optimizer: PackedOptimizer) -> bool:
 def refuse_exchanged(optimizer: PackedOptimizer) -> None:
     """Raises ValueError if somebody has exchanged parameters in the groups, or taken some away."""
     if exchanged(optimizer):
-        before, now = sum(map(len, optimizer._registered)), len(optimizer.params)
-        if now < before:
+        known = {id(p) for params in optimizer._registered for p in params}
+        gone = len(known) - len(optimizer.params)
+        if gone > 0 and known.issuperset(map(id, optimizer.params)):
             raise ValueError(
-                f"{before - now} of {before} parameters are gone from the parameter groups, which is not allowed; "
+                f"{gone} of {len(known)} parameters are gone from the parameter groups, which is not allowed; "
                 "freeze them (requires_grad_(False)), or make another optimizer"
             )
         raise ValueError(

@@ -135,9 +135,7 @@ class Diagnostics:
                 self.optimizer, list(ranks), count,
             )  # fmt: skip
 
-    def too_late(
-        self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str
-    ) -> None:
+    def too_late(self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str) -> None:
         """The parameters ``late``, of ``groups``, have their first gradient after ``when``. In a group of their own it
         would not be too late: that group ``what_it_does`` by itself."""
         if late and self._once("too late"):

@@ -14,7 +14,7 @@ such steps,
     v = max(v, c mean(v over its block)),    c = ``min_variance`` of the group;    zeros stay, and move nothing
 
 and an element moves by about 1 / sqrt(c) lr at most, 10 at c = 0.01. What was raised learns more slowly than by Adam,
-by a factor of sqrt(c mean(v) / v).
+by a factor of sqrt(c mean(v) / v). With ``Identity()``, which loses nothing, c is 0.
 
 1-bit Adam (arXiv 2102.02888), 1-bit LAMB (2104.06069) and 0/1 Adam (2202.06009) leave v as it is: c = 0. Of c = 0.0001,
 0.001 and 0.01, all have kept small networks with ReLU from being lost; at 0.0001 a bias before a BatchNorm still moves
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress import Compressor
+from commopt.compress import Compressor, Identity
 from commopt.optim.masks import active_mask
 from commopt.optim.rules import halves, square_sums
 from commopt.optim.state_bucket import StateBucket
@@ -44,6 +44,11 @@ ROOT_MEAN_SQUARE = 2
 def defaults(min_variance: float) -> dict[str, Any]:
     """Defaults of parameter groups whose variance is raised; ``raised``: it is, since it has moved last."""
     return {"min_variance": min_variance, "raised": False}
+
+
+def share_of(group: dict[str, Any], compressor: Compressor) -> float:
+    """c of the parameters of ``group``; 0 where nothing is lost, and no element moves by what others lack."""
+    return 0.0 if isinstance(compressor, Identity) else float(group["min_variance"])
 
 
 def in_blocks(bucket: StateBucket, share: float, compressor: Compressor) -> Tensor:

@@ -236,7 +236,9 @@ class OneBitLamb(WarmupOptimizer):
 
     def _raised(self, bucket: StateBucket, group: dict[str, Any]) -> Tensor:
         """The variance as it stands (:mod:`commopt.optim.floor`), before it does so where it is new."""
-        return bucket["exp_avg_sq"] if group["raised"] else floor.in_tensors(bucket, group["min_variance"])
+        if group["raised"]:
+            return bucket["exp_avg_sq"]
+        return floor.in_tensors(bucket, floor.share_of(group, self.compressor))
 
     def _scaling(self, bucket: StateBucket, group: dict[str, Any], v: Tensor) -> list[float]:
         """k of each parameter, 1 where each element has its own; not stored yet where it is new."""

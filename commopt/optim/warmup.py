@@ -129,7 +129,7 @@ class WarmupOptimizer(CommOptimizer):
     def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
         """Before the first use of a variance that stands (:mod:`commopt.optim.floor`), when the step is taken."""
         if not group["raised"]:
-            floor.stand(bucket, floor.in_blocks(bucket, group["min_variance"], self.compressor))
+            floor.stand(bucket, floor.in_blocks(bucket, floor.share_of(group, self.compressor), self.compressor))
 
     def increment(self, bucket: StateBucket, ctx: StepContext, variance_moves: bool) -> list[int]:
         """Increments the step counters of the parameters that move; returns their indices."""

@@ -370,7 +370,7 @@ class ZeroOneAdam(CommOptimizer):
     def _raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
         """v = max(v, c mean of its block), once between two refreshes; when the step is taken."""
         if not group["raised"]:
-            floor.stand(bucket, floor.in_blocks(bucket, group["min_variance"], self.compressor))
+            floor.stand(bucket, floor.in_blocks(bucket, floor.share_of(group, self.compressor), self.compressor))
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
