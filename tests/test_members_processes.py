@@ -178,7 +178,7 @@ def hosts() -> Iterator[tuple[netbed.NetBed, Run]]:
     with netbed.NetBed(3) as bed:
         with bed.inside(0):
             store = dist.TCPStore(bed.address(0), 0, is_master=True, wait_for_workers=False)
-            run = Run(store.port, patience=2.0, host=bed.address(0))
+            run = Run(store.port, patience=5.0, host=bed.address(0))
         try:
             for name in range(3):
                 with bed.inside(name):
