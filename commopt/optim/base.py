@@ -669,9 +669,9 @@ class CommOptimizer(PackedOptimizer):
         chosen = {id(group) for group in groups}
         return [(b, group) for b, group in self.grouped_buckets() if b.feedback is not None and id(group) in chosen]
 
-    def report_variance(self, groups: list[dict[str, Any]], later: str) -> None:
-        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says
-        what lets a variance stand later."""
+    def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
+        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
+        lets a variance stand later."""
         found = dict[Tensor, bool]()
         for bucket, _ in self.compressed_buckets(groups):
             largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])

@@ -46,15 +46,17 @@ def defaults(min_variance: float) -> dict[str, Any]:
     return {"min_variance": min_variance, "raised": False}
 
 
-def share_of(group: dict[str, Any], compressor: Compressor) -> float:
-    """c of the parameters of ``group``; 0 where nothing is lost, and no element moves by what others lack."""
-    return 0.0 if isinstance(compressor, Identity) else float(group["min_variance"])
+def in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:
+    """max(v, c mean of the v that are not 0 in its block), zeros stay; of the blocks that ``compressor`` has scales of.
+    To the bit the same on all ranks that hold the same of ``bucket``.
 
-
-def in_blocks(bucket: StateBucket, share: float, compressor: Compressor) -> Tensor:
-    """max(v, ``share`` of the mean of the v that are not 0 in its block), zeros stay; of the blocks that ``compressor``
-    has scales of. A new flat buffer, to the bit the same on all ranks that hold the same of ``bucket``."""
-    v, block = bucket["exp_avg_sq"], getattr(compressor, "block", BLOCK) or 0
+    Returns:
+        A new flat buffer; v itself if that was raised since it has moved, or is not to be.
+    """
+    v, share = bucket["exp_avg_sq"], _share(group, compressor)
+    if share == 0:
+        return v
+    block = getattr(compressor, "block", BLOCK) or 0
     roots, active = v.sqrt().view(bucket.world_size, -1), active_mask(bucket).view(bucket.world_size, -1)
     wire = torch.empty(bucket.world_size, ops.sign_nbytes(roots.shape[1], block), dtype=torch.uint8, device=v.device)
     ops.sign_compress(roots, wire, block, ROOT_MEAN_SQUARE, active)
@@ -63,9 +65,12 @@ def in_blocks(bucket: StateBucket, share: float, compressor: Compressor) -> Tens
     return torch.maximum(v, least, out=least)
 
 
-def in_tensors(bucket: StateBucket, share: float) -> Tensor:
+def in_tensors(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:
     """As :func:`in_blocks`, of the mean of its tensor: for scales that are a tensor's own. All ranks that hold pieces
     of one replica call it."""
+    share = _share(group, compressor)
+    if share == 0:
+        return bucket["exp_avg_sq"]
     out = bucket["exp_avg_sq"].clone()
     variances = bucket.views(out)
     counts = [float(v.count_nonzero()) for v in variances]
@@ -76,7 +81,13 @@ def in_tensors(bucket: StateBucket, share: float) -> Tensor:
     return out
 
 
+def _share(group: dict[str, Any], compressor: Compressor) -> float:
+    """c, 0 if nothing is to be raised: it was, or nothing is lost, and no element moves by what others lack."""
+    return 0.0 if group["raised"] or isinstance(compressor, Identity) else float(group["min_variance"])
+
+
 def stand(bucket: StateBucket, raised: Tensor) -> None:
-    """Makes the variance of ``bucket`` what was ``raised``."""
-    bucket["exp_avg_sq"].copy_(raised)
-    bucket.frozen_norms = None
+    """Makes the variance of ``bucket`` what was ``raised``; when the step is taken that uses it."""
+    if raised is not bucket["exp_avg_sq"]:
+        bucket["exp_avg_sq"].copy_(raised)
+        bucket.frozen_norms = None

@@ -214,7 +214,8 @@ class OneBitLamb(WarmupOptimizer):
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
-        m, raised = bucket["exp_avg"], self._raised(bucket, group)  # v = max(v, c mean of its tensor), once
+        m = bucket["exp_avg"]
+        raised = floor.in_tensors(bucket, group, self.compressor)  # v = max(v, c mean of its tensor), once
         k = self._scaling(bucket, group, raised)
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         scaled = compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=_of_elements(bucket, k, group, raised))
@@ -233,12 +234,6 @@ class OneBitLamb(WarmupOptimizer):
             state["factor"].fill_(factor)
             if average is None:
                 _average(state, ratio, group["coeff_beta"])
-
-    def _raised(self, bucket: StateBucket, group: dict[str, Any]) -> Tensor:
-        """The variance as it stands (:mod:`commopt.optim.floor`), before it does so where it is new."""
-        if group["raised"]:
-            return bucket["exp_avg_sq"]
-        return floor.in_tensors(bucket, floor.share_of(group, self.compressor))
 
     def _scaling(self, bucket: StateBucket, group: dict[str, Any], v: Tensor) -> list[float]:
         """k of each parameter, 1 where each element has its own; not stored yet where it is new."""

@@ -126,11 +126,6 @@ class WarmupOptimizer(CommOptimizer):
         """One step of the algorithm with a variance that stands."""
         raise NotImplementedError
 
-    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
-        """Before the first use of a variance that stands (:mod:`commopt.optim.floor`), when the step is taken."""
-        if not group["raised"]:
-            floor.stand(bucket, floor.in_blocks(bucket, floor.share_of(group, self.compressor), self.compressor))
-
     def increment(self, bucket: StateBucket, ctx: StepContext, variance_moves: bool) -> list[int]:
         """Increments the step counters of the parameters that move; returns their indices."""
         moving = ctx.moving(bucket)
@@ -143,7 +138,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
-            self.report_variance(groups, "set a larger freeze_step")
+            self.report_zero_variance(groups, "set a larger freeze_step")
 
     # the end of warm-up -----------------------------------------------------------------------------------------------
 

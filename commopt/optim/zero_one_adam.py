@@ -15,8 +15,8 @@ take steps on their own between the steps T_u, at which they send what they have
                             x_i = x_a - u_i / D
 
 with D = sqrt(v / (1-b2^k)) + eps after k refreshes, and c = lr / (1-b1^t). In compressed and local steps v is at least
-a hundredth of the mean in its block. The anchor x_a is the model after the last
-round. Local steps begin when T_v has ended, so D does not change between two rounds.
+a hundredth of the mean in its block. The anchor x_a is the model after the last round. Local steps begin when T_v has
+ended, so D does not change between two rounds.
 
 Where this differs from the paper and its usual implementation:
 
@@ -277,7 +277,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "frozen":
-            self.report_variance(groups, "set a larger VariancePolicy(stop=)")
+            self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
 
     ever_rank_local = ("exp_avg", "mean_momentum")
 
@@ -343,7 +343,7 @@ class ZeroOneAdam(CommOptimizer):
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
-        self._raise_variance(bucket, group)
+        floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block)
         update = moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
         if since.steps > 1:
             to_anchor(bucket, update)
@@ -354,7 +354,7 @@ class ZeroOneAdam(CommOptimizer):
     def local(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """All other steps: this rank's own, from the anchor."""
         yield ctx.barrier
-        self._raise_variance(bucket, group)
+        floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block)
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1, moving = group["betas"][0], self._increment(bucket, group, since, None)
@@ -366,11 +366,6 @@ class ZeroOneAdam(CommOptimizer):
         else:
             u.lerp_(m, since.share)  # u_i / G
         place(bucket, moves(bucket, group, since, moving), u)
-
-    def _raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
-        """v = max(v, c mean of its block), once between two refreshes; when the step is taken."""
-        if not group["raised"]:
-            floor.stand(bucket, floor.in_blocks(bucket, floor.share_of(group, self.compressor), self.compressor))
 
     def _gathered(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, since: Interval
