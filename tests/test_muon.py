@@ -43,6 +43,8 @@ def test_owners_have_about_the_same_work():
         load[owner] += rows * columns * min(rows, columns)
     assert max(load) <= sum(load) / 4 + 64 * 64 * 64
     assert owners_of(shapes, 4) == owners
+    costliest_last = [torch.Size((64, 64)), torch.Size((64, 64)), torch.Size((64, 128))]
+    assert owners_of(costliest_last, 2) == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

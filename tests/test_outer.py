@@ -12,7 +12,7 @@ from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits,
 
 from commopt import DiLoCo, Guard, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
-from commopt.compress import Identity, Sign
+from commopt.compress import Identity, Int8, Sign
 from commopt.outer import RandomSign, RandomSignOrZero
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.outer.signs import uniform
@@ -442,6 +442,21 @@ def test_bytes_of_compressed_ways_are_those_of_the_ledger():
     on_threads(2, run)
 
 
+def test_the_norm_of_what_was_compressed_is_that_of_all_buckets():
+    def run(backend):
+        norms = []
+        for bucket_mb in (25, 2e-4):
+            model = Toy()
+            settings = {"compressor": Int8(block=64), "bucket_mb": bucket_mb, "backend": backend}
+            optimizer = DiLoCo(model.parameters(), lr=1e-2, period=2, **settings)
+            train(model, optimizer, range(2), backend.rank, 2)
+            norms.append(optimizer.comm_stats()["pseudo_gradient_norm"])
+        assert len(optimizer.buckets) > 1
+        assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+
+    on_threads(2, run)
+
+
 @IN_TWO_WAYS
 @pytest.mark.parametrize("compressor", [None, Sign()])
 def test_memory_is_what_the_docstring_says(cls, compressor):
@@ -674,7 +689,7 @@ def test_parameters_that_are_not_finite_on_one_rank_stop_the_synchronisation_on_
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
-    assert "inf or NaN in the parameters of ranks [1]" in caplog.text
+    assert "inf, NaN or a norm above 1e+14 in the parameters of ranks [1]" in caplog.text
 
 
 def test_a_grad_scaler_never_leaves_ranks_at_different_places():

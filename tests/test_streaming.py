@@ -405,6 +405,22 @@ def test_fragments_have_about_the_same_bytes_and_every_depth():
     assert [bucket.fragment for bucket in whole.buckets] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("period", "streaming", "why"),
+    [
+        (2, Streaming(3), "period must be at least the number of fragments, 3, got 2"),
+        (4, Streaming(3, 5), "delay must be less than the period, 4, got 5"),
+    ],
+)
+def test_a_loaded_period_that_does_not_fit_the_streaming_is_refused_before_anything_changes(period, streaming, why):
+    saved = DiLoCo(Toy().parameters(), lr=1e-2, period=period).state_dict()
+    optimizer = DiLoCo(Toy().parameters(), lr=2e-2, period=6, streaming=streaming)
+    with pytest.raises(ValueError, match=why):
+        optimizer.load_state_dict(saved)
+    assert [(group["period"], group["lr"]) for group in optimizer.param_groups] == [(6, 2e-2)]
+    optimizer.step()
+
+
 @pytest.mark.parametrize("method", ["diloco", "sparse"])
 @EVERY_LATE
 def test_on_nodes_on_one_channel_and_in_parts_it_is_the_same(method, streaming):
@@ -497,7 +513,7 @@ def test_a_fragment_with_nan_on_one_rank_is_not_merged_by_any_and_made_up_for(st
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
-    assert "inf or NaN in the parameters of ranks [1]" in caplog.text
+    assert "inf, NaN or a norm above 1e+14 in the parameters of ranks [1]" in caplog.text
 
 
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():

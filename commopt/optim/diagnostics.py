@@ -54,8 +54,9 @@ class Diagnostics:
         """This rank has taken a local step without its gradient: the ``count``-th."""
         if worth_a_line(count):
             logger.warning(
-                "%s: inf or NaN in the gradient of rank %d in a local step, which counts as zeros there (%d so far)",
-                self.optimizer, self.rank, count,
+                "%s: inf, NaN or a norm above %g in the gradient of rank %d in a local step, which counts as zeros "
+                "there (%d so far)",
+                self.optimizer, LARGEST_NORM, self.rank, count,
             )  # fmt: skip
 
     def idle(self, where: str = "on any rank") -> None:
@@ -122,17 +123,18 @@ class Diagnostics:
         """This rank has not stepped, because of its gradients: the ``count``-th time."""
         if worth_a_line(count):
             logger.warning(
-                "%s: rank %d skipped its local step: inf or NaN in its gradients (%d skipped so far)",
-                self.optimizer, self.rank, count,
+                "%s: rank %d skipped its local step: inf, NaN or a norm above %g in its gradients (%d skipped so far)",
+                self.optimizer, self.rank, LARGEST_NORM, count,
             )  # fmt: skip
 
     def round_skipped(self, ranks: Sequence[int], count: int) -> None:
         """All ranks have skipped a synchronisation, because of parameters of ``ranks``: the ``count``-th."""
         if self.rank == 0 and worth_a_line(count):
             logger.warning(
-                "%s: synchronisation skipped on all ranks: inf or NaN in the parameters of ranks %s (%d skipped so "
-                "far). It is tried again after the next step; those ranks need the last good checkpoint.",
-                self.optimizer, list(ranks), count,
+                "%s: synchronisation skipped on all ranks: inf, NaN or a norm above %g in the parameters of ranks %s "
+                "(%d skipped so far). It is tried again after the next step; those ranks need the last good "
+                "checkpoint.",
+                self.optimizer, LARGEST_NORM, list(ranks), count,
             )  # fmt: skip
 
     def too_late(self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str) -> None:

@@ -51,9 +51,12 @@ def take_over(optimizer: OuterOptimizer, entries: Mapping[Any, Mapping[str, Any]
 
 
 def check_loaded(optimizer: OuterOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if parameter ``groups`` are of a state in the middle of a cycle that was streamed otherwise."""
+    """Raises ValueError if parameter ``groups`` are of a state in the middle of a cycle that was streamed otherwise, or
+    have a period that is too short for the fragments here."""
     kind = None if optimizer.streaming is None else optimizer.streaming.kind
     for group in groups:
+        if optimizer.streaming is not None and "period" in group:
+            optimizer.streaming.check_period(group["period"])
         theirs = group.get("streaming")
         if theirs == kind or theirs is None or not (any(group["fragment_steps"]) or any(group["sent_steps"])):
             continue

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from commopt.comm import CollectiveError
+from commopt.optim.agreement import LARGEST_NORM
 
 Name = int | str
 Ticket = int
@@ -243,7 +244,11 @@ def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Tick
     finite = {ticket: report.norm for ticket, report in reports.items() if report.finite}
     if not finite:
         return {}
-    out = {ticket: "inf or NaN in its parameters" for ticket in reports if ticket not in finite}
+    out = {
+        ticket: f"inf, NaN or a norm above {LARGEST_NORM:g} in its parameters"
+        for ticket in reports
+        if ticket not in finite
+    }
     if max_z is None or len(finite) < 3:  # of two, nobody knows which
         return out
     median = statistics.median(finite.values())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -273,7 +274,7 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     return content
 
 
-def check_fits(saved: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+def check_fits(saved: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless the checkpoint belongs to this optimizer class, corpus and model.
 
     Both arguments have the keys ``optimizer``, ``corpus`` and ``model`` ([name, shape] of every parameter).

@@ -173,7 +173,7 @@ def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError for a checkpoint of another run, or that this one cannot read."""
     mesh = trainer.world.mesh
     try:
-        checkpoint.check_fits(shared, _identity(trainer), path)
+        _check_identity(shared, trainer, path)
         for changed in _check_settings(shared["config"], asdict(trainer.config), path):
             if trainer.world.is_main:
                 log.warning("changed since the checkpoint: %s", changed)
@@ -292,6 +292,20 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "corpus": trainer.corpus.key,
         "model": fingerprint(trainer.model),
     }
+
+
+def _check_identity(shared: Mapping[str, Any], trainer: Trainer, path: Path) -> None:
+    """Raise CheckpointError for another model, corpus or optimizer, with the settings that make it another."""
+    try:
+        checkpoint.check_fits(shared, _identity(trainer), path)
+    except CheckpointError as error:
+        theirs, ours = flat(shared["config"]), flat(asdict(trainer.config))
+        changed = [
+            f"{key} was {theirs.get(key)!r}, now {ours[key]!r}"
+            for key in ours
+            if theirs.get(key) != ours[key] and key.startswith(("model.", "data.", "optim.name"))
+        ]
+        raise CheckpointError(f"{error}; {', '.join(changed)}" if changed else str(error)) from None
 
 
 def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
