@@ -106,7 +106,7 @@ class DataConfig:
     shared."""
 
     def __post_init__(self) -> None:
-        empty = self.corpus in ("", [])
+        empty = self.corpus in ("", "hf:", [])
         _check("data.corpus", self.corpus, not empty, "stdlib, a path, a list of paths or hf:NAME")
         _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size < 2**32, "in [261, 4294967295]")
         _check("data.seq_len", self.seq_len, self.seq_len >= 8, ">= 8")

@@ -92,6 +92,11 @@ def plan_optimizer(config: OptimConfig) -> tuple[type, dict[str, Any]]:
     if takes_guard(cls):
         extra["guard"] = commopt.optim.Guard(config.max_skipped, config.check_every, config.on_difference)
     if config.compressor is not None:
+        if not issubclass(cls, OURS):
+            raise ConfigError(
+                f"optim.compressor is not allowed with optim.name={config.name}, which sends nothing itself: "
+                "comm.compress compresses the gradients that it steps with"
+            )
         check_arguments(cls, {"compressor": None}, "optim")
         extra["compressor"] = make_named(
             config.compressor.name, config.compressor.args, "optim.compressor", commopt.compress, AnyCompressor

@@ -11,6 +11,7 @@ import difflib
 import functools
 import math
 import os
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -202,7 +203,10 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
     for word in overrides:
         key, _, value = word[2:].partition("=")
         _check_key(key.removesuffix("+"), "on the command line")
-        if _section(keys().get(key)) is not None:  # else it may be the name of a file, which jsonargparse would read
+        hint = keys().get(key)
+        if value == "null" and hint is not None and not _may_be_null(hint):  # jsonargparse makes text of it
+            raise ConfigError(f"{key}=null is not allowed")
+        if _section(hint) is not None:  # else it may be the name of a file, which jsonargparse would read
             _check_tree({key: _plain(key, value)}, "on the command line")
     parser = make_parser()
 
@@ -211,7 +215,8 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
         try:
             parsed = parser.parse_args([*(f"--config={content}" for content in contents), *given])
         except (ArgumentError, ValueError) as error:
-            raise ConfigError(" ".join(str(error).replace("Parser key", "key").split())) from None
+            said = re.sub(r"a <class '(\w+)'>", r"\1", str(error).replace("Parser key", "key"))
+            raise ConfigError(" ".join(said.split())) from None
         values: dict[str, Any] = parsed.as_dict()
         values.pop("config", None)
         return values
