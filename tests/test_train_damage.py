@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from trainer_pair import run
-from trainer_runs import assert_same, content
+from trainer_runs import assert_same, content, sign_anew
 
-from commopt.train import checkpoint, manifest, resume, sums
+from commopt.train import checkpoint, resume
 from commopt.train.config import Config
 from commopt.train.errors import CheckpointError, UserError
 from commopt.train.metrics import METRICS, read_metrics
@@ -81,15 +81,6 @@ def test_everything_damaged_is_one_line(tiny: Make, copy: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is good") as caught:
         run(config(tiny, copy, resume="auto"))
     assert "\n" not in str(caught.value)
-
-
-def sign_anew(path: Path) -> None:
-    """Make a checkpoint's manifest fit what its files are now: verified, and still not what was saved."""
-    step = manifest.step_in(path.name)
-    assert step is not None
-    names = (manifest.SHARED, manifest.rank_file(0))
-    files = {n: {"size": (path / n).stat().st_size, "sha256": sums.of_file(path / n)} for n in names}
-    (path / manifest.MANIFEST).write_text(manifest.make_manifest(step, 1, files))
 
 
 def without(key: str) -> Callable[[dict[str, Any]], Any]:

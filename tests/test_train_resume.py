@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from trainer_pair import Pair, run, run_and_stop
-from trainer_runs import Make, assert_same, content, records
+from trainer_runs import Make, assert_same, content, records, sign_anew
 
 from commopt.train import resume
 from commopt.train.config import Config
@@ -99,12 +99,22 @@ def test_baseline_under_ddp_resumes_bit_for_bit(pair: Pair, tiny: Make, tmp_path
     assert all(line["bytes"] == line["fp32_bytes"] > 0 for line in lines)
 
 
+def skipped_more(folder: Path) -> None:
+    """Make of a checkpoint one whose second rank has skipped three steps."""
+    part = torch.load(folder / "rank-00001.pt", weights_only=True)
+    torch.save(part | {"skipped_steps": 3}, folder / "rank-00001.pt")
+    sign_anew(folder)
+
+
 def test_from_two_ranks_to_one_and_back(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     """The data position is exact at any world size; what compression owes is merged and dealt out anew."""
     pair.run(run_and_stop, tiny(tmp_path), 7, 0)
+    skipped_more(tmp_path / "checkpoints" / "step-00000007")
     alone = run_and_stop(tiny(tmp_path, resume="auto"), 9, 0)
     assert (alone["step"], alone["finished"]) == (9, False)
-    assert content(tmp_path, 9, 1)[0]["consumed"] == 9 * 8
+    shared, part = content(tmp_path, 9, 1)
+    assert shared["consumed"] == 9 * 8
+    assert part["skipped_steps"] == 3
     finished = pair.run(run, tiny(tmp_path, resume="auto"))
     assert all(s["finished"] for s in finished)
     assert finished[0]["heldout_loss"] == finished[1]["heldout_loss"] < 6

