@@ -294,8 +294,10 @@ def fit_costs(
     """
     link, loss = links(samples), losses_by(lost)
     busy = {verb: gap(link[verb], line) for verb, line in links(together).items()}
-    latency = busy["all_reduce"].latency
-    busy |= {verb: replace(link[verb], latency=latency) for verb in ("all_reduce", "all_reduce_bf16")}
+    small = busy["all_reduce"]
+    for verb in ("all_reduce", "all_reduce_bf16"):
+        alone = link[verb]
+        busy[verb] = replace(alone, latency=min(alone.latency, small.latency))
     return Costs(
         world_size=world_size,
         link={verb: link[verb] for verb in COLLECTIVES},
