@@ -152,7 +152,9 @@ def test_with_rank_0s_state_alone_parameters_stay_and_one_warning_says_so(caplog
     assert caplog.text.count("parameters stay as they are") == 1
 
 
-def test_the_state_of_a_torch_sgd_is_taken_over_by_one_rank_and_by_two():
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_the_state_of_a_torch_sgd_is_taken_over_by_one_rank_and_by_two(momentum):
+    """Also by one that was made without momentum."""
     theirs = Toy()
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
     train(theirs, sgd, range(4))
@@ -162,7 +164,7 @@ def test_the_state_of_a_torch_sgd_is_taken_over_by_one_rank_and_by_two():
     def run(backend):
         ours = Toy()
         ours.load_state_dict(weights)
-        optimizer = make("sign", ours, backend, nesterov=False)
+        optimizer = make("sign", ours, backend, nesterov=False, momentum=momentum)
         optimizer.load_state_dict(saved)
         assert optimizer.param_groups[0]["momentum"] == 0.9
         assert optimizer.param_groups[0]["period"] == 3
@@ -649,6 +651,29 @@ def test_it_knows_when_all_ranks_have_the_same_model(arguments, expected):
 
     for (apart, a), (_, b), known in zip(*on_threads(2, run), expected):
         assert apart == known == (not same_bits(a, b))
+
+
+def test_qsparse_has_one_model_on_all_ranks_after_every_reset():
+    def run(backend):
+        model, differ = Toy(), []
+        optimizer = make("qsparse", model, backend, period=3)
+        for step in range(7):
+            train(model, optimizer, range(step, step + 1), backend.rank, 2)
+            differ.append(optimizer.replicas_differ)
+        return differ
+
+    assert on_threads(2, run) == [[True, True, False, True, True, False, True]] * 2
+
+
+def test_a_period_that_was_changed_to_one_that_cannot_be_is_refused():
+    def run(backend):
+        model = Toy()
+        optimizer = make("sign", model, backend)
+        optimizer.param_groups[0]["period"] = 0
+        with pytest.raises(ValueError, match="period must be an int >= 1, got 0"):
+            train(model, optimizer, range(1), backend.rank, 2)
+
+    on_threads(2, run)
 
 
 class OneLine(ThreadBackend):

@@ -29,7 +29,7 @@ from commopt.train.corpus import documents
 from commopt.train.data import CLS, EOT, MASK, SEP, SPECIALS, Corpus, Windows, is_heldout, load_corpus
 from commopt.train.errors import DataError, FolderError, UserError
 from commopt.train.stop import Stopped, StopSignal
-from commopt.train.tasks import IGNORE, MaskedToken, NextToken, make_samples
+from commopt.train.tasks import IGNORE, MaskedToken, NextToken, Samples, make_samples
 from commopt.train.world import World, open_world
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -401,7 +401,7 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
     assert order(1, 0) == order(1, 0)
     assert order(1, 0) != order(2, 0)
-    assert order(1, 0) != order(1, 1000)
+    assert order(1, 0) != order(1, 1000) != order(2, 0)
     torch.manual_seed(3)
     assert int(windows.shuffled(1500, 1)[0]) == order(1, 1000)[500]
 
@@ -448,3 +448,14 @@ def test_masks_are_a_function_of_seed_and_sample() -> None:
 def test_something_is_always_predicted(number: int) -> None:
     _, labels = MaskedToken(8, 100, 0).sample(np.full(6, 50), number)
     assert (labels != IGNORE).any()
+    window = np.array([EOT, EOT, EOT, EOT, EOT, 50])  # the one token that may be
+    assert MaskedToken(8, 100, 0).sample(window, number)[1].tolist() == [IGNORE] * 6 + [50, IGNORE]
+
+
+def test_heldout_samples_have_masks_of_their_own() -> None:
+    """Not those of the training samples with the same numbers."""
+    windows = Windows(np.full(62 * 8, 50), 62)
+    samples = Samples(MaskedToken(64, 100, 1), windows, windows, 1)
+    heldout, train = samples.heldout_batch(range(8))[1], samples.train_batch(range(8))[1]
+    assert not any(map(torch.equal, heldout, train))
+    assert torch.equal(heldout, samples.heldout_batch(range(8))[1])

@@ -92,6 +92,7 @@ def test_bfloat16_rounds_ties_to_even(dtype):
     assert out[0, :5].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, 0.0, math.inf]
     assert bool(out[0, 3].signbit())
     assert math.isnan(out[0, 5])
+    assert not payload[:, 12:].any()
     assert not bool(BFloat16().is_sound(payload, 6))
     assert bool(BFloat16().is_sound(payload, 4))
 

@@ -62,6 +62,28 @@ def test_the_variance_is_raised_to_a_share_of_the_mean_of_its_block(world_size, 
         assert (after != before) == (share > 0)
 
 
+def test_without_blocks_it_is_the_mean_of_the_whole_row():
+    """Which has more elements than a block, where a compressor has none."""
+
+    def run(backend: ThreadBackend) -> None:
+        p = nn.Parameter(torch.ones(9000, dtype=torch.float64))
+        optimizer = OneBitAdam([p], freeze_step=1, compressor=Sign(None), backend=backend)
+        for step in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            if step == 0:
+                (bucket,) = optimizer.buckets
+                bucket["exp_avg_sq"][:9000] = 1e-6
+                bucket["exp_avg_sq"][:2048] = 1.0
+                bucket.active = None
+        row = bucket.padded // 2
+        assert row > 4096
+        assert bucket["exp_avg_sq"][row - 1].item() == pytest.approx(0.01 * 2048 / row, rel=1e-3)
+        assert bucket["exp_avg_sq"][row].item() == 1e-6
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, ZeroOneAdam])
 def test_where_nothing_is_lost_nothing_is_raised(cls):
     settings = {"variance": VariancePolicy(kappa=1, stop=2)} if cls is ZeroOneAdam else {"freeze_step": 2}

@@ -726,6 +726,19 @@ def test_seeds_that_differ_are_an_error_on_every_rank():
     on_threads(2, run)
 
 
+def test_after_the_state_of_a_base_alone_nobody_knows_that_all_ranks_have_the_same():
+    def run(backend):
+        theirs, model = Toy(), Toy()
+        base = torch.optim.AdamW(theirs.parameters())
+        train(theirs, base, range(2))
+        optimizer = Gossip(model.parameters(), backend=backend)
+        assert not optimizer.replicas_differ
+        optimizer.load_state_dict(base.state_dict())
+        assert optimizer.replicas_differ
+
+    on_threads(2, run)
+
+
 def test_the_oracles_neighbourhoods():
     assert [around(w, 0) for w in (1, 2, 3, 5)] == [[0], [0, 1], [0, 1, 2], [0, 1, 4]]
 

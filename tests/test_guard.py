@@ -501,6 +501,10 @@ def test_a_variance_that_was_0_on_one_rank_takes_part_again_once_it_is_repaired(
     check_repaired(on_threads(3, run), caplog)
 
 
+def test_rounds_longer_than_check_every_compare_each_time():
+    assert all(Guard(check_every=100).checks_at(n + 1, n, False, length=500) for n in range(3))
+
+
 @pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 @pytest.mark.parametrize("on_difference", ["raise", "repair"])
 def test_a_step_count_that_differs_is_noticed_or_repaired(name, on_difference, caplog):

@@ -452,6 +452,7 @@ def test_at_another_world_size_the_mean_model_goes_on(old, new):
         optimizer = make(model, backend)
         optimizer.load_state_dict(join_state_dict(saved[0][1], [s[2] for s in saved], backend.rank, new))
         loaded = params_of(model)
+        assert optimizer.replicas_differ == (new > 1)  # or what is saved now would be taken for the middle of a round
         train(model, optimizer, range(LOCAL + 2, ROUND + 1), backend.rank, new)
         return loaded, params_of(model)
 

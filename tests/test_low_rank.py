@@ -191,6 +191,28 @@ def test_a_matrix_that_has_gradients_in_every_second_mean_only_has_turns_of_its_
 
 
 @both
+def test_a_residual_of_what_is_sent_in_full_stays_until_it_is_sent(method):
+    """Another way to take means may have left it: it is saved as long as it lasts."""
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, Sign(16), backend=backend, bucket_mb=2e-4)
+        model.backward(grads(0, backend.rank))
+        saved = handle.state_dict()
+        handle.remove()
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        handle.load_state_dict(saved)
+        lasts = []
+        for absent in (1, None):
+            model.take()
+            model.backward([None if i == absent else g for i, g in enumerate(grads(1, backend.rank))])
+            lasts.append(1 in handle.state_dict()["residuals"]["state"])
+        assert lasts == [True, False]
+
+    on_threads(2, run)
+
+
+@both
 def test_autocast_around_backward_changes_nothing(method):
     def run(backend: ThreadBackend, dtype: torch.dtype | None) -> list[Tensor]:
         model, out = Given(SIZES).float(), list[Tensor]()
@@ -385,6 +407,12 @@ def test_another_number_of_ranks_has_the_same_residuals(method, after):
         else:
             now = sum(kept[i]["worker_error"] for _, kept in results) / after
         torch.testing.assert_close(now, residuals, rtol=0, atol=1e-12)
+
+
+def test_a_matrix_is_sent_as_factors_where_that_takes_no_more_than_the_part_that_is_said():
+    method = ACP(1, min_compression=2.0)
+    assert method.factors_of(torch.Size([4, 4])) == (4, 4, 1)  # 8 numbers for 16
+    assert method.factors_of(torch.Size([3, 5])) is None
 
 
 def test_what_is_not_allowed():

@@ -533,6 +533,26 @@ def test_a_learning_rate_of_0_gives_no_nan_and_moves_nothing(cls, period):
     assert not same_bits(before, params_of(model))
 
 
+@pytest.mark.parametrize("cls", [SlowMo, SignMomentum])
+def test_where_the_learning_rate_is_0_what_the_base_does_all_the_same_is_averaged(cls):
+    class Base(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad)
+
+    def run(backend):
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = cls([p], Base, lr=0.0, period=2, backend=backend)
+        for _ in range(2):
+            p.grad = torch.full((3,), 1.0 + 2 * backend.rank)
+            optimizer.step()
+        assert not optimizer.state[p]["outer_momentum"].any()
+        return p.tolist()
+
+    assert on_threads(2, run) == [[-4.0] * 3] * 2
+
+
 def test_an_instance_and_a_class_with_arguments_are_the_same():
     def run(backend):
         a, b, c = Toy(), Toy(), Toy()

@@ -206,6 +206,37 @@ def test_a_state_that_was_loaded_is_the_callers(make):
     assert all(torch.equal(state[name], value) for name, value in saved.items())
 
 
+def test_the_residual_of_loco_follows_the_scale_to_its_last_block():
+    residual = Averaged((4, 50), torch.float64, torch.device("cpu"), LoCo())  # 200 elements: a block of 128 and of 72
+    residual.load(torch.randn(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64), {})
+    before = residual.read()
+    residual.rescale(0.25)
+    assert torch.equal(residual.read(), before / 4)
+
+
+def test_loco_forgets_at_the_same_mean_where_a_run_is_resumed():
+    first, resumed = (Averaged((2, 16), torch.float32, torch.device("cpu"), LoCo(reset_every=2)) for _ in range(2))
+    first.write(torch.ones(2, 16), first.read())
+    first.commit()
+    resumed.load(first.read(), first.state())
+    for residual in (first, resumed):
+        assert residual.read().any()
+        residual.write(torch.ones(2, 16), residual.read())
+        residual.commit()
+        assert not residual.read().any()
+
+
+def test_of_several_means_one_that_is_not_sound_is_enough():
+    def run(backend):
+        mean = GroupMean(Plain([0, 1, 2, 3]), cut_over(backend)[0], Int8(), False, lambda: None)
+        given = drawn(0, backend.rank, [0, 1, 2, 3])
+        for rows in (torch.full_like(given, torch.nan), given):
+            mean(given.new_empty(given.shape[1]), rows.view(-1), None, dist.ReduceOp.SUM)
+        return bool(mean.sound)
+
+    assert on_threads(W, run) == [False] * W
+
+
 def test_a_mean_that_is_not_sound_leaves_the_residual():
     """And gradients are NaN then; a second mean before the end goes on from the first."""
 

@@ -516,6 +516,35 @@ def test_a_fragment_with_nan_on_one_rank_is_not_merged_by_any_and_made_up_for(st
     assert "inf, NaN or a norm above 1e+14 in the parameters of ranks [1]" in caplog.text
 
 
+def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_next_one():
+    """Without momentum, by gradients that do not depend on the model: the mean of all that was done, but for the one
+    element that was NaN."""
+
+    def run(backend):
+        params = some_params(SIZES)
+        optimizer = LocalSGD(
+            params, torch.optim.SGD, lr=0.1, period=4, streaming=Streaming(2, merge="eager"), backend=backend
+        )
+        expected = [p.detach().clone() for p in params]
+        for step in range(18):
+            for p, g in zip(params, some_grads(SIZES, step, backend.rank)):
+                p.grad = g
+            bad = step == 7 and backend.rank == 1
+            if bad:
+                params[2].data[0] = math.nan
+            optimizer.step()  # after 4, 8, 12, ... steps the second fragment is sent, which is this parameter
+            if bad:
+                params[2].data[0] = optimizer.state[params[2]]["anchor"][0]
+            for x, *both in zip(expected, some_grads(SIZES, step, 0), some_grads(SIZES, step, 1)):
+                x.sub_(sum(both), alpha=0.05)
+        assert optimizer.skipped_rounds == 1
+        optimizer.synchronize()
+        params[2].data[0] = expected[2][0]
+        torch.testing.assert_close([p.detach() for p in params], expected, rtol=1e-12, atol=1e-12)
+
+    on_threads(2, run)
+
+
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():
     def run(backend):
         model = Toy()
@@ -637,6 +666,23 @@ def test_models_changed_before_the_first_fragment_are_where_it_begins(streaming,
     assert caplog.text.count("parameters were changed between two rounds") == 1
 
 
+def test_a_fragment_that_is_due_before_it_has_come_back_is_merged_first():
+    """The period was made shorter while it was in flight."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=16, streaming=Streaming(4, 7), backend=backend)
+        train(model, optimizer, range(8), backend.rank, 2)
+        optimizer.param_groups[0]["period"] = 8
+        train(model, optimizer, range(8, 13), backend.rank, 2)  # the second fragment was sent after 8, and is after 13
+        assert optimizer.param_groups[0]["sent_steps"][1] == 5
+        assert optimizer.param_groups[0]["fragment_rounds"][1] == 1
+        optimizer.synchronize()
+        return params_of(model)
+
+    assert same_bits(*on_threads(2, run))
+
+
 def test_a_state_in_the_middle_of_another_stream_is_refused():
     model = Toy()
     optimizer = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=Streaming(3, 2))
@@ -648,10 +694,16 @@ def test_a_state_in_the_middle_of_another_stream_is_refused():
             ValueError, match=r"was streamed in 3 fragments, .*: call synchronize\(\) before it is saved"
         ):
             other.load_state_dict(state)
+    one = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=Streaming(1, 2))
+    train(model, one, range(6))
+    assert one.param_groups[0]["fragment_steps"] == (0,)  # no step was taken since, but all is in flight
+    with pytest.raises(ValueError, match="was streamed in 1 fragments"):
+        DiLoCo(Toy().parameters(), lr=1e-2, period=6).load_state_dict(one.state_dict())
     plain = DiLoCo(model.parameters(), lr=1e-2, period=6)
-    train(model, plain, range(4))
+    train(model, plain, range(10))
     optimizer.load_state_dict(plain.state_dict())  # of rounds: all fragments are as far
     assert optimizer.param_groups[0]["fragment_steps"] == (4, 4, 4)
+    assert optimizer.param_groups[0]["fragment_rounds"] == (1, 1, 1)
     train(model, optimizer, range(4, 8))
     plain.load_state_dict(DiLoCo(Toy().parameters(), lr=1e-2, period=6, streaming=Streaming(3, 2)).state_dict())
     assert "fragment" not in plain.param_groups[0]

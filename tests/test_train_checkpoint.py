@@ -47,6 +47,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step, keep=2)
     assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [2, 10]
     assert find(tmp_path) == tmp_path / "step-00000010"
+    for step in (99_999_999, 100_000_000):  # whose name is longer
+        save(tmp_path, step, keep=2)
+    assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [99_999_999, 100_000_000]
 
 
 def truncate(path: Path) -> None:
@@ -260,6 +263,12 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     checkpoint.set_aside_newer(tmp_path, 1)
     assert checkpoint.list_steps(tmp_path) == [tmp_path / "step-00000001"]
     assert (tmp_path / "discarded-step-00000003" / "manifest.json").exists()
+    again = save(tmp_path, 3)  # and once more: there is a discarded one by that name
+    content = (again / "manifest.json").read_text()
+    (tmp_path / "discarded-step-00000003" / "manifest.json").write_text("old")
+    checkpoint.set_aside_newer(tmp_path, 1)
+    assert not again.exists()
+    assert (tmp_path / "discarded-step-00000003" / "manifest.json").read_text() == content
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_an_older_one_goes(tmp_path, monkeypatch):

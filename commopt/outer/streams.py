@@ -253,8 +253,11 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     ending.take_steps(optimizer, entries, along, lambda *_: None, numbers, commit=counts)
     for x, mean in means:
         x.copy_(mean)
-    for entry in entries if finite else ():
-        ending.to_anchor(entry)
+    for entry, d in zip(entries, now):
+        if finite:
+            ending.to_anchor(entry)
+        else:  # the parameters follow the anchor, or this rank's next share would take back what others have done
+            _add_to_anchor(entry, -d)
     freezing.know(optimizer, frozen, entries)
     _taken(optimizer, fragment, flight, squares)
     keep_sent(optimizer, entries, sent)
