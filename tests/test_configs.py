@@ -343,6 +343,12 @@ WRONG = [
     ([], "train: other.yaml", "train='other.yaml' in .*c.yaml is not allowed: it must be keys and values"),
     ([], "comm: false", "comm=False in .*c.yaml is not allowed"),
     ([], "train: {steps: null}", "train.steps=null is not allowed"),
+    (
+        ["--train.run_dir=runs/\udcff"],
+        "",
+        r"train.run_dir='runs/\\udcff' is not allowed: it must be a folder, in UTF-8",
+    ),
+    (["--train.run_dir=runs/\0"], "", r"train.run_dir='runs/\\x00' is not allowed"),
     (["--train.run_dir=null"], "", "train.run_dir=null is not allowed"),
     (
         ["--data.corpus=hf:"],

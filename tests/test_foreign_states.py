@@ -3,6 +3,7 @@ where they are not; and a model that is cast between the steps of a base of torc
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn, optim
 from worlds import on_threads, params_of, same_bits, seeded
 
-from commopt import CSER, DiLoCo, Lamb, LocalSGD, OneBitAdam, OneBitLamb, OneBitLion
+import commopt
+from commopt import CSER, DiLoCo, Lamb, Lans, LocalSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from commopt.comm import LocalBackend
 
 
@@ -32,6 +34,70 @@ def saved_by(make: Any, steps: int = 2, **settings: Any) -> dict[str, Any]:
     train(model, optimizer, steps)
     state: dict[str, Any] = optimizer.state_dict()
     return state
+
+
+def spoilt(state: dict[str, Any], *path: Any, value: Any = None) -> dict[str, Any]:
+    """``state`` with what is at ``path`` exchanged for ``value``, or deleted."""
+    place: Any = state
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return state
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam, Lans])
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("state", 1, "exp_avg"), "x", "parameter 1: exp_avg in the loaded state is 'x', not a tensor"),
+        (("state", 1, "exp_avg_sq"), None, "its parameter 1 has no 'exp_avg_sq'"),
+        (("state", 1), 3, "that of parameter 1 is 3, not a dict"),
+        (("state",), [1], "'state' a dict"),
+        (("param_groups",), 3, "'param_groups' must be a list of dicts"),
+        (("param_groups", 0, "params"), None, "must be a list of dicts with 'params'"),
+        (("residuals",), {"rank": 0}, "its 'residuals' have only 'rank'"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(make: Any, path: Any, value: Any, message: str) -> None:
+    model = net()
+    optimizer = make(model.parameters(), lr=0.1)
+    train(model, optimizer, 2)
+    before = params_of(model), str(optimizer.state_dict())
+    if make is Lans and path == ("residuals",):
+        return  # it has none
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(spoilt(copy.deepcopy(optimizer.state_dict()), *path, value=value))
+    assert same_bits(params_of(model), before[0])
+    assert str(optimizer.state_dict()) == before[1]
+
+
+def test_muon_loads_its_own_and_refuses_others() -> None:
+    def made(cls: Any, rows: int = 4) -> Any:
+        with seeded():
+            p = nn.Parameter(torch.randn(rows, 3))
+        optimizer = cls([p], lr=0.1)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        return optimizer
+
+    ours = made(commopt.Muon)
+    before = str(ours.state_dict())
+    for state, message in (
+        (made(optim.AdamW).state_dict(), "has no 'momentum'"),
+        (made(commopt.Muon, 5).state_dict(), r"momentum_buffer in the loaded state has shape \(5, 3\)"),
+        (spoilt(made(commopt.Muon).state_dict(), "state", 0, "momentum_buffer", value="x"), "is 'x', not a tensor"),
+        ({"step": 3}, "takes what state_dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.load_state_dict(state)
+        assert str(ours.state_dict()) == before
+    if hasattr(optim, "Muon"):
+        theirs = made(optim.Muon)
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(*(next(iter(o.state.values()))["momentum_buffer"] for o in (ours, theirs)))
 
 
 @pytest.mark.parametrize(

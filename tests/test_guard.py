@@ -501,6 +501,30 @@ def test_a_variance_that_was_0_on_one_rank_takes_part_again_once_it_is_repaired(
     check_repaired(on_threads(3, run), caplog)
 
 
+def test_an_interrupt_that_has_met_each_rank_elsewhere_in_a_step_is_found_in_the_next_one():
+    """As Ctrl-C under torchrun, caught by the script."""
+
+    def run(backend):
+        model = Toy()
+        settings = {"freeze_step": 2, "bucket_mb": 1e-4, "guard": Guard(check_every=100), "backend": backend}
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, **settings)
+        train(model, optimizer, range(4), backend.rank, 2)
+        step, done = optimizer.bucket_step, []
+
+        def interrupted(*args):
+            yield from step(*args)
+            done.append(1)
+            if len(done) == 1 + 2 * backend.rank:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(optimizer, "bucket_step", interrupted), pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, range(4, 5), backend.rank, 2)
+        with pytest.raises(ReplicasDiffer, match=r"step 5: ranks \[0\] and \[1\] differ in the parameters of bucket"):
+            train(model, optimizer, range(5, 6), backend.rank, 2)
+
+    on_threads(2, run)
+
+
 def test_rounds_longer_than_check_every_compare_each_time():
     assert all(Guard(check_every=100).checks_at(n + 1, n, False, length=500) for n in range(3))
 

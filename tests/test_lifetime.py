@@ -26,8 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, backward, on_threads, tokens, train
 
 from commopt import (
+    DiLoCo,
+    Gossip,
     LocalSGD,
     OneBitAdam,
+    ZeroOneAdam,
     attach,
 )
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
@@ -214,9 +217,16 @@ def main(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    Path(folder, str(rank)).write_text(json.dumps(scene_many(rank, store)))
+    out = scene_many(rank, store)
+    made = [(cls, nn.Linear(3, 2)) for cls in (OneBitAdam, ZeroOneAdam, DiLoCo, Gossip)]
+    optimizers = [cls(model.parameters()) for cls, model in made]
+    for optimizer, (_, model) in zip(optimizers, made):
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
+    out["saved"] = [len(optimizer.state_dict()["state"]) for optimizer in optimizers]
+    Path(folder, str(rank)).write_text(json.dumps(out))
 
 
 def test_many_optimizers_over_gloo_leave_nothing():
@@ -235,6 +245,7 @@ def test_many_optimizers_over_gloo_leave_nothing():
         assert out["gone"] == TIMES + 1
         assert out["after"] == out["before"]
         assert out["after"]["hooks"] == 0
+        assert out["saved"] == [2, 2, 2, 2]  # when the process group has gone
     assert seen[0]["averaged"] == seen[1]["averaged"]
 
 

@@ -243,6 +243,11 @@ def _of_its_ranks_alone() -> Iterator[None]:
             default.bound_device_id = bound
 
 
+def is_of_processes(backend: Any) -> bool:
+    """True if ``backend`` is a process group's, or was one's that has been destroyed."""
+    return isinstance(getattr(backend, "world", backend), TorchBackend)
+
+
 def ranks_of(backend: Any) -> list[int] | None:
     """The ranks of the default process group that ``backend`` is of; None if it is no process group's."""
     inner = getattr(backend, "world", backend)

@@ -52,7 +52,7 @@ from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSki
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.digest import digest_of_all
-from commopt.optim.foreign import WHOSE
+from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
@@ -328,6 +328,10 @@ class CommOptimizer(PackedOptimizer):
             step.agreement.forget()
             forget_frames(error)
             raise
+        except BaseException:  # KeyboardInterrupt: wherever it was, and elsewhere on each rank
+            step.pipeline.abandon()
+            self._check_next = True
+            raise
         finally:
             self._in_flight = None
             self.topology.receipt.clear()
@@ -472,6 +476,10 @@ class CommOptimizer(PackedOptimizer):
         if self.guard.ends_after(self._skipped_in_a_row):
             told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
             raise NotFinite(f"{type(self).__name__}: {self._skipped_in_a_row} steps in a row were skipped: {told}")
+
+    def check_loaded(self, given: dict[str, Any]) -> None:
+        super().check_loaded(given)
+        check_moments(self.saved_as(), given, map(self.moments_of, self.params))
 
     # when buckets start -----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ def name_of_ours(cls: type) -> str:
 def check_form(given: Any) -> None:
     """Raises ValueError unless ``given`` is what ``state_dict()`` of some optimizer gives."""
     if isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys():
-        return
+        return _check_inside(given)
     if isinstance(given, Mapping) and {"rank", "world_size", "layout"} <= given.keys():
         raise ValueError(
             "load_state_dict() got the part that split_state_dict() took apart for one rank; give it what "
@@ -39,6 +39,21 @@ def check_form(given: Any) -> None:
         f"load_state_dict() takes what state_dict() of an optimizer gave, with 'state' and 'param_groups', got {what}; "
         "of a checkpoint of several things give the entry that is the optimizer's"
     )
+
+
+def _check_inside(given: Mapping[str, Any]) -> None:
+    groups, state, own = given["param_groups"], given["state"], given.get("residuals")
+    whole = isinstance(groups, Sequence) and isinstance(state, Mapping) and (own is None or isinstance(own, Mapping))
+    if not whole or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise ValueError(
+            "the loaded state is damaged: 'param_groups' must be a list of dicts with 'params', and 'state' a dict"
+        )
+    ids = [i for group in groups for i in group["params"]]
+    odd = [i for i in ids if not isinstance(state.get(i, {}), Mapping)]
+    if odd:
+        raise ValueError(f"the loaded state is damaged: that of parameter {odd[0]} is {state[odd[0]]!r}, not a dict")
+    if own and not {"rank", "world_size", "layout", "state"} <= own.keys():
+        raise ValueError(f"the loaded state is damaged: its 'residuals' have only {', '.join(map(repr, own))}")
 
 
 def check_saver(name: str, given: Mapping[str, Any], loads: Iterable[str]) -> None:
@@ -71,16 +86,29 @@ def check_family(
         for key in SETTINGS:
             if key in mine and key not in theirs:
                 _refuse(name, f"its parameter group {i} has no {key!r}", f"groups with {key!r}")
-    ids = [i for group in saved for i in group["params"]]
-    for i, names in zip(ids, moments):
+    check_moments(name, given, moments := list(moments))
+    for i, names in zip(ids_of(given), moments):
         entry = given["state"].get(i, {})
         needed = [key for key in MOMENTS if key in names]
-        lacking = [key for key in needed if entry and entry.get(key) is None]
-        if lacking:
-            _refuse(name, f"its parameter {i} has no {lacking[0]!r}", f"parameters with {' and '.join(needed)}")
         other = [key for key in MOMENTS if key in entry and key not in names]
         if other and needed:
             _refuse(name, f"its parameter {i} has {other[0]!r}", f"parameters with {' and '.join(needed)} alone")
+
+
+def check_moments(name: str, given: Mapping[str, Any], moments: Iterable[Iterable[str]]) -> None:
+    """Raises ValueError if the state of some parameter in ``given`` lacks one of its ``MOMENTS``; arguments as for
+    :func:`check_family`."""
+    for i, names in zip(ids_of(given), moments):
+        entry = given["state"].get(i, {})
+        needed = [key for key in MOMENTS if key in names]
+        lacking = [key for key in needed if entry.get(key) is None]
+        if lacking and any(key in entry for key in ("step", *MOMENTS)):  # else it was not trained, and is a user's own
+            _refuse(name, f"its parameter {i} has no {lacking[0]!r}", f"parameters with {' and '.join(needed)}")
+
+
+def ids_of(given: Mapping[str, Any]) -> list[Any]:
+    """What the parameters are known by in the state ``given``, in their order."""
+    return [i for group in given["param_groups"] for i in group["params"]]
 
 
 def momenta_lost(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.optim import checks
+from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
+from commopt.optim.saving import check_shape, check_tensor
 from commopt.sharding import cut, is_sharded, local, settle
 
 ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
@@ -122,6 +123,28 @@ class Muon(torch.optim.Optimizer):
             piece.mul_(1 - lr * group["weight_decay"])
             piece.add_(direction, alpha=-lr * ADJUSTMENTS[group["adjust_lr_fn"]](*p.shape))
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave, or the state of a ``torch.optim.Muon``.
+
+        Raises:
+            ValueError: if it is the state of another optimizer, or of other shapes; nothing is changed then.
+        """
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: self._check_loaded(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def _check_loaded(self, given: dict[str, Any]) -> None:
+        foreign.check_form(given)
+        params = [p for group in self.param_groups for p in group["params"]]
+        foreign.check_family("Muon", given, self.param_groups, [self.state.get(p, {}) for p in params])
+        for i, p in zip(foreign.ids_of(given), params):
+            value = given["state"].get(i, {}).get("momentum_buffer")
+            check_tensor(i, "momentum_buffer", value)
+            if value is not None:
+                check_shape(i, "momentum_buffer", value, p.shape, p)
 
 
 @dataclass

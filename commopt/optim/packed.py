@@ -28,7 +28,7 @@ from commopt.comm import (
     resolve_backend,
     sends_from,
 )
-from commopt.comm.torch import ranks_of
+from commopt.comm.torch import is_of_processes
 from commopt.compress import Compressor
 from commopt.optim import assigned, binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
 from commopt.optim.agreement import Holders
@@ -514,7 +514,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         assigned.follow(self)
         if self._own_values is None:
             self.adopt_values()
-            if ranks_of(self.topology.backend) is not None:  # of processes: elsewhere all are within reach
+            if is_of_processes(self.topology.backend):  # of processes: elsewhere all are within reach
                 replicas.tell_of_copies(self)
         self._refresh_own_tensors()
         out = super().state_dict()

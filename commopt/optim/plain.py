@@ -13,7 +13,7 @@ from commopt.bucket import buffer_dtype
 from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
-from commopt.optim.saving import check_shape
+from commopt.optim.saving import check_shape, check_tensor
 from commopt.optim.torch_options import OF_LAMB, check_group_options, check_torch_options, leave_out_of_loaded
 from commopt.sharding import is_sharded
 
@@ -149,6 +149,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
             for key in MOMENTS:
                 value = given["state"].get(i, {}).get(key)
+                check_tensor(i, key, value)
                 if isinstance(value, Tensor):
                     check_shape(i, key, value, p.shape, p)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -82,14 +83,17 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
     }
     part = (given.get("residuals") or {}).get("state", {})
     for i, p in zip(ids, params):
-        for name, shape in own.get(id(p), {}).items():
-            if isinstance(value := part.get(i, {}).get(name), Tensor):
-                check_shape(i, name, value, shape, p)
+        mine_own = own.get(id(p), {})
+        for name, value in part.get(i, {}).items():
+            if name in mine_own or name in RANK_LOCAL:
+                check_tensor(i, name, value)
+            if isinstance(value, Tensor) and name in mine_own:
+                check_shape(i, name, value, mine_own[name], p)
         for name, mine in state.get(id(p), {}).items():
             value = given["state"].get(i, {}).get(name)
-            if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1:
-                continue
-            if isinstance(value, OwnTensor):
+            if mine.numel() != 1 or not isinstance(value, Real):
+                check_tensor(i, name, value)
+            if not isinstance(value, Tensor) or value.numel() == mine.numel() == 1 or isinstance(value, OwnTensor):
                 continue
             check_shape(i, name, value, mine.shape, p)
             if not cut_alike(value, p):
@@ -105,6 +109,13 @@ def _own_shapes(bucket: StateBucket, index: int) -> dict[str, torch.Size]:
         PARAMETER: bucket.values[index].shape,
         **{name: bucket.tensors(name)[index].shape for name in bucket.buffers if name not in RANK_LOCAL},
     }
+
+
+def check_tensor(i: Any, name: str, value: Any) -> None:
+    """Raises ValueError unless ``value``, called ``name`` in the loaded state of parameter ``i``, is a tensor, or
+    None."""
+    if value is not None and not isinstance(value, Tensor):
+        raise ValueError(f"parameter {i}: {name} in the loaded state is {value!r}, not a tensor: it is damaged")
 
 
 def check_shape(i: Any, name: str, value: Tensor, shape: torch.Size, p: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from commopt.comm import Topology, gather_number
-from commopt.comm.torch import ranks_of
+from commopt.comm.torch import is_of_processes
 from commopt.optim import binding
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def ddp_may_average(topology: Topology) -> bool:
     them."""
     if topology.world_size == 1 or topology.is_sharded:
         return False
-    return ranks_of(topology.backend) is not None  # else no process group's ranks, so no DDP's
+    return is_of_processes(topology.backend)  # else no process group's ranks, so no DDP's
 
 
 def _may_be_wrapped(optimizer: PackedOptimizer) -> bool:

@@ -390,6 +390,9 @@ class OuterOptimizer(PackedOptimizer):
         except Exception as raised:
             forget_frames(raised)
             raise
+        except BaseException:  # KeyboardInterrupt: wherever it was, and elsewhere on each rank
+            self._check_next = True
+            raise
         finally:
             error = None
             if self._attachment is not None:

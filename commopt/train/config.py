@@ -19,6 +19,14 @@ def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed: it must be {allowed}")
 
 
+def _is_name(path: str) -> bool:
+    """True if files can have it, and logs name it."""
+    try:
+        return b"\0" not in path.encode()
+    except UnicodeEncodeError:  # of bytes that are not UTF-8
+        return False
+
+
 @dataclass
 class ModelConfig:
     """The network, built from these numbers alone: nothing is downloaded."""
@@ -304,7 +312,7 @@ class TrainConfig:
     """Checkpoints kept, >= 1."""
 
     def __post_init__(self) -> None:
-        _check("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        _check("train.run_dir", self.run_dir, bool(self.run_dir) and _is_name(self.run_dir), "a folder, in UTF-8")
         self.run_dir = os.path.expanduser(self.run_dir)
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_samples", "checkpoint_every")
         for name in (*counts, "keep"):
