@@ -132,6 +132,32 @@ def test_a_tensor_whose_gradients_have_become_zero_says_nothing(dtype):
     assert zeros == none == [60, 60]
 
 
+def table(backend, cls, parts, steps, freeze_step="auto"):
+    """Where the warm-up of a matrix and a table ends; of the table each step has one of ``parts`` equal parts."""
+    dense, rows = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(40, 2))
+    optimizer = cls([dense, rows], 1e-4, freeze_step=freeze_step, backend=backend)
+    draw = torch.Generator().manual_seed(backend.rank)
+    for t in range(steps):
+        dense.grad, rows.grad = torch.randn(6, 6, generator=draw), torch.zeros(40, 2)
+        rows.grad[t % parts :: parts] = torch.randn(40 // parts, 2, generator=draw)
+        optimizer.step()
+    return optimizer.param_groups[0]["freeze_step"]
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize(("parts", "at"), [(1, 60), (2, 60), (4, 80), (10, 243), (20, "auto")])
+def test_rows_of_a_table_have_had_twenty_gradients_before_their_variance_stands(cls, parts, at):
+    assert on_threads(2, lambda backend: table(backend, cls, parts, 250)) == [at] * 2
+
+
+def test_a_table_that_is_frozen_too_early_by_hand_is_named(caplog):
+    on_threads(2, lambda backend: table(backend, OneBitAdam, 10, 62, freeze_step=60))
+    assert caplog.text.count("1 parameters (a parameter of shape (40, 2)) have had fewer than 20 gradients") == 1
+    caplog.clear()
+    on_threads(2, lambda backend: table(backend, OneBitAdam, 2, 62, freeze_step=60))
+    assert "fewer than 20 gradients" not in caplog.text
+
+
 def test_an_lr_that_rises_keeps_the_warm_up_going():
     assert freezes_at(lambda t: (1.0,), 130, lr=lambda t: 1e-3 * min(1, t / 70)) == 100, "70 is after the look at 60"
     # a restart at step 50: lr is higher at 60 than at 40

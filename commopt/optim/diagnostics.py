@@ -189,17 +189,30 @@ class Diagnostics:
                 self.optimizer, setting % step, window, step, setting % window,
             )  # fmt: skip
 
-    def unsettled(self, step: int, beta2: float, change: float, lr_rises: bool, until: str) -> None:
+    def rarely_updated(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], enough: int) -> None:
+        """The variance of ``params`` stands from now on as what fewer than ``enough`` gradients an element have made of
+        it."""
+        if params and self.rank == 0 and self._once("rarely updated"):
+            logger.warning(
+                "%s: the variance stands from now on, and %d parameters (%s) have had fewer than %d gradients an "
+                "element, as rows of an embedding do that few batches have: they may be lost by it. Take a larger "
+                'freeze_step or "auto", or any optimizer on commopt.compress_gradients(model, commopt.compress.Int8())',
+                self.optimizer, len(params), listed(params, groups), enough,
+            )  # fmt: skip
+
+    def unsettled(self, step: int, beta2: float, change: float, rare: int, lr_rises: bool, until: str) -> None:
         """The variance has not settled after ``step``: from one window to the next the gradients' squares have changed
-        by exp(``change``). Warns if that is long; ``until`` says what goes on until then, and how to end it."""
+        by exp(``change``), or ``rare`` tensors have had few gradients an element. Warns if that is long; ``until`` says
+        what goes on until then, and how to end it."""
         is_long = step >= min(LONG, max(SHORT, WINDOWS / (1 - beta2)))
         if is_long and math.isfinite(change) and self._once("long warm-up"):
-            why = (
-                "the learning rate still rises"
-                if lr_rises
-                else f"the squares of a tensor's gradients have changed by a factor of {math.exp(min(change, 99)):.2f} "
-                "since the last look, 1.5 is allowed"
-            )
+            factor = math.exp(min(change, 99))
+            why = f"the squares of a tensor's gradients have changed by a factor of {factor:.2f} since the last look, "
+            why += "1.5 is allowed"
+            if lr_rises:
+                why = "the learning rate still rises"
+            elif rare:
+                why = f"elements of {rare} tensors, as the rows of an embedding, have had fewer than 20 gradients each"
             logger.warning(
                 "%s: after %d steps the variance has not settled (%s), and %s",
                 self.optimizer, step, why, until,

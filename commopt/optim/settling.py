@@ -9,7 +9,8 @@ the mean of ||g||^2 over the window, the newest counting most where the window i
 costs one pass over v, no memory but three numbers a tensor, and does not depend on how long b2 remembers. With E' of
 the window before, c = log(E / E') of each tensor, and means over all tensors, each counting as one:
 
-    the warm-up ends where    mean |c| <= 0.4,    mean c >= -0.4 at the look before,    and lr has not risen since
+    the warm-up ends where    mean |c| <= 0.4,    mean c >= -0.4 at the look before,    lr has not risen since,
+                              and of each tensor    k_t n_g / n_v >= 20
 
 **Tensor by tensor, in logarithms.** A model that leaves a plateau does so exponentially, from gradients that are
 nothing beside those of the embedding: on a small BERT ||v||_1 changed by 1 % in 50 steps while the variance of the
@@ -19,6 +20,11 @@ long. mean |c| was 1.3 to 1.7 there; before, in the decline to the plateau, 0.2 
 **Windows in proportion to t.** Gradients change with the logarithm of time. What has not changed by half in the last
 quarter of it will not have changed by much when the run is a few times as long; and a short run, or one with b2 =
 0.999, is not kept waiting for 1 / (1-b2) steps.
+
+**Twenty gradients an element.** k_t are the updates of v since the beginning, n_g the elements of the gradient at this
+look that are not 0, n_v those of v: so many gradients has an element of v had on average. In most tensors every step
+brings one to each. The rows of an embedding get one where a batch has them. The sum over a table is steady from the
+first step on; but what stands of a row is the square of its two or three gradients, or 0. Recommenders were lost by it.
 
 **What follows a decline must last.** The calm after a decline may be a plateau, with learning still to come; that after
 growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
@@ -37,7 +43,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import wait
-from commopt.optim.rules import square_sums
+from commopt.optim.rules import halves, square_sums
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -49,6 +55,8 @@ SHARE = 4
 """A look is this part of all steps after the last one."""
 CALM = 0.4
 """The most that log(E / E') may be, in the mean over all tensors."""
+ENOUGH = 20
+"""Gradients that an element of a tensor has had, in the mean over those that have had any."""
 UNKNOWN = -1.0
 """The trend before there was one, in a run that begins: as of a decline."""
 
@@ -65,6 +73,8 @@ class Change(NamedTuple):
     """mean |c|; inf if there is nothing to compare."""
     trend: float
     """mean c; negative if they have become smaller."""
+    rare: int
+    """How many tensors there are whose elements have had fewer than ``ENOUGH`` gradients."""
 
 
 def is_look(step: int) -> bool:
@@ -79,19 +89,22 @@ def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]
     """The change of each of ``cohorts`` of groups since the last look, which this one then is; the same on every rank.
     Communicates: all ranks call it at the same step, also those that train nothing."""
     number = {id(group): i for i, groups in enumerate(cohorts) for group in groups}
-    sums = torch.zeros(len(cohorts), 3, dtype=torch.float64, device="cpu")
+    sums = torch.zeros(len(cohorts), 4, dtype=torch.float64, device="cpu")
     for bucket, group in optimizer.compressed_buckets([group for groups in cohorts for group in groups]):
-        found = _look(bucket, group["betas"][1])
-        sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found)])
+        found, rare = _look(bucket, group["betas"][1]), len(rarely_updated(bucket))
+        sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found), rare])
     sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
     # equal already where every rank holds the whole; the decision must be, and is then the mean over what all hold
     wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")
-    return [Change(size / n, trend / n) if n else Change(math.inf, UNKNOWN) for size, trend, n in sums.tolist()]
+    return [
+        Change(size / n, trend / n, round(rare)) if n else Change(math.inf, UNKNOWN, round(rare))
+        for size, trend, n, rare in sums.tolist()
+    ]
 
 
 def ends_warmup(groups: Sequence[dict[str, Any]], change: Change) -> bool:
     """True if ``change`` ends the warm-up of a cohort of groups, each of which remembers it."""
-    calm = change.size <= CALM
+    calm = change.size <= CALM and not change.rare
     for group in groups:
         lr = float(group["lr"])
         calm = calm and group["look_trend"] >= -CALM and lr <= group["look_lr"]
@@ -130,10 +143,29 @@ def stop_where_settled(
                 stopped += cohort
             else:
                 beta2 = max(group["betas"][1] for group in cohort)
-                optimizer._diagnostics.unsettled(step, beta2, change.size, lr_rises, until)
+                optimizer._diagnostics.unsettled(step, beta2, change.size, change.rare, lr_rises, until)
     for group in stopped:
         group[key] = group["step"]
     return stopped
+
+
+def count_nonzero(bucket: StateBucket, moving: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    """Notes how many elements of the mean ``gradients``, of the parameters with the indices ``moving``, are not 0."""
+    bucket.nonzero = [0.0] * len(bucket.params)
+    for i, g in zip(moving, gradients):
+        bucket.nonzero[i] = float(g.count_nonzero())
+
+
+def rarely_updated(bucket: StateBucket) -> list[Tensor]:
+    """The parameters of ``bucket`` whose elements have had fewer than ``ENOUGH`` gradients because fewer than half of
+    them get one in a step, by those that were counted last. All ranks that hold pieces of them call it."""
+    if not bucket.nonzero:
+        return []
+    ours = [float(v.count_nonzero()) for v in bucket.tensors("exp_avg_sq")]
+    totals = halves(bucket.total([*bucket.nonzero, *ours]))
+    updates = bucket.numbers["variance_step"].tolist()
+    per_step = [n_g / n_v if n_v else 1.0 for n_g, n_v in totals]
+    return [p for p, k, share in zip(bucket.params, updates, per_step) if 0 < share < 0.5 and k * share < ENOUGH]
 
 
 def forget(bucket: StateBucket) -> None:

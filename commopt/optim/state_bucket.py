@@ -39,6 +39,8 @@ class StateBucket(Bucket):
             known, and for all. Derived, not state: it is not saved.
         frozen_norms: the mask ``active`` that there was when sums of a variance that stands were taken, and these.
             Derived, not saved.
+        nonzero: of each parameter, elements of its last mean gradient that are not 0; empty where they are not counted.
+            Derived, not saved.
         neighbours: replicas of the anchors of other ranks, flat buffers; of gossip. Derived, not saved.
     """
 
@@ -58,6 +60,7 @@ class StateBucket(Bucket):
     fragment: int = field(init=False, default=0)
     active: Tensor | None = field(init=False, default=None)
     frozen_norms: tuple[Tensor, list[float]] | None = field(init=False, default=None, repr=False)
+    nonzero: list[float] = field(init=False, default_factory=list, repr=False)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)
     _state: list[dict[str, Tensor]] = field(init=False, default_factory=list, repr=False)

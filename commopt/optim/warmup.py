@@ -112,7 +112,12 @@ class WarmupOptimizer(CommOptimizer):
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext
     ) -> Generator[Work, None, list[Tensor]]:
         """The means of the gradients of the parameters that move: exact, or by ``warmup_compressor``."""
-        return averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
+        means = yield from averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
+        step, last = group["step"] + 1, group["freeze_step"]
+        bucket.nonzero = []
+        if step == last or (last == "auto" and settling.is_look(step)):
+            settling.count_nonzero(bucket, ctx.moving(bucket), means)
+        return means
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         compresses = self.phase_of(group) == "compressed" and bucket.feedback is not None
@@ -139,6 +144,8 @@ class WarmupOptimizer(CommOptimizer):
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
             self.report_zero_variance(groups, "set a larger freeze_step")
+            rare = [p for bucket, _ in self.compressed_buckets(groups) for p in settling.rarely_updated(bucket)]
+            self._diagnostics.rarely_updated(rare, self.param_groups, settling.ENOUGH)
 
     # the end of warm-up -----------------------------------------------------------------------------------------------
 
