@@ -16,7 +16,7 @@ from worlds import on_threads, same_bits, tensors_in
 
 from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commopt.comm import ThreadBackend
-from commopt.compress import Identity, Int4, Sign, TopK
+from commopt.compress import Compressor, Identity, Int4, Sign, TopK
 from commopt.optim import VariancePolicy
 
 
@@ -82,6 +82,32 @@ def test_without_blocks_it_is_the_mean_of_the_whole_row():
         assert bucket["exp_avg_sq"][row].item() == 1e-6
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    ("apart", "factor", "compressor", "warns"),
+    [
+        (False, 24.0, Sign(), True),
+        (False, 9.0, Sign(), False),
+        (True, 24.0, Sign(), False),
+        (False, 24.0, Int4(), False),
+    ],
+)
+def test_a_scalar_whose_gradients_dwarf_those_it_shares_a_scale_with_is_named(
+    caplog: pytest.LogCaptureFixture, apart: bool, factor: float, compressor: Compressor, warns: bool
+) -> None:
+    def run(backend: ThreadBackend) -> None:
+        matrix, scalar = nn.Parameter(torch.ones(40, 40)), nn.Parameter(torch.zeros(()))
+        groups = [{"params": [matrix]}, {"params": [scalar]}] if apart else [{"params": [matrix, scalar]}]
+        optimizer = OneBitAdam(groups, freeze_step=3, compressor=compressor, backend=backend)
+        for step in range(4):
+            matrix.grad = (torch.arange(1600) % 2 * 2.0 - 1).view(40, 40)
+            scalar.grad = torch.tensor(factor * (-1) ** step)  # beside 800: their rms is 1.3 then
+            optimizer.step()
+
+    on_threads(2, run)
+    assert ("1 parameters (a parameter of shape ()) have gradients up to 18 times" in caplog.text) == warns
+    assert ("times as large as those" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, ZeroOneAdam])

@@ -47,7 +47,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import assigned, binding, checks, comparing, replicas, wrapped
+from commopt.optim import assigned, binding, checks, comparing, floor, replicas, wrapped
 from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
@@ -686,6 +686,13 @@ class CommOptimizer(PackedOptimizer):
             found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
         moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
         self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
+
+    def report_outsized(self, groups: list[dict[str, Any]]) -> None:
+        """Warns of parameters of ``groups``, whose variance stands from now on, that the scale of their block stops."""
+        times: dict[Tensor, float] = {}
+        for bucket, _ in self.compressed_buckets(groups):
+            times |= floor.outsized(bucket, self.compressor)
+        self._diagnostics.outsized(times, self.param_groups)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}

@@ -200,6 +200,17 @@ class Diagnostics:
                 self.optimizer, len(params), listed(params, groups), enough,
             )  # fmt: skip
 
+    def outsized(self, times: Mapping[Tensor, float], groups: Sequence[dict[str, Any]]) -> None:
+        """Gradients of some parameters are so many ``times`` those of the others that they share scales with."""
+        if times and self.rank == 0 and self._once("outsized"):
+            largest = max(times.values())
+            logger.warning(
+                "%s: %d parameters (%s) have gradients up to %.0f times as large as those that they share the scale of "
+                "their signs with, and will move by about 1/%.0f of what they should. Put them into a parameter "
+                "group of their own, or take a compressor with more bits, as compressor=commopt.compress.Int4()",
+                self.optimizer, len(times), listed(list(times), groups), largest, largest,
+            )  # fmt: skip
+
     def unsettled(self, step: int, beta2: float, change: float, rare: int, lr_rises: bool, until: str) -> None:
         """The variance has not settled after ``step``: from one window to the next the gradients' squares have changed
         by exp(``change``), or ``rare`` tensors have had few gradients an element. Warns if that is long; ``until`` says

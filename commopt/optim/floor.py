@@ -23,13 +23,14 @@ by too much.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.compress import Compressor, Identity
+from commopt.compress import Compressor, Identity, Sign
 from commopt.optim.masks import active_mask
 from commopt.optim.rules import halves, square_sums
 from commopt.optim.state_bucket import StateBucket
@@ -38,6 +39,8 @@ LEAST = 0.01
 """Of the mean of its block: the least that an element's variance stands as, unless it is 0."""
 BLOCK = 2048
 """Elements of a block, where the compressor has none."""
+OUTSIZED = 10
+"""Times the root mean square of its block: gradients of a parameter that a sign of that size stops."""
 ROOT_MEAN_SQUARE = 2
 
 
@@ -56,13 +59,32 @@ def in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor
     v, share = bucket["exp_avg_sq"], _share(group, compressor)
     if share == 0:
         return v
-    block = getattr(compressor, "block", BLOCK) or 0
+    least = _means_of_blocks(bucket, compressor).mul_(share)
+    return torch.maximum(v, least, out=least)
+
+
+def _means_of_blocks(bucket: StateBucket, compressor: Compressor) -> Tensor:
+    """Of each element the mean of the v that are not 0 in its block; 0 where v is. A new flat buffer."""
+    v, block = bucket["exp_avg_sq"], getattr(compressor, "block", BLOCK) or 0
     roots, active = v.sqrt().view(bucket.world_size, -1), active_mask(bucket).view(bucket.world_size, -1)
     wire = torch.empty(bucket.world_size, ops.sign_nbytes(roots.shape[1], block), dtype=torch.uint8, device=v.device)
     ops.sign_compress(roots, wire, block, ROOT_MEAN_SQUARE, active)
-    ops.sign_decompress(wire, roots, block, active)  # the root of the mean, 0 where v is
-    least = roots.view(-1).square_().mul_(share)
-    return torch.maximum(v, least, out=least)
+    ops.sign_decompress(wire, roots, block, active)  # the root of the mean
+    return roots.view(-1).square_()
+
+
+def outsized(bucket: StateBucket, compressor: Compressor) -> dict[Tensor, float]:
+    """The parameters of ``bucket`` with so few elements that they hardly count in the scale of their block, of which
+    the gradients are ``OUTSIZED`` times as large as it or more: how many times."""
+    if not isinstance(compressor, Sign):
+        return {}
+    out: dict[Tensor, float] = {}
+    means = bucket.views(_means_of_blocks(bucket, compressor))
+    for p, v, mean in zip(bucket.params, bucket.tensors("exp_avg_sq"), means):
+        if 0 < v.numel() < BLOCK / OUTSIZED**2 and float(mean.sum()) > 0:
+            times = math.sqrt(float(v.sum()) / float(mean.sum()))
+            out |= {p: times} if times >= OUTSIZED else {}
+    return out
 
 
 def in_tensors(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:

@@ -167,6 +167,11 @@ class OneBitAdam(WarmupOptimizer):
         checks.check_thaw(group["thaw"])
         checks.check_min_variance(group["min_variance"])
 
+    def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
+        super().report_phase(phase, groups)
+        if phase == "compressed":
+            self.report_outsized(groups)
+
     def init_bucket(self, bucket: StateBucket) -> None:
         bucket.buffers["exp_avg"] = bucket.zeros()
         bucket.buffers["exp_avg_sq"] = bucket.zeros()

@@ -278,6 +278,7 @@ class ZeroOneAdam(CommOptimizer):
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "frozen":
             self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
+            self.report_outsized(groups)
 
     ever_rank_local = ("exp_avg", "mean_momentum")
 
