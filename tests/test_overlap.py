@@ -691,3 +691,33 @@ def test_a_copy_whose_parameter_is_frozen_goes_on_and_overlaps_once_it_is_not():
 
     one, other = on_threads(2, run)
     assert same_bits(one, other)
+
+
+def test_after_a_backward_that_failed_on_all_ranks_the_error_says_how_to_go_on():
+    def run(backend):
+        models, failing = [Used(), Used()], []
+        settings = {"lr": 1e-2, "freeze_step": 2, "bucket_mb": 1e-4, "overlap": True, "backend": backend}
+        one, other = (OneBitAdam(model.parameters(), **settings) for model in models)
+
+        def fail(_):
+            if failing:
+                raise MemoryError("boom")
+
+        models[0].positions.register_hook(fail)
+        for model, optimizer in zip(models, (one, other)):
+            train(model, optimizer, range(4), backend.rank, 2)
+        failing.append(True)
+        with pytest.raises(MemoryError):
+            backward(models[0], 4, backend.rank, 2)
+        failing.clear()
+        models[0].zero_grad()
+        with pytest.raises(RuntimeError, match=r"the last backward\(\) did not end.*load_state_dict"):
+            backward(models[0], 5, backend.rank, 2)
+        one.load_state_dict(one.state_dict())
+        models[0].zero_grad()
+        for model, optimizer in zip(models, (one, other)):
+            train(model, optimizer, range(5, 8), backend.rank, 2)
+        assert same_bits(params_of(models[0]), params_of(models[1]))
+        return params_of(models[0])
+
+    assert same_bits(*on_threads(2, run))

@@ -63,6 +63,12 @@ class Overlap:
         if index is None or not p.numel():  # no bucket waits for an empty one
             return
         step = optimizer.step_in_flight()
+        if index < step.started and self._used is not None and not self._used.ended:
+            raise RuntimeError(
+                "the last backward() did not end, and overlap=True had sent gradients of it already. If it failed on "
+                "all ranks, each can go on after optimizer.load_state_dict(optimizer.state_dict()), which forgets what "
+                "was sent, and zero_grad()"
+            )
         step.arrive(index, p)
         if step.started and self._used is None:
             self._used = Used(step, optimizer.param_groups, optimizer.hyperparams_used_in_backward)
@@ -81,6 +87,7 @@ class Used:
         self._step, self._names = step, names
         self._hyperparams = [self._read(group) for group in groups]
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
+        self.ended = False
         _after_backward(self._remember)
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +96,7 @@ class Used:
 
     def _remember(self) -> None:
         """Remembers the gradients that were used, as they are when backward and DDP are done with them."""
+        self.ended = True
         params = [p for bucket in self._step.buckets[: self._step.started] for p in bucket.params]
         self._gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
 
