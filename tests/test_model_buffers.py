@@ -175,7 +175,7 @@ def test_a_moving_average_of_the_model_is_that_of_the_mean_where_it_is_evaluated
 def test_a_moving_average_that_is_each_ranks_own_is_reported_once(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed, "ranks_of", lambda backend: [0, 1])  # as of processes
+    monkeypatch.setattr(packed, "is_of_processes", lambda backend: True)  # as of processes
     gc.collect()
 
     def run(backend: ThreadBackend, updates: int) -> None:
