@@ -250,8 +250,7 @@ def is_of_processes(backend: Any) -> bool:
 
 def ranks_of(backend: Any) -> list[int] | None:
     """The ranks of the default process group that ``backend`` is of; None if it is no process group's."""
-    inner = getattr(backend, "world", backend)
-    return dist.get_process_group_ranks(inner.group) if isinstance(inner, TorchBackend) else None
+    return dist.get_process_group_ranks(getattr(backend, "world", backend).group) if is_of_processes(backend) else None
 
 
 def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:

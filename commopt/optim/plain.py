@@ -146,7 +146,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         foreign.check_family(name, given, self.param_groups, [self.state.get(p, {}) for p in params])
         for group in given["param_groups"]:
             self.check_group({**self.defaults, **group})
-        for i, p in zip((i for group in given["param_groups"] for i in group["params"]), params):
+        for i, p in zip(foreign.ids_of(given), params):
             for key in MOMENTS:
                 value = given["state"].get(i, {}).get(key)
                 check_tensor(i, key, value)
@@ -163,7 +163,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         if incoming is None:
             return
         leave_out_of_loaded(type(self), self.param_groups, self.known_options)
-        ids = [i for group in incoming["param_groups"] for i in group["params"]]
+        ids = foreign.ids_of(incoming)
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params):
             for name, value in incoming["state"].get(i, {}).items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Topology
+from commopt.optim.foreign import ids_of
 from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
 from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
@@ -74,7 +75,7 @@ def own_states(
 def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequence[StateBucket]) -> None:
     """Raises ValueError if what is loaded is of another model, or from before names were changed."""
     refuse_outdated([given.get("residuals")], given["param_groups"])
-    ids = [i for group in given["param_groups"] for i in group["params"]]
+    ids = ids_of(given)
     if len(ids) != len(params):
         return  # torch raises, and says why
     state = {id(p): entry for bucket in buckets for p, entry in zip(bucket.params, bucket.state())}
@@ -152,7 +153,7 @@ def without_values(state: Mapping[Any, Any]) -> Entries:
 
 def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
     """``state`` of what is loaded, with parameters for their numbers."""
-    ids = [i for group in given["param_groups"] for i in group["params"]]
+    ids = ids_of(given)
     numbers = dict(zip(ids, params))
     return {numbers.get(key, key): entry for key, entry in state.items()}
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from commopt.optim.foreign import WHOSE
+from commopt.optim.foreign import WHOSE, ids_of
 from commopt.optim.loading import read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
 from commopt.outer.mixed import Mixed, name_of
@@ -145,7 +145,7 @@ def _after_a_step(base: torch.optim.Optimizer, group: Mapping[str, Any], x: Tens
 
 def base_of_entries(given: dict[str, Any], entries: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[str, Any]:
     """The state of the base among ``entries`` of the state ``given``; empty if it is not there."""
-    ids = [i for group in given["param_groups"] for i in group["params"]]
+    ids = ids_of(given)
     state: dict[int, dict[str, Tensor]] = {}
     for i, p in zip(ids, params):
         for name, t in entries.get(p, {}).items():

@@ -52,6 +52,8 @@ FREE = (
     "comm.timeout",
 )
 """Settings that do not change what is computed; the corpus is compared by content, the model by its weights' shapes."""
+OF_IDENTITY = ("model.", "data.", "optim.name")
+"""How the keys begin of settings that make it another model, corpus or optimizer."""
 
 
 def seed_dropout(trainer: Trainer) -> None:
@@ -299,25 +301,28 @@ def _check_identity(shared: Mapping[str, Any], trainer: Trainer, path: Path) -> 
     try:
         checkpoint.check_fits(shared, _identity(trainer), path)
     except CheckpointError as error:
-        theirs, ours = flat(shared["config"]), flat(asdict(trainer.config))
-        changed = [
-            f"{key} was {theirs.get(key)!r}, now {ours[key]!r}"
-            for key in ours
-            if theirs.get(key) != ours[key] and key.startswith(("model.", "data.", "optim.name"))
-        ]
-        raise CheckpointError(f"{error}; {', '.join(changed)}" if changed else str(error)) from None
+        changed = _changed(shared["config"], asdict(trainer.config))
+        why = [_said(key, *both) for key, both in changed.items() if key.startswith(OF_IDENTITY)]
+        raise CheckpointError(f"{error}; {', '.join(why)}" if why else str(error)) from None
 
 
 def _check_settings(saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> list[str]:
     """Raise CheckpointError for a changed setting of ``FIXED``; describe others that change what is computed."""
-    theirs, ours = flat(saved), flat(given)
-    changed = [key for key in ours if theirs.get(key) != ours[key] and key not in FREE]
-    for key in changed:
+    changed = {key: both for key, both in _changed(saved, given).items() if key not in FREE}
+    for key, (was, now) in changed.items():
         if key in FIXED:
-            raise CheckpointError(
-                f"checkpoint {path} was made with {key}={theirs.get(key)!r}, this run has {ours[key]!r}"
-            )
-    return [f"{key} was {theirs.get(key)!r}, now {ours[key]!r}" for key in changed]
+            raise CheckpointError(f"checkpoint {path} was made with {key}={was!r}, this run has {now!r}")
+    return [_said(key, *both) for key, both in changed.items()]
+
+
+def _changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that are others now: key -> what it was, and is."""
+    theirs, ours = flat(saved), flat(given)
+    return {key: (theirs.get(key), now) for key, now in ours.items() if theirs.get(key) != now}
+
+
+def _said(key: str, was: Any, now: Any) -> str:
+    return f"{key} was {was!r}, now {now!r}"
 
 
 def _get_rng(device: torch.device) -> dict[str, Any]:
