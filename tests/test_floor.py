@@ -93,13 +93,24 @@ def test_without_blocks_it_is_the_mean_of_the_whole_row():
         (False, 24.0, Int4(), False),
     ],
 )
+@pytest.mark.parametrize(
+    ("cls", "settings"), [(OneBitAdam, {"freeze_step": 3}), (ZeroOneAdam, {"variance": VariancePolicy(kappa=3)})]
+)
 def test_a_scalar_whose_gradients_dwarf_those_it_shares_a_scale_with_is_named(
-    caplog: pytest.LogCaptureFixture, apart: bool, factor: float, compressor: Compressor, warns: bool
+    caplog: pytest.LogCaptureFixture,
+    cls: type[OneBitAdam | ZeroOneAdam],
+    settings: dict[str, Any],
+    apart: bool,
+    factor: float,
+    compressor: Compressor,
+    warns: bool,
 ) -> None:
+    """When compression begins: in 0/1 Adam after the refreshes at every step."""
+
     def run(backend: ThreadBackend) -> None:
         matrix, scalar = nn.Parameter(torch.ones(40, 40)), nn.Parameter(torch.zeros(()))
         groups = [{"params": [matrix]}, {"params": [scalar]}] if apart else [{"params": [matrix, scalar]}]
-        optimizer = OneBitAdam(groups, freeze_step=3, compressor=compressor, backend=backend)
+        optimizer = cls(groups, compressor=compressor, backend=backend, **settings)
         for step in range(4):
             matrix.grad = (torch.arange(1600) % 2 * 2.0 - 1).view(40, 40)
             scalar.grad = torch.tensor(factor * (-1) ** step)  # beside 800: their rms is 1.3 then

@@ -132,22 +132,53 @@ def test_a_tensor_whose_gradients_have_become_zero_says_nothing(dtype):
     assert zeros == none == [60, 60]
 
 
-def table(backend, cls, parts, steps, freeze_step="auto"):
-    """Where the warm-up of a matrix and a table ends; of the table each step has one of ``parts`` equal parts."""
+def kind_of_next(optimizer):
+    return optimizer.kind_of(optimizer.param_groups[0])
+
+
+def table_optimizer(cls, parts, steps, before, backend, **settings):
+    """An optimizer of a matrix and a table after ``steps``, before each of which ``before`` was called with it; of the
+    table each step has one of ``parts`` equal parts."""
     dense, rows = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(40, 2))
-    optimizer = cls([dense, rows], 1e-4, freeze_step=freeze_step, backend=backend)
+    optimizer = cls([dense, rows], 1e-4, backend=backend, **settings)
     draw = torch.Generator().manual_seed(backend.rank)
     for t in range(steps):
+        before(optimizer)
         dense.grad, rows.grad = torch.randn(6, 6, generator=draw), torch.zeros(40, 2)
         rows.grad[t % parts :: parts] = torch.randn(40 // parts, 2, generator=draw)
         optimizer.step()
-    return optimizer.param_groups[0]["freeze_step"]
+    return optimizer
+
+
+def table(backend, cls, parts, steps, freeze_step="auto"):
+    """The step after which the warm-up of a matrix and a table ends."""
+    settings = {"freeze_step": freeze_step, "backend": backend}
+    return table_optimizer(cls, parts, steps, lambda optimizer: None, **settings).param_groups[0]["freeze_step"]
 
 
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
 @pytest.mark.parametrize(("parts", "at"), [(1, 60), (2, 60), (4, 80), (10, 243), (20, "auto")])
 def test_rows_of_a_table_have_had_twenty_gradients_before_their_variance_stands(cls, parts, at):
     assert on_threads(2, lambda backend: table(backend, cls, parts, 250)) == [at] * 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "kappa", "exact"),
+    [(1, 16, 16), (2, 16, 16), (4, 16, 80), (4, 100, 100), (10, 16, 208), (20, 16, 250)],
+)
+def test_zero_one_adam_refreshes_at_every_step_until_rows_have_had_twenty_gradients(parts, kappa, exact):
+    """It looks after multiples of kappa; then the distances double."""
+
+    def kinds(backend):
+        seen = []
+        with_stop = {"variance": {"kappa": kappa, "stop": 10_000}, "backend": backend}
+        optimizer = table_optimizer(ZeroOneAdam, parts, 250, lambda o: seen.append(kind_of_next(o)), **with_stop)
+        return seen, optimizer.param_groups[0]["rare_until"]
+
+    (seen, until), other = on_threads(2, kinds)
+    assert (seen, until) == other
+    assert seen[: exact + 4] == (["exact"] * exact + ["compressed", "exact"] * 2)[:250]
+    assert until == (exact - kappa if exact < 250 else 240)
 
 
 def test_a_table_that_is_frozen_too_early_by_hand_is_named(caplog):

@@ -189,15 +189,17 @@ class Diagnostics:
                 self.optimizer, setting % step, window, step, setting % window,
             )  # fmt: skip
 
-    def rarely_updated(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], enough: int) -> None:
+    def rarely_updated(
+        self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], enough: int, setting: str
+    ) -> None:
         """The variance of ``params`` stands from now on as what fewer than ``enough`` gradients an element have made of
-        it."""
+        it; ``setting`` says since when it stands."""
         if params and self.rank == 0 and self._once("rarely updated"):
             logger.warning(
                 "%s: the variance stands from now on, and %d parameters (%s) have had fewer than %d gradients an "
                 "element, as rows of an embedding do that few batches have: they may be lost by it. Take a larger "
-                'freeze_step or "auto", or any optimizer on commopt.compress_gradients(model, commopt.compress.Int8())',
-                self.optimizer, len(params), listed(params, groups), enough,
+                '%s or "auto", or any optimizer on commopt.compress_gradients(model, commopt.compress.Int8())',
+                self.optimizer, len(params), listed(params, groups), enough, setting,
             )  # fmt: skip
 
     def outsized(self, times: Mapping[Tensor, float], groups: Sequence[dict[str, Any]]) -> None:

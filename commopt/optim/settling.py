@@ -25,6 +25,7 @@ quarter of it will not have changed by much when the run is a few times as long;
 look that are not 0, n_v those of v: so many gradients has an element of v had on average. In most tensors every step
 brings one to each. The rows of an embedding get one where a batch has them. The sum over a table is steady from the
 first step on; but what stands of a row is the square of its two or three gradients, or 0. Recommenders were lost by it.
+0/1 Adam, which compresses from the start, waits for these before it does: :func:`rare_in`.
 
 **What follows a decline must last.** The calm after a decline may be a plateau, with learning still to come; that after
 growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
@@ -93,12 +94,9 @@ def changes(optimizer: CommOptimizer, cohorts: Sequence[Sequence[dict[str, Any]]
     for bucket, group in optimizer.compressed_buckets([group for groups in cohorts for group in groups]):
         found, rare = _look(bucket, group["betas"][1]), len(rarely_updated(bucket))
         sums[number[id(group)]] += sums.new_tensor([sum(map(abs, found)), sum(found), len(found), rare])
-    sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
-    # equal already where every rank holds the whole; the decision must be, and is then the mean over what all hold
-    wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")
     return [
         Change(size / n, trend / n, round(rare)) if n else Change(math.inf, UNKNOWN, round(rare))
-        for size, trend, n, rare in sums.tolist()
+        for size, trend, n, rare in _of_all(optimizer, sums)
     ]
 
 
@@ -149,6 +147,12 @@ def stop_where_settled(
     return stopped
 
 
+def counts(stop: Any, step: int) -> bool:
+    """True if :func:`count_nonzero` is called in ``step``: by it a variance is judged that is frozen after ``stop``, a
+    step or "auto"."""
+    return step == stop or (stop == "auto" and is_look(step))
+
+
 def count_nonzero(bucket: StateBucket, moving: Sequence[int], gradients: Sequence[Tensor]) -> None:
     """Notes how many elements of the mean ``gradients``, of the parameters with the indices ``moving``, are not 0."""
     bucket.nonzero = [0.0] * len(bucket.params)
@@ -168,10 +172,35 @@ def rarely_updated(bucket: StateBucket) -> list[Tensor]:
     return [p for p, k, share in zip(bucket.params, updates, per_step) if 0 < share < 0.5 and k * share < ENOUGH]
 
 
+def rare_in(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> list[bool]:
+    """Of each of ``groups`` whether elements of any of its tensors have had fewer than ``ENOUGH`` gradients; the same
+    on every rank. Communicates: all ranks call it at the same step, also those that train nothing."""
+    number = {id(group): i for i, group in enumerate(groups)}
+    found = torch.zeros(len(groups), 1, dtype=torch.float64, device="cpu")
+    for bucket, group in optimizer.compressed_buckets(list(groups)):
+        found[number[id(group)]] += len(rarely_updated(bucket))
+    return [rare > 0 for (rare,) in _of_all(optimizer, found)]
+
+
+def report_rare(optimizer: CommOptimizer, groups: list[dict[str, Any]], setting: str) -> None:
+    """Warns of parameters of ``groups``, whose variance stands from now on, that it has few gradients of; ``setting``
+    says since when it stands. All ranks call it."""
+    rare = [p for bucket, _ in optimizer.compressed_buckets(groups) for p in rarely_updated(bucket)]
+    optimizer._diagnostics.rarely_updated(rare, optimizer.param_groups, ENOUGH, setting)
+
+
 def forget(bucket: StateBucket) -> None:
     """Makes the next look at ``bucket`` the first one."""
     for name in SCALARS:
         bucket.numbers[name].zero_()
+
+
+def _of_all(optimizer: CommOptimizer, sums: Tensor) -> list[list[float]]:
+    """The rows of ``sums`` over all ranks. They are equal already where every rank holds the whole; what is decided by
+    them must be."""
+    sums = sums.to(optimizer.control_device([p for bucket in optimizer.buckets for p in bucket.params]))
+    wait(optimizer.topology.world.all_reduce(sums), "whether the variance has settled")
+    return sums.tolist()  # type: ignore[no-any-return]
 
 
 def _look(bucket: StateBucket, beta2: float) -> list[float]:

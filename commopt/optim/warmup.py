@@ -113,9 +113,8 @@ class WarmupOptimizer(CommOptimizer):
     ) -> Generator[Work, None, list[Tensor]]:
         """The means of the gradients of the parameters that move: exact, or by ``warmup_compressor``."""
         means = yield from averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
-        step, last = group["step"] + 1, group["freeze_step"]
         bucket.nonzero = []
-        if step == last or (last == "auto" and settling.is_look(step)):
+        if settling.counts(group["freeze_step"], group["step"] + 1):
             settling.count_nonzero(bucket, ctx.moving(bucket), means)
         return means
 
@@ -144,8 +143,7 @@ class WarmupOptimizer(CommOptimizer):
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
             self.report_zero_variance(groups, "set a larger freeze_step")
-            rare = [p for bucket, _ in self.compressed_buckets(groups) for p in settling.rarely_updated(bucket)]
-            self._diagnostics.rarely_updated(rare, self.param_groups, settling.ENOUGH)
+            settling.report_rare(self, groups, "freeze_step")
 
     # the end of warm-up -----------------------------------------------------------------------------------------------
 

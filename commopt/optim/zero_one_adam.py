@@ -35,6 +35,9 @@ Where this differs from the paper and its usual implementation:
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
   are no local steps.
+* T_v begins where every element of a tensor has had 20 gradients on average (:func:`commopt.optim.settling.rare_in`):
+  at once, unless a step brings gradients to fewer than half of them, as to the rows of an embedding. Until then every
+  step is exact. In the paper's order recommenders are lost.
 * Elements of v that are not 0 are raised to 0.01 of the mean in their block after refreshes
   (:mod:`commopt.optim.floor`): others would be moved by thousands of lr. ``min_variance=0`` is the paper's.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
@@ -146,8 +149,8 @@ class ZeroOneAdam(CommOptimizer):
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars = settling.SCALARS
     hyperparams_used_in_backward = (
-        "betas", "maximize", "lr", "weight_decay", "variance_kappa", "variance_stop", "thawed", "sync_first",
-        "sync_double_every", "sync_longest",
+        "betas", "maximize", "lr", "weight_decay", "variance_kappa", "variance_stop", "thawed", "rare_until",
+        "sync_first", "sync_double_every", "sync_longest",
     )  # fmt: skip
 
     def __init__(
@@ -183,6 +186,7 @@ class ZeroOneAdam(CommOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             **thaw_defaults(thaw),
             **floor.defaults(min_variance),
+            "rare_until": 0,  # the last step at which rows of a table had few gradients: T_v is counted from there
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
@@ -257,7 +261,7 @@ class ZeroOneAdam(CommOptimizer):
         if self.topology.nodes == 1:
             return "exact"
         variance = _variance(group)
-        if variance.refreshes(step, group["thawed"]):
+        if variance.refreshes(step, _begun(group)):
             return "compressed" if group["local_steps"] else "exact"  # between rounds a policy that was changed waits
         if variance.stop == "auto":
             return "compressed"
@@ -279,6 +283,7 @@ class ZeroOneAdam(CommOptimizer):
         if phase == "frozen":
             self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
             self.report_outsized(groups)
+            settling.report_rare(self, groups, "VariancePolicy(stop=)")
 
     ever_rank_local = ("exp_avg", "mean_momentum")
 
@@ -308,11 +313,19 @@ class ZeroOneAdam(CommOptimizer):
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
         self._frozen.stop_where_settled(self, refreshing)
+        self._wait_for_rows([group for group in refreshing if _is_end_of_first(group, group["step"])])
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
             self._run["waited"] += 1
             self._run["enough"] = min(round(1 / (1 - max(waiting))), 100)
+
+    def _wait_for_rows(self, groups: list[dict[str, Any]]) -> None:
+        """Lets T_v of those of ``groups`` begin only now in which elements of a tensor have had few gradients."""
+        waits = settling.rare_in(self, groups) if groups else []
+        for group, rare in zip(groups, waits):
+            group["rare_until"] = group["step"] if rare else group["rare_until"]
+        self.report_outsized([group for group, rare in zip(groups, waits) if not rare])
 
     def _count_local_steps(self) -> None:
         for group in self.param_groups:
@@ -333,13 +346,16 @@ class ZeroOneAdam(CommOptimizer):
         """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         moving = ctx.moving(bucket)
+        bucket.nonzero = []
+        if settling.counts(group["variance_stop"], group["step"] + 1) or _is_end_of_first(group, group["step"] + 1):
+            settling.count_nonzero(bucket, moving, g)
         bucket.increment(("step", "variance_step"), moving)
         x, m, v, counts = bucket.operands(moving)
         adam_(x, g, m, v, counts, group)
 
     def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
-        m, since = bucket["exp_avg"], next_interval(group)
+        m, since, bucket.nonzero = bucket["exp_avg"], next_interval(group), []
         absent: list[int] | None = None if since.steps == 1 else []  # between rounds a missing gradient is zeros
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
@@ -485,6 +501,16 @@ def _numbers(name: str, policy: Any) -> dict[str, Any]:
 
 def _variance(group: dict[str, Any]) -> VariancePolicy:
     return VariancePolicy(group["variance_kappa"], group["variance_stop"])
+
+
+def _begun(group: dict[str, Any]) -> int:
+    """The step after which T_v of ``group`` has begun."""
+    return int(max(group["thawed"], group["rare_until"]))
+
+
+def _is_end_of_first(group: dict[str, Any], step: int) -> bool:
+    """True if ``step`` is the last of those refreshes at which T_v of ``group`` begins, at every step."""
+    return bool(step == _begun(group) + group["variance_kappa"])
 
 
 def _sync(group: dict[str, Any]) -> SyncPolicy:
