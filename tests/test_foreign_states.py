@@ -58,6 +58,7 @@ def spoilt(state: dict[str, Any], *path: Any, value: Any = None) -> dict[str, An
         (("state",), [1], "'state' a dict"),
         (("param_groups",), 3, "'param_groups' must be a list of dicts"),
         (("param_groups", 0, "params"), None, "must be a list of dicts with 'params'"),
+        (("state", 1, 3), torch.ones(2), "that of parameter 1 has the key 3, not a name"),
         (("residuals",), {"rank": 0}, "its 'residuals' have only 'rank'"),
     ],
 )
@@ -72,6 +73,17 @@ def test_a_damaged_state_is_refused_and_changes_nothing(make: Any, path: Any, va
         optimizer.load_state_dict(spoilt(copy.deepcopy(optimizer.state_dict()), *path, value=value))
     assert same_bits(params_of(model), before[0])
     assert str(optimizer.state_dict()) == before[1]
+
+
+def test_a_group_of_rounds_that_has_lost_its_step_is_no_group_of_the_base() -> None:
+    model = net()
+    optimizer = LocalSGD(model.parameters(), lr=0.1, period=4)
+    train(model, optimizer, 6)
+    state, before = copy.deepcopy(optimizer.state_dict()), params_of(model)
+    optimizer.load_state_dict(spoilt(state, "param_groups", 0, "round_step"))
+    assert same_bits(params_of(model), before)
+    assert (optimizer.param_groups[0]["round_step"], optimizer.param_groups[0]["rounds"]) == (2, 1)  # its own
+    train(model, optimizer, 1)
 
 
 def test_muon_loads_its_own_and_refuses_others() -> None:

@@ -16,6 +16,7 @@ from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
 from commopt.optim.consolidate import with_own
+from commopt.optim.foreign import ids_of
 from commopt.optim.own import MIXED, Origin, digest_of, origin_of, why_left_out
 from commopt.optim.own_tensor import Place
 from commopt.optim.places import PLACES
@@ -86,7 +87,7 @@ def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor
     """Loads what needs no other rank. Returns what :meth:`ShardedDoor.load_weights` takes."""
     given = with_own(dict(given), mean.topology, nodes_of(mean, sharded))
     refuse_outdated([given["residuals"]])
-    ids = [i for group in given["param_groups"] for i in group["params"]]
+    ids = ids_of(given)
     if len(ids) != len(mean.params):
         raise ValueError(
             f"the loaded residuals are of {len(ids)} parameters, the model has {len(mean.params)} to train"

@@ -52,6 +52,10 @@ def _check_inside(given: Mapping[str, Any]) -> None:
     odd = [i for i in ids if not isinstance(state.get(i, {}), Mapping)]
     if odd:
         raise ValueError(f"the loaded state is damaged: that of parameter {odd[0]} is {state[odd[0]]!r}, not a dict")
+    unnamed = [(i, key) for i in ids for key in state.get(i, ()) if not isinstance(key, str)]
+    if unnamed:
+        i, key = unnamed[0]
+        raise ValueError(f"the loaded state is damaged: that of parameter {i} has the key {key!r}, not a name")
     if own and not {"rank", "world_size", "layout", "state"} <= own.keys():
         raise ValueError(f"the loaded state is damaged: its 'residuals' have only {', '.join(map(repr, own))}")
 

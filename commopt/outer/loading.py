@@ -30,7 +30,8 @@ BASE = "base_"
 
 def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
     """Loads the state ``given`` into ``optimizer`` and its base, or the state of the base alone."""
-    of_base = not any("round_step" in group for group in given["param_groups"])
+    ours = optimizer.saved_as()
+    of_base = not any("round_step" in group or group.get(WHOSE) == ours for group in given["param_groups"])
     entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
     if not of_base:
         entries, origin = read(optimizer, given)
