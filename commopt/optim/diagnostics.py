@@ -142,8 +142,9 @@ class Diagnostics:
         would not be too late: that group ``what_it_does`` by itself."""
         if late and self._once("too late"):
             logger.warning(
-                "%s: %d parameters (%s) have their first gradient after %s; they will not move. Give such to "
-                "add_param_group() when they become trainable, and their group %s by itself.",
+                "%s: %d parameters (%s) have their first gradient after %s; they will not move. When such "
+                "become trainable, take them out of the 'params' of their group and give them to add_param_group(): "
+                "that group %s by itself.",
                 self.optimizer, len(late), listed(late, groups), when, what_it_does,
             )  # fmt: skip
 

@@ -125,7 +125,6 @@ def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str, waits
     if decision.equal_gradients:
         optimizer._diagnostics.equal_gradients_in_rounds(wrapped.advice(optimizer))
     wrapped.averages_now(optimizer, decision.equal_gradients)
-    optimizer._diagnostics.norms(decision.alike, decision.norm)
     if decision.checks:
         digests, topology = comparing.digests(optimizer), optimizer.topology
         if waits:

@@ -22,7 +22,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim.agreement import StepRefused, clipped_alike, within
+from commopt.optim.agreement import StepRefused, within
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
@@ -91,7 +91,6 @@ class RoundDecision:
     Attributes:
         broken: the ranks some of whose parameters are inf or NaN; the same on every rank.
         equal_gradients: whether all ranks had the same last gradients: somebody else averages them.
-        alike: whether these had nearly the same norms, of which the first is ``norm``: somebody may have clipped them.
         moved: whether parameters of any rank were changed between two rounds.
         checks: whether any rank wants digests compared.
         alike_frozen: whether all ranks have frozen the same parameters.
@@ -101,8 +100,6 @@ class RoundDecision:
     equal_gradients: bool
     moved: bool
     checks: bool
-    alike: bool
-    norm: float
     alike_frozen: bool
 
 
@@ -156,7 +153,7 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
     broken = [rank for rank, line in enumerate(table) if not line[1]]
     moved, checks = (any(line[i] for line in table) for i in (6, 7))
     alike_frozen = len({table[rank][5] for rank in topology.same_part()}) == 1
-    return RoundDecision(broken, equal, moved, checks, clipped_alike(squares), squares[0] ** 0.5, alike_frozen)
+    return RoundDecision(broken, equal, moved, checks, alike_frozen)
 
 
 class Comparison:
