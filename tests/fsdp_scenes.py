@@ -268,6 +268,12 @@ def accumulated(rank: int, world_size: int) -> dict[str, Any]:
                 with handle.no_sync() if way == "handle" and i < 2 else torch.enable_grad():
                     net(images(10 * step + i, rank), True).square().mean().backward()
         out[way] = gradients(net), handle.comm_stats()["steps"]
+    net.set_requires_gradient_sync(False)
+    with handle.no_sync():
+        pass
+    out["still off"] = not any(
+        module._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for module in (net, net.block)
+    )
     return out
 
 
@@ -317,8 +323,8 @@ def many_equal_steps(rank: int, world_size: int) -> float:
 
 
 def not_finite(rank: int, world_size: int, feedback: Any, assign: bool = False) -> dict[str, Any]:
-    """inf in the loss of one rank: whether gradients are finite on this one, and whether it has left a trace.
-    ``assign``: parameters have been exchanged."""
+    """inf in a group of parameters of one rank: whether gradients are finite on this one, and whether it has left a
+    trace. ``assign``: parameters have been exchanged."""
     net = cut(Odd())
     handle = commopt.compress_gradients(net, Int4(block=8), feedback=feedback)
     if assign:
@@ -329,7 +335,9 @@ def not_finite(rank: int, world_size: int, feedback: Any, assign: bool = False) 
     spoils = net.block.out.register_forward_hook(lambda module, args, y: y.register_hook(_with_inf) and None)
     if rank != 1:
         spoils.remove()
+    ends = net.first.register_forward_hook(lambda module, args, y: y.register_hook(torch.zeros_like) and None)
     backward(net, 3, rank)
+    ends.remove()
     finite = [bool(local(p.grad).isfinite().all()) for p in net.parameters() if p.grad is not None and p.grad.numel()]
     pieces = [local(p.grad).numel() for p in net.parameters() if p.grad is not None]
     after = residuals_of(handle)
@@ -617,7 +625,7 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
         net = cut(Odd(torch.float32))
         handle = commopt.compress_gradients(net, Int8(), weights=weights)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        apart, total = [], []
+        apart, total, full = [], [], []
         for _ in range(6):
             before = gathered(handle)
             optimizer.zero_grad()
@@ -630,6 +638,7 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
                 net(x)  # an evaluation, in no step
             net.reshard()  # else FSDP goes on with the weights of it
             assert handle.comm_stats()["step"]["by_collective"]["all_gather"]["bytes"] == sum(total[-1]) + flags
+            full.append(handle.comm_stats()["fp32_bytes"])
             apart.append(float((y - whole_forward(net, x)).abs().max()))
             optimizer.step()
         with torch.no_grad():
@@ -638,7 +647,7 @@ def of_weights(rank: int, world_size: int) -> dict[str, Any]:
         y = net(x).detach()
         out[name] = {
             "apart": apart, "bytes": total, "moved": float((y - whole_forward(net, x)).abs().max()), "y": y,
-            "ratio": handle.comm_stats()["ratio"],
+            "ratio": handle.comm_stats()["ratio"], "full": full,
         }  # fmt: skip
     return out
 
@@ -741,9 +750,10 @@ def several_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
     handle.remove()
     group = net.block.out._get_fsdp_state()._fsdp_param_groups[0]
     left = [type(comm).__name__ for comm in (group._reduce_scatter_comm, group._all_gather_comm)]
+    sums = group.force_sum_reduction_for_comms
     commopt.compress_gradients(net, Int4(block=8))  # is allowed again
     backward(net, 1, rank)
-    return {"count": count, "left": left}
+    return {"count": count, "left": left, "sums": sums}
 
 
 def gone(rank: int, world_size: int) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from datetime import timedelta
 from typing import Any
@@ -32,8 +33,10 @@ from commopt.comm import (
     run_interleaved,
     wait,
 )
+from commopt.comm.pipeline import Pipeline
+from commopt.comm.psync import psync
 from commopt.comm.torch import group_of_ranks, same_on_all, second_group, timeout_of
-from commopt.compress import Feedback, Identity, Sign
+from commopt.compress import Feedback, Identity, RandomBlocks, Sign
 
 
 def apart(backend: Backend) -> None:
@@ -352,6 +355,130 @@ def test_interleaved_starts_every_task_before_it_waits_for_the_first():
     ]  # fmt: skip
 
 
+class Sent:
+    """A collective that is done when it is told, or as soon as it is waited for; ``events`` says when it was."""
+
+    def __init__(self, name, events, done=True, error=None):
+        self.name, self.events, self.done, self.error = name, events, done, error
+
+    def is_completed(self):
+        return self.done
+
+    def wait(self):
+        self.events.append(f"wait {self.name}")
+        self.done = True
+        if self.error is not None:
+            raise self.error
+
+
+def steps_of(name, works, events):
+    """A task that yields ``works``."""
+    try:
+        for i, work in enumerate(works):
+            events.append(f"{name}{i}")
+            yield work
+        events.append(f"end {name}")
+    finally:
+        events.append(f"close {name}")
+
+
+def test_early_tasks_go_on_one_after_another_as_far_as_what_they_wait_for_is_done_and_no_further_than_the_barrier():
+    events = []
+    barrier, late = Sent("barrier", events), Sent("late", events, done=False)
+    pipeline = Pipeline(barrier)
+    pipeline.start(steps_of("a", [Sent("x", events), Sent("y", events), late, barrier], events), early=True)
+    pipeline.start(steps_of("b", [Sent("z", events), barrier], events), early=True)
+    pipeline.start(steps_of("c", [Sent("u", events, done=False)], events))
+    pipeline.start(steps_of("d", [Sent("v", events)], events))
+    assert events == ["a0", "b0", "c0", "d0"]
+    events.clear()
+    assert pipeline.progress()
+    assert events == ["wait x", "a1", "wait y", "a2"]  # b has its turn when a has come to the barrier
+    assert not pipeline.progress()
+    late.done = True
+    events.clear()
+    assert pipeline.progress()
+    assert events == ["wait late", "a3", "wait z", "b1"]
+    assert not pipeline.progress()
+    events.clear()
+    pipeline.finish()
+    assert [event for event in events if event[:5] != "close"] == [
+        "wait u", "end c", "wait v", "end d", "wait barrier", "end a", "wait barrier", "end b",
+    ]  # fmt: skip
+
+
+def test_while_early_tasks_wait_those_others_go_on_whose_time_has_come():
+    events = []
+    late = Sent("late", events, done=False)
+
+    def release():
+        yield Sent("v", events)
+        events.append("released")
+        late.done = True
+
+    pipeline = Pipeline()
+    pipeline.start(steps_of("a", [late], events), early=True)
+    pipeline.start(steps_of("c", [Sent("u", events, done=False)], events))
+    pipeline.start(release())
+    pipeline.finish()
+    assert [event for event in events if event[:5] != "close"] == [
+        "a0", "c0", "wait v", "released", "wait late", "end a", "wait u", "end c",
+    ]  # fmt: skip
+
+
+def test_what_all_tasks_wait_for_in_the_end_is_waited_for_once_and_they_go_on_in_the_order_of_their_start():
+    events = []
+    last = Sent("last", events)
+    pipeline = Pipeline(last=last)
+    pipeline.start(steps_of("a", [Sent("x", events), Sent("y", events), last, Sent("z", events)], events))
+    pipeline.start(steps_of("b", [last], events))
+    pipeline.finish()
+    assert [event for event in events if event[:5] != "close"] == [
+        "a0", "b0", "wait x", "a1", "wait y", "a2", "wait last", "a3", "end b", "wait z", "end a",
+    ]  # fmt: skip
+
+
+def test_a_pipeline_that_is_stopped_closes_its_tasks_at_the_barrier():
+    events = []
+    barrier = Sent("barrier", events)
+    pipeline = Pipeline(barrier)
+    tasks = [steps_of(name, [Sent(f"of {name}", events), barrier], events) for name in "ab"]
+    for task, early in zip(tasks, (True, False)):
+        pipeline.start(task, early=early)
+    events.clear()
+    pipeline.stop()
+    assert events == ["wait of a", "a1", "wait of b", "b1", "close a", "close b"]
+    pipeline.finish()
+
+
+def test_a_pipeline_that_is_abandoned_goes_on_with_none_of_its_tasks():
+    events = []
+    last = Sent("last", events)
+    pipeline = Pipeline(last=last)
+    tasks = [
+        steps_of(name, works, events) for name, works in zip("abc", ([Sent("x", events)], [Sent("y", events)], [last]))
+    ]
+    for task, early in zip(tasks, (True, False, False)):
+        pipeline.start(task, early=early)
+    events.clear()
+    pipeline.abandon()
+    pipeline.finish()
+    assert events == []
+
+
+def test_errors_of_the_barrier_and_of_the_last_are_passed_on_and_others_say_where():
+    for which in ("barrier", "last", "other"):
+        events = []
+        works = {name: Sent(name, events) for name in ("barrier", "last", "other")}
+        works[which].error = RuntimeError("lost")
+        pipeline = Pipeline(works["barrier"], works["last"])
+        pipeline.start(steps_of("a", [works["other"], works["barrier"], works["last"]], events), "the third bucket")
+        with pytest.raises(RuntimeError) as caught:
+            pipeline.finish()
+        assert str(caught.value) == ("the third bucket: lost" if which == "other" else "lost")
+        assert isinstance(caught.value, CollectiveError) == (which == "other")
+
+
 def test_dead_elements_come_out_as_zero_and_owe_nothing():
     n = 128
 
@@ -369,6 +496,31 @@ def test_dead_elements_come_out_as_zero_and_owe_nothing():
         assert not feedback.worker[dead].any()
         assert not feedback.server[dead[: n // 2]].any()
         assert x[~dead].all()
+
+
+@pytest.mark.parametrize("how", [RandomBlocks(1), Sign(16)])
+def test_a_part_that_is_not_finite_on_one_rank_is_sound_on_none(how):
+    def averaged(x, backend):
+        sync = psync(x, how.choose(64, 0, 0) if isinstance(how, RandomBlocks) else how, backend)
+        for work in sync.works:
+            wait(work, "psync")
+        return bool(sync.is_sound())
+
+    def reduce(backend):
+        x = torch.ones(64)
+        sound = averaged(x.clone(), backend)
+        x[5] = math.inf if backend.rank == 1 else 1.0
+        return sound, averaged(x, backend)
+
+    assert on_threads(3, reduce) == [(True, False)] * 3
+
+
+def test_where_no_blocks_are_kept_nothing_is_sent():
+    v = torch.arange(64.0)
+    sync = psync(v.clone(), RandomBlocks(math.inf).choose(64, 0, 0), LocalBackend())
+    assert sync.works == []
+    assert torch.equal(sync.residual, v)
+    assert not sync.mean().any()
 
 
 def test_residuals_that_are_double_buffered_are_those_that_are_not():

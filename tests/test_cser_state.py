@@ -152,6 +152,24 @@ def test_with_rank_0s_state_alone_parameters_stay_and_one_warning_says_so(caplog
     assert caplog.text.count("parameters stay as they are") == 1
 
 
+def test_with_rank_0s_state_alone_where_models_are_the_same_momenta_are_not_and_one_warning_says_so(caplog):
+    def run(backend, saved=None):
+        model = Toy()
+        optimizer = make("sign", model, backend)
+        if saved is None:
+            train(model, optimizer, range(7), backend.rank, 2)
+            optimizer.synchronize()
+            return copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        return [group["ranks"] for group in optimizer.param_groups]
+
+    rank_0 = on_threads(2, run)[0]
+    caplog.clear()
+    assert on_threads(2, lambda backend: run(backend, rank_0)) == [[2], [2]]
+    assert caplog.text.count("parameters stay as they are") == 1
+
+
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_the_state_of_a_torch_sgd_is_taken_over_by_one_rank_and_by_two(momentum):
     """Also by one that was made without momentum."""

@@ -512,9 +512,9 @@ def make(way: str, model: nn.Module, backend: Any, **settings: Any) -> Any:
 
 
 @every_way
-@pytest.mark.parametrize("steps", [4, 6])
+@pytest.mark.parametrize("steps", [2, 4, 6])
 def test_averaged_is_the_mean_and_synchronize_makes_all_equal(way, steps):
-    """Between two rounds and after one; and they go on from there."""
+    """In the first round, between two and after one; and they go on from there."""
 
     def run(backend):
         model = Toy(torch.float64)
@@ -548,6 +548,47 @@ def test_averaged_is_the_mean_and_synchronize_makes_all_equal(way, steps):
         if steps == 6:  # no round was under way: it is the mean of what there is
             torch.testing.assert_close(together, expected, rtol=1e-12, atol=1e-14)
     assert not same_bits(ranks[0][0], ranks[1][0])
+
+
+@every_way
+def test_after_synchronize_the_state_of_one_rank_serves_all(way):
+    """But for what is of their bases."""
+
+    def run(backend, saved=None):
+        model = Toy(torch.float64, seed=0 if saved is None else 1)
+        optimizer = make(way, model, backend)
+        if saved is None:
+            train(model, optimizer, range(4), backend.rank, 3)
+            assert own_in(optimizer.state_dict()) == own_names
+            optimizer.synchronize()
+            state = optimizer.state_dict()
+            assert not own_in(state)
+            return copy.deepcopy(model.state_dict()), through_a_file(state), tensors_of(optimizer)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        return optimizer.replicas_differ, tensors_of(optimizer)
+
+    own_names = {"parameter", "anchor", *(["outer_momentum"] if way.startswith("noloco") else [])}
+
+    def own_in(state):
+        return {name for entry in state["residuals"]["state"].values() for name in entry} & own_names
+
+    def tensors_of(optimizer):
+        return [v.clone() for bucket in optimizer.buckets for v in bucket.buffers.values()]
+
+    rank_0 = on_threads(3, run)[0]
+    assert any(v.any() for v in rank_0[2])
+    for differ, tensors in on_threads(3, lambda backend: run(backend, rank_0)):
+        assert not differ
+        assert same_bits(tensors, rank_0[2])
+
+
+@every_way
+def test_one_rank_has_nobody_to_differ_from(way):
+    model = Toy()
+    optimizer = make(way, model, LocalBackend())
+    train(model, optimizer, range(4))
+    assert not optimizer.replicas_differ
 
 
 @every_way
@@ -643,6 +684,25 @@ def test_all_ranks_skip_a_round_in_which_one_is_not_finite_and_go_on_when_it_is_
     assert all(on_threads(3, run))
 
 
+@pytest.mark.parametrize("way", ["noloco", "ring"])
+def test_synchronize_with_inf_on_one_rank_changes_nothing_where_no_round_is_under_way(way):
+    def run(backend):
+        model = Toy()
+        optimizer = make(way, model, backend)
+        train(model, optimizer, range(6), backend.rank, 3)
+        if backend.rank == 1:
+            with torch.no_grad():
+                model.bias[2] = math.inf
+        state = [v.clone() for bucket in optimizer.buckets for v in bucket.buffers.values()] + params_of(model)
+        optimizer.synchronize()
+        now = [v for bucket in optimizer.buckets for v in bucket.buffers.values()] + params_of(model)
+        assert same_bits(state, now)
+        assert optimizer.replicas_differ
+        assert optimizer.comm_stats()["skipped_rounds"] == 1
+
+    on_threads(3, run)
+
+
 class Losing(ThreadBackend):
     """Its messages from rank 2 do not come."""
 
@@ -682,6 +742,19 @@ def test_a_peer_that_cannot_be_reached_is_named_and_nothing_has_changed(way):
 
     with pytest.raises(EOFError):
         on_threads(3, run)
+
+
+@pytest.mark.parametrize("cls", [NoLoCo, Gossip])
+def test_a_peer_is_named_by_its_number_in_the_world(cls):
+    """Where it is another one among the replicas: of a part of a model in two parts."""
+
+    def run(backend):
+        optimizer = cls(Toy().parameters(), backend=backend.sharded(2))
+        entry = next(optimizer.grouped_buckets())
+        return optimizer.means_of([entry], [entry[0].zeros()]).describe(0)
+
+    for rank, said in enumerate(on_threads(4, run)):
+        assert said.endswith(f"exchange with rank {(rank + 2) % 4}")
 
 
 @pytest.mark.parametrize("cls", [NoLoCo, Gossip])

@@ -93,7 +93,9 @@ def test_bytes_are_those_that_the_probe_predicts(pool, machine):
 
 
 def test_gradients_add_up_before_they_are_averaged(pool):
+    """And no_sync() leaves what was off before."""
     for found in pool.over_gloo(2, fsdp_scenes.accumulated):
+        assert found["still off"]
         for way in ("handle", "fsdp"):
             assert found[way][1] == 4
             for g, h in zip(found[way][0], found["sum"][0]):
@@ -281,6 +283,7 @@ def test_weights_on_the_wire(pool):
     ranks = pool.over_gloo(3, fsdp_scenes.of_weights)
     for found in ranks:
         assert all(torch.equal(found[name]["y"], ranks[0][name]["y"]) for name in found)
+        assert all(len(set(found[name]["full"][1:])) == 1 for name in found)  # of each step by itself
         assert max(found["exact"]["apart"]) < 1e-6
         assert found["exact"]["bytes"] == [(0, 0)] * 6  # FSDP's are not counted
         eight, differences = found["int8"], found["differences"]
@@ -310,7 +313,7 @@ def test_weights_that_were_nan_do_not_stay_so(pool):
 def test_modules_of_one_group_have_one_exchange(pool):
     """And none when it was removed."""
     for found in pool.over_gloo(2, fsdp_scenes.several_in_a_group):
-        assert found == {"count": (2, 2), "left": ["DefaultReduceScatter", "DefaultAllGather"]}
+        assert found == {"count": (2, 2), "left": ["DefaultReduceScatter", "DefaultAllGather"], "sums": False}
 
 
 def test_models_are_freed(pool):

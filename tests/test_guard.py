@@ -15,16 +15,14 @@ from every import every_variant, make
 from torch import Tensor, nn
 from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, tensors_in, train
 
-from commopt import (
-    Guard,
-    LocalSGD,
-    OneBitAdam,
-    ZeroOneAdam,
-)
+import commopt
+from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, Streaming, ZeroOneAdam
+from commopt.comm import CollectiveError
 from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, comparing, setup
-from commopt.optim.agreement import OutOfStep
+from commopt.optim.agreement import OutOfStep, StepRefused
 from commopt.optim.digest import CHUNK, digest
 from commopt.optim.guard import describe_difference, majority
+from commopt.outer.flight import Flight
 
 # not finite -----------------------------------------------------------------------------------------------------------
 
@@ -523,6 +521,57 @@ def test_an_interrupt_that_has_met_each_rank_elsewhere_in_a_step_is_found_in_the
             train(model, optimizer, range(5, 6), backend.rank, 2)
 
     on_threads(2, run)
+
+
+def test_an_interrupt_while_a_fragment_is_sent_is_told_when_that_is_due():
+    """And not what has become of the collectives by it."""
+    confirm, interrupts = Flight.confirm, []
+
+    def interrupted(flight, backend):
+        if backend.rank == 1 and flight.fragment == 1:
+            interrupts.append(flight)
+            raise KeyboardInterrupt
+        return confirm(flight, backend)
+
+    def run(backend):
+        model = Toy()
+        streaming = {"streaming": Streaming(2, 1), "bucket_mb": 1e-4, "backend": backend}
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=4, **streaming)
+        for step in range(8):
+            try:
+                train(model, optimizer, [step], backend.rank, 2)
+            except KeyboardInterrupt:
+                assert backend.rank == 1
+            except CollectiveError as error:
+                return str(error)
+
+    with mock.patch.object(Flight, "confirm", interrupted):
+        told = on_threads(2, run, timeout=3)
+    assert len(interrupts) == 1
+    assert "did not join" in told[0]
+    assert "fragment 2 of 2, in flight: KeyboardInterrupt while this rank was sending; nothing is lost" in told[1]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "DiLoCo"])
+@pytest.mark.parametrize("lr", [None, "x"])
+def test_a_learning_rate_that_is_none_on_one_rank_is_told_to_all(name, lr):
+    """After the warm-up, too, where ranks look at the gradients before they agree."""
+
+    def run(backend):
+        model = Toy()
+        early = {"ZeroOneAdam": {"variance": {"kappa": 2, "stop": 3}}, "DiLoCo": {"period": 1}}
+        cls, settings = getattr(commopt, name), early.get(name, {"freeze_step": 2})
+        optimizer = cls(model.parameters(), lr=1e-2, backend=backend, **settings)
+        train(model, optimizer, range(4), backend.rank, 2)
+        if backend.rank == 1:
+            optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises((StepRefused, ValueError, TypeError)) as caught:
+            train(model, optimizer, range(4, 6), backend.rank, 2)
+        return str(caught.value)
+
+    others, own = on_threads(2, run)
+    assert "rank 1 cannot take this step; its own error says why" in others
+    assert name == "DiLoCo" or own == f"lr must be a number >= 0, got {lr!r}"
 
 
 def test_rounds_longer_than_check_every_compare_each_time():

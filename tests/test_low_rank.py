@@ -314,6 +314,42 @@ def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
     assert same_bits(*results)
 
 
+@pytest.mark.parametrize(
+    ("method", "where"), [*((method, "sent in full") for method in METHODS), (METHODS[0], "second factor")], ids=repr
+)
+def test_what_is_not_finite_in_one_message_alone_leaves_nothing(method, where):
+    """A gradient that is sent in full, beside finite matrices; a matrix whose one column is longer than any number,
+    though its product with the factor is finite."""
+
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
+        for step in range(2):
+            model.backward(grads(step, backend.rank))
+        model.take()
+        before = handle.state_dict()
+        spoilt = grads(2, backend.rank)
+        if backend.rank == 1 and where == "sent in full":
+            spoilt[1][2] = math.nan
+        elif backend.rank == 1:
+            spoilt[0][:, 4] = 1e308  # 12 rows
+        model.backward(spoilt)
+        model.take()
+        assert handle.comm_stats()["not_finite"] == 1
+        after = handle.state_dict()
+        for i in before["state"]:
+            assert before["state"][i]["turn"] == after["state"][i]["turn"]
+            assert same_bits([before["state"][i][n] for n in "pq"], [after["state"][i][n] for n in "pq"])
+            old, new = (s["residuals"]["state"][i]["worker_error"] for s in (before, after))
+            assert torch.equal(old, new)
+        model.backward(grads(3, backend.rank))
+        out = model.take()
+        assert all(g.isfinite().all() for g in out)
+        return out
+
+    assert same_bits(*on_threads(2, run))
+
+
 @both
 @pytest.mark.parametrize("size", [1e-26, 1e20, 1e30])
 def test_one_gradient_of_another_size_is_not_the_end(method, size):

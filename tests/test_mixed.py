@@ -201,7 +201,14 @@ def test_each_optimizer_steps_as_it_does_by_itself_and_hooks_are_called_once() -
     assert calls.count("part") == calls.count("mixed") == calls.count("any") == 3
     train(models[0], _Both(alone), range(3))
     assert same_bits(params_of(models[0]), params_of(models[1]))
-    assert mixed.step(lambda: 3.5) == 3.5
+    before = params_of(models[1])
+
+    def closure() -> float:
+        assert same_bits(before, params_of(models[1]))  # it is called first
+        return 3.5
+
+    assert mixed.step(closure) == 3.5
+    assert not same_bits(before, params_of(models[1]))
 
 
 class _Both:
@@ -227,6 +234,16 @@ def test_one_that_is_loaded_by_itself_is_followed() -> None:
     assert optimizer.base.param_groups[0] is not muon.param_groups[0]
     optimizer.base.step()  # without an outer step, too
     assert optimizer.base.param_groups[0] is muon.param_groups[0]
+
+
+def test_a_parameter_without_state_has_an_empty_one_as_torch_has_it() -> None:
+    mixed = of_two(Toy(), torch.optim.Muon, torch.optim.AdamW)
+    for group, part in zip(mixed.param_groups, mixed.parts):
+        p = group["params"][0]
+        assert p not in mixed.state
+        assert mixed.state.get(p) is None
+        mixed.state[p]["note"] = 1
+        assert part.state[p] == {"note": 1}
 
 
 def test_groups_have_nothing_of_each_others_defaults() -> None:
@@ -264,17 +281,37 @@ def of_two(model: Toy, *classes: Any) -> Mixed:
     return Mixed(*(cls(p, lr=1e-2) for cls, p in zip(classes, commopt.sort_parameters(model, head=["embedding"]))))
 
 
-@pytest.mark.parametrize("cls", [commopt.Lamb, commopt.Lans])
-def test_the_state_of_a_mixture_alone_is_loaded_by_an_outer_step_around_one(cls: Any) -> None:
+MUON = getattr(torch.optim, "Muon", None)
+
+
+@pytest.mark.parametrize("classes", [(MUON, commopt.Lamb), (MUON, commopt.Lans), (commopt.Lamb, commopt.Lans)])
+def test_the_state_of_a_mixture_alone_is_loaded_by_an_outer_step_around_one(classes: Any) -> None:
     model, other = Toy(), Toy()
-    base = of_two(model, torch.optim.Muon, cls)
+    base = of_two(model, *classes)
     train(model, base, range(3))
-    optimizer = DiLoCo(of_two(other, torch.optim.Muon, cls), backend=LocalBackend())
+    optimizer = DiLoCo(of_two(other, *classes), backend=LocalBackend())
     optimizer.load_state_dict(through_a_file(base.state_dict()))
     assert same_bits(tensors_in(base.state_dict()), tensors_in(optimizer.base.state_dict()))
-    again = DiLoCo(of_two(Toy(), torch.optim.Muon, cls), backend=LocalBackend())
+    again = DiLoCo(of_two(Toy(), *classes), backend=LocalBackend())
     again.load_state_dict(through_a_file(optimizer.state_dict()))
     assert same_bits(tensors_in(base.state_dict()), tensors_in(again.base.state_dict()))
+
+
+def test_hooks_of_loading_are_called_as_torchs_are() -> None:
+    """What the first kind returns is loaded."""
+    model, other, called = Toy(), Toy(), list[Any]()
+    first, second = (of_two(m, torch.optim.Muon, torch.optim.AdamW) for m in (model, other))
+    train(model, first, range(2))
+    state = first.state_dict()
+    second.register_load_state_dict_pre_hook(
+        lambda _, given: {**given, "param_groups": [{**group, "lr": 0.25} for group in given["param_groups"]]}
+    )
+    second.register_load_state_dict_pre_hook(lambda _, given: called.append(given["param_groups"][0]["lr"]))
+    second.register_load_state_dict_post_hook(lambda optimizer: called.append(optimizer))
+    second.load_state_dict(state)
+    assert called == [0.25, second]
+    assert [group["lr"] for group in second.param_groups] == [0.25, 0.25]
+    assert [group["lr"] for group in state["param_groups"]] == [1e-2, 1e-2]
 
 
 @pytest.mark.parametrize("outer", [False, True])

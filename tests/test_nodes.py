@@ -41,6 +41,7 @@ from worlds import (
 from commopt import OneBitAdam, attach
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import (
+    LocalBackend,
     MPIBackend,
     NodesBackend,
     ThreadBackend,
@@ -356,6 +357,22 @@ def test_the_mean_over_all_is_one(nodes, places):
         torch.testing.assert_close(x, torch.stack(each).mean(0), rtol=1e-14, atol=1e-14)
         assert same_bits([x], [ranks[0][0]])
         assert sent == 2 * (nodes - 1) * -(-nodes * 5 * 8 // nodes)
+
+
+def test_of_all_ranks_it_has_the_rank_and_of_the_three_the_devices_they_have_in_common():
+    class On(LocalBackend):
+        def __init__(self, *devices: str) -> None:
+            self.devices = devices
+
+    assert NodesBackend(On("cpu", "cuda"), On("cpu"), LocalBackend()).devices == ("cpu",)
+    assert NodesBackend(LocalBackend(), LocalBackend(), On("cpu", "cuda")).devices == ("cpu", "cuda")
+    assert NodesBackend(LocalBackend(), LocalBackend(), LocalBackend()).devices is None
+
+    def ours(backend):
+        nodes = backend.nodes(2)
+        return nodes.rank, nodes.world_size
+
+    assert on_threads(4, ours) == [(rank, 4) for rank in range(4)]
 
 
 # state ----------------------------------------------------------------------------------------------------------------

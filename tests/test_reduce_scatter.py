@@ -84,7 +84,9 @@ def decoded(compressor: Any, row: list[float]) -> list[float]:
 ALIKE = [(rank, 0) for rank in range(W)]
 TWO_NODES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 ACROSS = [(0, 1), (1, 1), (0, 0), (1, 0)]
-"""Of each rank, its node and its place in that: nodes of one rank; of two that follow each other; in another order."""
+ONE_NODE = [(0, rank) for rank in range(W)]
+"""Of each rank, its node and its place in that: nodes of one rank; of two that follow each other; in another order; of
+all ranks."""
 
 
 def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: Any) -> list[list[list[float]]]:
@@ -141,8 +143,15 @@ def cut_over(backend: Any, grid: list[tuple[int, int]] = ALIKE) -> tuple[ShardGr
 @pytest.mark.parametrize("compressor", [Int4(block=8), Int8(block=8, rotate=True)], ids=["int4", "int8"])
 @pytest.mark.parametrize(
     ("grid", "inside"),
-    [(ALIKE, None), (TWO_NODES, None), (TWO_NODES, Int8(block=8)), (ACROSS, Int4(block=8)), (TWO_NODES, TopK(4, 16))],
-    ids=["alike", "nodes", "int8 inside", "across", "top-k inside"],
+    [
+        (ALIKE, None),
+        (TWO_NODES, None),
+        (TWO_NODES, Int8(block=8)),
+        (ACROSS, Int4(block=8)),
+        (TWO_NODES, TopK(4, 16)),
+        (ONE_NODE, None),
+    ],
+    ids=["alike", "nodes", "int8 inside", "across", "top-k inside", "one node"],
 )
 def test_it_is_the_loop_of_the_papers(compressor, feedback, grid, inside):
     def run(backend):
@@ -174,7 +183,7 @@ def test_it_is_the_loop_of_the_papers(compressor, feedback, grid, inside):
             assert stats["step"]["intra_node"]["bytes"] == (places_of - 1) * part
 
 
-@pytest.mark.parametrize("grid", [ALIKE, TWO_NODES, ACROSS], ids=["alike", "nodes", "across"])
+@pytest.mark.parametrize("grid", [ALIKE, TWO_NODES, ACROSS, ONE_NODE], ids=["alike", "nodes", "across", "one node"])
 def test_rows_are_gathered_in_the_order_of_ranks(grid):
     """Each leaves a node once."""
 
@@ -189,6 +198,15 @@ def test_rows_are_gathered_in_the_order_of_ranks(grid):
     for out, sent in on_threads(W, run):
         assert out.tolist() == [[rank] * 16 for rank in range(W)]
         assert sent == 16 * max(node for node, _ in grid)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_parameter_that_is_cut_along_a_dimension_is_put_together_again(dim):
+    whole, shape = torch.arange(1.0, 2 * 4 * 6 + 1), torch.Size((2, 4, 6))
+    columns = Place(shape, dim, 0, 24).columns(whole, 2)
+    for row, piece in zip(columns, whole.view(shape).chunk(2, dim)):
+        assert torch.equal(row, piece.reshape(-1))
+    assert torch.equal(Place(shape, dim, 0, 24).whole(columns), whole)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -248,6 +249,25 @@ def test_zero_one_adam_stops_by_the_same_rule_and_its_local_steps_begin(kappa):
     assert stop == 100, "80 is calm, but up to 60 it was a decline"
     assert "local" not in kinds[:stop]
     assert kinds[stop : stop + 8] == ["local", "local", "local", "compressed"] * 2
+
+
+@pytest.mark.parametrize(("betas2", "steps", "told"), [((0.9, 0.98), 49, 0), ((0.9, 0.98), 50, 1), ((0.9999,), 100, 1)])
+def test_a_run_of_zero_one_adam_that_ends_before_a_variance_has_settled_says_so(betas2, steps, told, caplog):
+    """If it was as long as the slowest of them remembers, or 100 steps."""
+
+    def run(backend):
+        params = [nn.Parameter(torch.ones(8, dtype=torch.float64)) for _ in betas2]
+        groups = [{"params": [p], "betas": (0.9, beta2)} for p, beta2 in zip(params, betas2)]
+        policies = {"variance": {"kappa": 1000, "stop": "auto"}, "sync": {"first": 4, "longest": 4}}
+        optimizer = ZeroOneAdam(groups, backend=backend, **policies)
+        for t in range(steps):
+            for p in params:
+                p.grad = torch.full_like(p, 1.1**t)
+            optimizer.step()
+
+    on_threads(2, run)
+    gc.collect()
+    assert caplog.text.count(f"the run ends after {steps} steps") == told
 
 
 def test_a_model_without_gradients_does_not_freeze():

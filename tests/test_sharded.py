@@ -258,6 +258,18 @@ def test_what_one_rank_alone_holds_beside_what_has_replicas_takes_plain_steps(na
         assert same_bits([p for p in params if p.dim() == 2], trained(LocalBackend(), (2,), rank))
 
 
+def test_what_one_rank_alone_holds_is_no_error_of_averages():
+    def ours(backend: Any) -> None:
+        grid = backend.sharded(1)
+        _, optimizer = run(Alone(grid.world, grid.inside, grid.replicas), 0, backend.rank, "CSER, signs", True, 5)
+        errors = [p.detach() - optimizer.state[p]["anchor"] for p in optimizer.params if p.dim() == 1]
+        expected = math.sqrt(math.fsum(e**2 for error in errors for e in error.tolist()))
+        assert optimizer.comm_stats()["residual_norm"] == pytest.approx(expected, rel=1e-12)
+        assert expected > 0
+
+    on_threads(2, ours)
+
+
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_what_one_rank_alone_holds_goes_on_where_a_state_is_loaded_or_copied_between_two_rounds(how):
     """It takes no local steps, so nothing was gathered of its momentum."""

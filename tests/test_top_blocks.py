@@ -125,13 +125,14 @@ def residuals_of_all(states: list[dict[str, Any]]) -> dict[int, Tensor]:
     return {i: entry["worker_error"].flatten() + entry["server_error"].flatten() for i, entry in merged.items()}
 
 
-@pytest.mark.parametrize("nodes", [None, 2])
-def test_what_came_out_plus_the_residuals_is_what_went_in(nodes):
-    """Also between nodes of two ranks, where each place has blocks of its own."""
+@pytest.mark.parametrize(("nodes", "bucket_mb"), [(None, 4e-4), (2, 4e-4), (2, 1)])
+def test_what_came_out_plus_the_residuals_is_what_went_in(nodes, bucket_mb):
+    """Also between nodes of two ranks, where each place has blocks of its own, of parameters that lack a gradient as of
+    others."""
     world_size = 4 if nodes else 3
 
     def run(backend: Backend) -> tuple[list[Tensor], dict[str, Any]]:
-        model, handle = made(backend)
+        model, handle = made(backend, bucket_mb=bucket_mb)
         total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
         for step in range(12):
             model.backward(grads(step, backend.rank))
@@ -209,6 +210,25 @@ def test_large_numbers_are_no_infinities():
     on_threads(2, run)
 
 
+def test_the_sum_of_mean_squares_over_the_ranks_is_a_number(monkeypatch):
+    """Also where each of them is beyond float32: no backend need divide before it adds."""
+    sent, importance = list[Tensor](), TopBlocks.importance
+
+    def watched(*args: Any) -> Tensor:
+        sent.append(importance(*args))
+        return sent[-1].clone()
+
+    def run(backend: ThreadBackend) -> None:
+        model = Given([(200,)]).float()
+        commopt.compress_gradients(model, TopBlocks(0.1, 20), backend=backend)
+        model.backward([torch.full((200,), 1e30)])
+
+    monkeypatch.setattr(TopBlocks, "importance", watched)
+    on_threads(4, run)
+    assert len(sent) == 4
+    assert torch.stack(sent).sum(0).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_rank_has_the_same_bits(dtype):
     def run(backend: ThreadBackend) -> list[Tensor]:
@@ -252,6 +272,7 @@ def test_a_bucket_smaller_than_a_block_is_sent_as_it_is():
         for found, x in zip(model.take(), g):
             torch.testing.assert_close(found, 2 * x, rtol=1e-12, atol=0)
         assert handle.comm_stats()["step"]["by_collective"]["all_reduce"]["calls"] == 1
+        assert TopBlocks(0.01, 4096).kept(26) == 0
 
     on_threads(2, run)
 
@@ -293,6 +314,34 @@ def test_another_number_of_ranks_has_the_same_residuals(after, spec):
         if came_out.numel():
             total = came_out.flatten() + left.get(i, 0)
             torch.testing.assert_close(total, residuals[i], rtol=0, atol=1e-12)
+
+
+def test_what_was_left_of_means_stays_while_a_parameter_has_no_gradient():
+    """Of the means of another compressor; the whole of it comes with the next gradient."""
+    zeros, late = [torch.zeros(size, dtype=torch.float64) for size in SIZES], (0, 5)
+
+    def before(backend: ThreadBackend) -> dict[str, Any]:
+        model, handle = made(backend, Sign(16))
+        for step in range(5):
+            model.backward(some_grads(SIZES, step, backend.rank))
+        return handle.state_dict()
+
+    states = on_threads(3, before)
+
+    def again(backend: ThreadBackend) -> tuple[list[Tensor], list[Tensor]]:
+        model, handle = made(backend, TopBlocks(1.0, 20))
+        handle.load_state_dict(states[backend.rank])
+        model.backward([None if i in late else zero for i, zero in enumerate(zeros)])
+        first = model.take()
+        model.backward(zeros)
+        return first, model.take()
+
+    for first, second in on_threads(3, again):
+        for i, left in residuals_of_all(states).items():
+            if left.numel():
+                assert left.any()
+                came_out = (second if i in late else first)[i]
+                torch.testing.assert_close(came_out.flatten(), left, rtol=0, atol=1e-12)
 
 
 # what cannot be -------------------------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ class OuterOptimizer(PackedOptimizer):
     def _end_step(self, error: Exception | None) -> None:
         """Counts a local step, and ends what ends with it."""
         for group in self.param_groups:
-            lr = _lr_of(group)
+            lr = 0.0 if error is not None else _lr_of(group)
             group["round_step"] += 1
             group["round_lr"] += lr
             if self.streaming is not None:

@@ -17,6 +17,7 @@ failed is to be landed, and not before.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -137,25 +138,20 @@ class Flights:
         if self._failed is not None:
             return
         topology, pipeline, traffic, receipt = self._topology, self._pipeline, flight.traffic, flight.receipt
-        with reaching_others(topology, [], flight.where):
-            try:
-                first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
-                pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
-                flight.means.start(
-                    lambda bucket, i: bucket.replicas.pair_with(i, traffic, receipt), pipeline, flight.where, True
-                )
-                pipeline.start(flight.confirm(last), f"{flight.where}, confirmation of what was received", early=True)
-            except Exception as error:
-                self._failed = error
-                raise
+        with reaching_others(topology, [], flight.where), self._under_way(flight.where):
+            first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
+            pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
+            flight.means.start(
+                lambda bucket, i: bucket.replicas.pair_with(i, traffic, receipt), pipeline, flight.where, True
+            )
+            pipeline.start(flight.confirm(last), f"{flight.where}, confirmation of what was received", early=True)
 
     def progress(self) -> None:
         """Starts what can be started: never waits, and raises nothing; :meth:`land` does."""
         if self._by_itself and self._flights and self._failed is None:
-            try:
+            where = next(iter(self._flights.values())).where
+            with contextlib.suppress(Exception), self._under_way(where):
                 self._pipeline.progress()
-            except Exception as error:
-                self._failed = error
 
     def land(self, fragment: int) -> Flight:
         """Waits for all of a fragment; it stays in flight until it is :meth:`done`. All ranks call this at the same
@@ -170,12 +166,23 @@ class Flights:
         with reaching_others(self._topology, [], flight.where):
             if self._failed is not None:
                 raise CollectiveError(str(self._failed)) from self._failed
-            try:
+            with self._under_way(flight.where):
                 self._pipeline.run_until(lambda: flight.landed)
-            except Exception as error:
-                self._failed = error
-                raise
         return flight
+
+    @contextlib.contextmanager
+    def _under_way(self, where: str) -> Iterator[None]:
+        """Context of what takes flights on. What fails there is the end of all: landing says so, of this and of those
+        that come after it."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = error
+            raise
+        except BaseException as error:  # KeyboardInterrupt
+            self._failed = CollectiveError(f"{where}: {type(error).__name__} while this rank was sending")
+            self._pipeline.abandon()
+            raise
 
     def decide(self, flight: Flight) -> RoundDecision:
         """Decision of the ranks about a flight that has landed; if it is that it counts, its means are there.
