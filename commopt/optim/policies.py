@@ -116,7 +116,8 @@ class Counts(NamedTuple):
 
 def count_steps(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Counts:
     """The kinds of the steps 1 to ``steps`` of a run. BERT-Large, ``VariancePolicy(16, 12500)`` and ``SyncPolicy()``
-    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed. With a stop of "auto" as if it never came.
+    for 152,000 steps: 152 exact, 12,348 + 61,821 compressed. With a stop of "auto" as if it never came, and
+    of a model all of whose elements have gradients in each step.
 
     152 = 9 * 16 refreshes at the distances 1, 2, ..., 256, up to step 16 (2^9 - 1) = 8176, and 8 more at 512;
     12,348 are the other steps up to 12,500, and 61,821 the rounds after it.

@@ -174,12 +174,14 @@ def rarely_updated(bucket: StateBucket) -> list[Tensor]:
 
 def rare_in(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> list[bool]:
     """Of each of ``groups`` whether elements of any of its tensors have had fewer than ``ENOUGH`` gradients; the same
-    on every rank. Communicates: all ranks call it at the same step, also those that train nothing."""
+    on every rank. Communicates where ranks hold parts of a model: all call it at the same step, also those that train
+    nothing."""
     number = {id(group): i for i, group in enumerate(groups)}
     found = torch.zeros(len(groups), 1, dtype=torch.float64, device="cpu")
     for bucket, group in optimizer.compressed_buckets(list(groups)):
         found[number[id(group)]] += len(rarely_updated(bucket))
-    return [rare > 0 for (rare,) in _of_all(optimizer, found)]
+    rows = _of_all(optimizer, found) if optimizer.topology.is_sharded else found.tolist()
+    return [rare > 0 for (rare,) in rows]
 
 
 def report_rare(optimizer: CommOptimizer, groups: list[dict[str, Any]], setting: str) -> None:

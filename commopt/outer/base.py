@@ -405,7 +405,7 @@ class OuterOptimizer(PackedOptimizer):
     def _end_step(self, error: Exception | None) -> None:
         """Counts a local step, and ends what ends with it."""
         for group in self.param_groups:
-            lr = 0.0 if error is not None else _lr_of(group)
+            lr = _lr_of(group, failed=error is not None)
             group["round_step"] += 1
             group["round_lr"] += lr
             if self.streaming is not None:
@@ -757,7 +757,13 @@ class OuterOptimizer(PackedOptimizer):
         }
 
 
-def _lr_of(group: Mapping[str, Any]) -> float:
-    """The learning rate of ``group``; 0 if its base has none, or finds its own and says None."""
+def _lr_of(group: Mapping[str, Any], failed: bool = False) -> float:
+    """The learning rate of ``group``; 0 if its base has none, or finds its own and says None; and if it is no number,
+    where that may be why the step has ``failed``."""
     lr = group.get("lr")
-    return 0.0 if lr is None else float(lr)
+    try:
+        return 0.0 if lr is None else float(lr)
+    except (TypeError, ValueError):
+        if not failed:
+            raise
+        return 0.0
