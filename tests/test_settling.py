@@ -182,6 +182,27 @@ def test_zero_one_adam_refreshes_at_every_step_until_rows_have_had_twenty_gradie
     assert until == (exact - kappa if exact < 250 else 240)
 
 
+def test_ranks_that_have_no_table_of_a_model_wait_for_its_rows_with_those_that_have():
+    """Two replicas of a model in two parts, of which one is a table."""
+
+    def kinds(backend):
+        cut = backend.sharded(2)
+        rows, seen = nn.Parameter(torch.ones(40, 2) if backend.rank % 2 else torch.ones(4)), []
+        optimizer = ZeroOneAdam([rows], 1e-4, variance={"kappa": 16, "stop": 10_000}, backend=cut)
+        draw = torch.Generator().manual_seed(backend.rank)
+        for t in range(120):
+            seen.append(kind_of_next(optimizer))
+            rows.grad = torch.zeros_like(rows)
+            part = slice(t % 4, None, 4) if backend.rank % 2 else slice(None)
+            rows.grad[part] = torch.randn(rows.grad[part].shape, generator=draw)
+            optimizer.step()
+        return seen
+
+    found = on_threads(4, kinds)
+    assert found == found[:1] * 4
+    assert found[0][:84] == ["exact"] * 80 + ["compressed", "exact"] * 2
+
+
 def test_a_table_that_is_frozen_too_early_by_hand_is_named(caplog):
     on_threads(2, lambda backend: table(backend, OneBitAdam, 10, 62, freeze_step=60))
     assert caplog.text.count("1 parameters (a parameter of shape (40, 2)) have had fewer than 20 gradients") == 1
