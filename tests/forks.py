@@ -185,6 +185,11 @@ class Server:
                 os.kill(process, signal.SIGKILL)
 
 
+KEPT: list[dict[str, Any]] = []
+"""What a program has left: an interpreter keeps that until its exit handlers have run. (A DistributedDataParallel that
+went before once waited for ever for a thread of Gloo.)"""
+
+
 def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores: list[int], files: list[int]) -> None:
     """Be ``python argv...``, which ``parent`` has started."""
     for number, file in enumerate(files):
@@ -213,10 +218,10 @@ def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores
         exec(compile(argv[1], "<string>", "exec"), main.__dict__)
     elif argv[0] == "-m":
         sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        KEPT.append(runpy.run_module(argv[1], run_name="__main__", alter_sys=True))
     else:
         sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
+        KEPT.append(runpy.run_path(argv[0], run_name="__main__"))
 
 
 def main() -> None:
