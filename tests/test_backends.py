@@ -382,6 +382,11 @@ def steps_of(name, works, events):
         events.append(f"close {name}")
 
 
+def without_ends(events):
+    """``events`` but for the closing of tasks, which is when memory is freed."""
+    return [event for event in events if event[:5] != "close"]
+
+
 def test_early_tasks_go_on_one_after_another_as_far_as_what_they_wait_for_is_done_and_no_further_than_the_barrier():
     events = []
     barrier, late = Sent("barrier", events), Sent("late", events, done=False)
@@ -402,7 +407,7 @@ def test_early_tasks_go_on_one_after_another_as_far_as_what_they_wait_for_is_don
     assert not pipeline.progress()
     events.clear()
     pipeline.finish()
-    assert [event for event in events if event[:5] != "close"] == [
+    assert without_ends(events) == [
         "wait u", "end c", "wait v", "end d", "wait barrier", "end a", "wait barrier", "end b",
     ]  # fmt: skip
 
@@ -421,7 +426,7 @@ def test_while_early_tasks_wait_those_others_go_on_whose_time_has_come():
     pipeline.start(steps_of("c", [Sent("u", events, done=False)], events))
     pipeline.start(release())
     pipeline.finish()
-    assert [event for event in events if event[:5] != "close"] == [
+    assert without_ends(events) == [
         "a0", "c0", "wait v", "released", "wait late", "end a", "wait u", "end c",
     ]  # fmt: skip
 
@@ -433,7 +438,7 @@ def test_what_all_tasks_wait_for_in_the_end_is_waited_for_once_and_they_go_on_in
     pipeline.start(steps_of("a", [Sent("x", events), Sent("y", events), last, Sent("z", events)], events))
     pipeline.start(steps_of("b", [last], events))
     pipeline.finish()
-    assert [event for event in events if event[:5] != "close"] == [
+    assert without_ends(events) == [
         "a0", "b0", "wait x", "a1", "wait y", "a2", "wait last", "a3", "end b", "wait z", "end a",
     ]  # fmt: skip
 

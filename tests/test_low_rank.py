@@ -284,10 +284,11 @@ def test_every_rank_has_the_same_bits(method, dtype):
     assert all(same_bits(results[0], r) for r in results)
 
 
-@both
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
-    def run(backend: ThreadBackend) -> list[Tensor]:
+def leaves_nothing(method, spoil):
+    """A step in which the gradients of rank 1 are spoilt by ``spoil(gradients)`` changes no state, and the next is
+    right; and what came out of it, on each rank."""
+
+    def run(backend: ThreadBackend) -> tuple[list[Tensor], list[Tensor]]:
         model = Given(SIZES)
         handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
         for step in range(2):
@@ -296,45 +297,9 @@ def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
         before = handle.state_dict()
         spoilt = grads(2, backend.rank)
         if backend.rank == 1:
-            spoilt[0][3, 3] = bad
+            spoil(spoilt)
         model.backward(spoilt)
-        assert not model.take()[0].isfinite().all()
-        after = handle.state_dict()
-        for i in before["state"]:
-            assert before["state"][i]["turn"] == after["state"][i]["turn"]
-            assert same_bits([before["state"][i][n] for n in "pq"], [after["state"][i][n] for n in "pq"])
-            old, new = (s["residuals"]["state"][i]["worker_error"] for s in (before, after))
-            assert torch.equal(old, new)
-        model.backward(grads(3, backend.rank))
-        out = model.take()
-        assert all(g.isfinite().all() for g in out)
-        return out
-
-    results = on_threads(2, run)
-    assert same_bits(*results)
-
-
-@pytest.mark.parametrize(
-    ("method", "where"), [*((method, "sent in full") for method in METHODS), (METHODS[0], "second factor")], ids=repr
-)
-def test_what_is_not_finite_in_one_message_alone_leaves_nothing(method, where):
-    """A gradient that is sent in full, beside finite matrices; a matrix whose one column is longer than any number,
-    though its product with the factor is finite."""
-
-    def run(backend: ThreadBackend) -> list[Tensor]:
-        model = Given(SIZES)
-        handle = commopt.compress_gradients(model, method, backend=backend, bucket_mb=2e-4)
-        for step in range(2):
-            model.backward(grads(step, backend.rank))
-        model.take()
-        before = handle.state_dict()
-        spoilt = grads(2, backend.rank)
-        if backend.rank == 1 and where == "sent in full":
-            spoilt[1][2] = math.nan
-        elif backend.rank == 1:
-            spoilt[0][:, 4] = 1e308  # 12 rows
-        model.backward(spoilt)
-        model.take()
+        came_out = model.take()
         assert handle.comm_stats()["not_finite"] == 1
         after = handle.state_dict()
         for i in before["state"]:
@@ -345,9 +310,38 @@ def test_what_is_not_finite_in_one_message_alone_leaves_nothing(method, where):
         model.backward(grads(3, backend.rank))
         out = model.take()
         assert all(g.isfinite().all() for g in out)
-        return out
+        return came_out, out
 
-    assert same_bits(*on_threads(2, run))
+    results = on_threads(2, run)
+    assert same_bits(results[0][1], results[1][1])
+    return [came_out for came_out, _ in results]
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_nothing(method, bad):
+    def spoil(gradients: list[Tensor]) -> None:
+        gradients[0][3, 3] = bad
+
+    for came_out in leaves_nothing(method, spoil):
+        assert not came_out[0].isfinite().all()
+
+
+def sent_in_full(gradients: list[Tensor]) -> None:
+    """Beside finite matrices."""
+    gradients[1][2] = math.nan
+
+
+def second_factor(gradients: list[Tensor]) -> None:
+    """A matrix whose one column, of 12 rows, is longer than any number, though its product with the factor is not."""
+    gradients[0][:, 4] = 1e308
+
+
+@pytest.mark.parametrize(
+    ("method", "spoil"), [*((method, sent_in_full) for method in METHODS), (METHODS[0], second_factor)]
+)
+def test_what_is_not_finite_in_one_message_alone_leaves_nothing(method, spoil):
+    leaves_nothing(method, spoil)
 
 
 @both

@@ -446,9 +446,9 @@ class CommOptimizer(PackedOptimizer):
             return StepReport(0.0, present, False, refused)
         try:
             checks.check_gradients(params)
-            growth = self.growth(unscale)
-        except Exception as error:  # in the latter by what somebody has made of a hyper-parameter
-            return StepReport(0.0, present, False, self._why(error))
+            growth = self._growth(unscale)
+        except Exception as error:
+            return StepReport(0.0, present, False, error)
         averaged = self._attachment.averaged if self._attachment is not None else {}
         wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
@@ -466,14 +466,14 @@ class CommOptimizer(PackedOptimizer):
         gradients = None if late else digest_of_gradients
         return StepReport(square * unscale**2, present, unaveraged, gradients=gradients, growth=growth)
 
-    def _why(self, error: Exception) -> Exception:
-        """What is wrong with a hyper-parameter, as where it is given, if that may be why there is ``error``."""
+    def _growth(self, unscale: float) -> float:
+        """:meth:`growth`; raises ValueError, as where it is given, for a hyper-parameter that it fails of."""
         try:
+            return self.growth(unscale)
+        except Exception:
             for group in self.param_groups:
                 self.check_group(group)
-        except Exception as found:
-            return found
-        return error
+            raise
 
     def _clip(self, decision: StepDecision) -> float:
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))

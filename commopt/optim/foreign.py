@@ -48,7 +48,7 @@ def _check_inside(given: Mapping[str, Any]) -> None:
         raise ValueError(
             "the loaded state is damaged: 'param_groups' must be a list of dicts with 'params', and 'state' a dict"
         )
-    ids = [i for group in groups for i in group["params"]]
+    ids = ids_of(given)
     odd = [i for i in ids if not isinstance(state.get(i, {}), Mapping)]
     if odd:
         raise ValueError(f"the loaded state is damaged: that of parameter {odd[0]} is {state[odd[0]]!r}, not a dict")

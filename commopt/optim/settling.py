@@ -49,6 +49,7 @@ from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
     from commopt.optim.base import CommOptimizer
+    from commopt.optim.in_flight import StepContext
 
 FIRST = 20
 """Steps to the first look, and at least so many from one to the next."""
@@ -148,15 +149,16 @@ def stop_where_settled(
 
 
 def counts(stop: Any, step: int) -> bool:
-    """True if :func:`count_nonzero` is called in ``step``: by it a variance is judged that is frozen after ``stop``, a
+    """True if :func:`count_nonzero` counts in ``step``: by it a variance is judged that is frozen after ``stop``, a
     step or "auto"."""
     return step == stop or (stop == "auto" and is_look(step))
 
 
-def count_nonzero(bucket: StateBucket, moving: Sequence[int], gradients: Sequence[Tensor]) -> None:
-    """Notes how many elements of the mean ``gradients``, of the parameters with the indices ``moving``, are not 0."""
-    bucket.nonzero = [0.0] * len(bucket.params)
-    for i, g in zip(moving, gradients):
+def count_nonzero(bucket: StateBucket, ctx: StepContext, gradients: Sequence[Tensor], wanted: bool) -> None:
+    """Notes how many elements of the mean ``gradients``, of the parameters that move, are not 0, if that is ``wanted``;
+    else that they are not counted."""
+    bucket.nonzero = [0.0] * len(bucket.params) if wanted else []
+    for i, g in zip(ctx.moving(bucket), gradients) if wanted else ():
         bucket.nonzero[i] = float(g.count_nonzero())
 
 

@@ -113,9 +113,8 @@ class WarmupOptimizer(CommOptimizer):
     ) -> Generator[Work, None, list[Tensor]]:
         """The means of the gradients of the parameters that move: exact, or by ``warmup_compressor``."""
         means = yield from averaged_gradients(bucket, ctx, self.warmup_compressor, group["betas"][0])
-        bucket.nonzero = []
-        if settling.counts(group["freeze_step"], group["step"] + 1):
-            settling.count_nonzero(bucket, ctx.moving(bucket), means)
+        wanted = settling.counts(group["freeze_step"], group["step"] + 1)
+        settling.count_nonzero(bucket, ctx, means, wanted)
         return means
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:

@@ -322,7 +322,9 @@ class ZeroOneAdam(CommOptimizer):
 
     def _wait_for_rows(self, groups: list[dict[str, Any]]) -> None:
         """Lets T_v of those of ``groups`` begin only now in which elements of a tensor have had few gradients."""
-        waits = settling.rare_in(self, groups) if groups else []
+        if not groups:
+            return
+        waits = settling.rare_in(self, groups)
         for group, rare in zip(groups, waits):
             group["rare_until"] = group["step"] if rare else group["rare_until"]
         self.report_outsized([group for group, rare in zip(groups, waits) if not rare])
@@ -346,9 +348,9 @@ class ZeroOneAdam(CommOptimizer):
         """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         moving = ctx.moving(bucket)
-        bucket.nonzero = []
-        if settling.counts(group["variance_stop"], group["step"] + 1) or _is_end_of_first(group, group["step"] + 1):
-            settling.count_nonzero(bucket, moving, g)
+        step = group["step"] + 1
+        wanted = settling.counts(group["variance_stop"], step) or _is_end_of_first(group, step)
+        settling.count_nonzero(bucket, ctx, g, wanted)
         bucket.increment(("step", "variance_step"), moving)
         x, m, v, counts = bucket.operands(moving)
         adam_(x, g, m, v, counts, group)
