@@ -1,8 +1,9 @@
 """How the tests run, and what the trainer's share: a small corpus with its prepared form, and a pair of processes.
 
-A test with three lists of parameters or more runs with some of their combinations, see pairs.py. Processes are forks of
-one server, see forks.py. Files run side by side (pytest -n auto --dist=loadfile): the tests of a file share their
-worlds of processes, and one that waits for what is late leaves the cores to another."""
+Of a test's parameters those combinations run in which each pair of values occurs, with ``--short`` each value
+(covering.py); and ``--short`` leaves out what is marked ``long``. Processes are forks of one server, see forks.py.
+Files run side by side (pytest -n auto --dist=loadfile): the tests of a file share their worlds of processes, and one
+that waits for what is late leaves the cores to another."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from covering import covering, lists_of
 from forks import python, rarely_collect
 from isas import ISAS
-from pairs import covering, lists_of
 
 if TYPE_CHECKING:
     from trainer_pair import Pair
@@ -65,7 +66,12 @@ WORDS = ("loss", "step", "gradient", "momentum", "sign", "bit", "rank", "world",
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--every-combination``."""
+    """``--short``, ``--every-combination``."""
+    parser.addoption(
+        "--short",
+        action="store_true",
+        help="nothing that is marked long, and of a test's parameters some combinations, in which each value occurs",
+    )
     parser.addoption(
         "--every-combination",
         action="store_true",
@@ -103,22 +109,30 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files. Leave out combinations whose pairs occur in others; what -k and -m leave is what
-    counts as all of them."""
+    """Begin with the longest files. Leave out what is not for now; what -k and -m leave is what counts as all
+    combinations."""
     items.sort(key=lambda item: [*FIRST, item.path.stem].index(item.path.stem))
-    if config.getoption("every_combination"):
-        return
-    by_test: dict[str, list[Any]] = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec"):
-            by_test[item.nodeid.partition("[")[0]].append(item)
+    is_short = config.getoption("short")
     left_out = set()
-    for same in by_test.values():
-        kept = covering([lists_of(item) for item in same])
-        left_out |= set(same) - {same[i] for i in kept}
+    if is_short:
+        left_out |= {item for item in items if is_long(item)}
+    if not config.getoption("every_combination"):
+        by_test: dict[str, list[Any]] = defaultdict(list)
+        for item in items:
+            if hasattr(item, "callspec") and item not in left_out:
+                by_test[item.nodeid.partition("[")[0]].append(item)
+        for same in by_test.values():
+            kept = covering([lists_of(item) for item in same], size=1 if is_short else 2)
+            left_out |= set(same) - {same[i] for i in kept}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether it is marked ``long``, and not the case that the mark names with ``but``."""
+    mark = item.get_closest_marker("long")
+    return mark is not None and mark.kwargs.get("but", "[]") != item.nodeid.partition("[")[2].removesuffix("]")
 
 
 def pytest_collection_finish() -> None:

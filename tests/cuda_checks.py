@@ -16,10 +16,16 @@ from torch import Tensor
 from wires import mask_bits, new_wire, same, tensors_in, unpacked, values
 
 from commopt import ops
-from commopt.ops import reference, reference_threshold, reference_top_k
+from commopt.ops import cuda_module, reference, reference_threshold, reference_top_k
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MARGIN = 64
+
+
+def kernels() -> int:
+    """How many there are; of those of integers a macro makes three each."""
+    text = cuda_module.source()
+    return text.count("__global__") - 3 + 3 * text.count("COMMOPT_INTEGER_KERNELS(int_")
 
 
 class Guarded:

@@ -171,6 +171,7 @@ def beside(backend: MPIBackend, world: Any) -> None:
     own.wait()
 
 
+@pytest.mark.long(but="2")
 @needs_mpi
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_mpi(world_size):

@@ -68,6 +68,7 @@ class TestShipped:
             assert settled is None or warmup <= settled < config.train.steps / 2, name
             assert learning_rate(config, warmup) == config.optim.lr > learning_rate(config, config.train.steps - 1) > 0
 
+    @pytest.mark.long(but="gpt_quick")
     def test_runs_two_steps(
         self, path: Path, pair: Pair, cache: Path, corpus: Path, first_runs: dict[str, Path], tmp_path: Path
     ) -> None:
@@ -142,6 +143,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.long
 def test_the_sharded_recipe_runs_on_pieces_and_is_resumed(
     pair: Pair, cache: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +194,7 @@ class TestLongerSamples:
             if name in ("OneBitAdam", "AdamW", "ZeroOneAdam"):  # LAMB warms up again
                 assert after.optim.lr == pytest.approx(learning_rate(before, before.train.steps - 1), rel=0.05)
 
+    @pytest.mark.long(but="bert_base_512")
     def test_the_second_run_starts_from_the_weights_of_the_first(
         self, path: Path, pair: Pair, cache: Path, corpus: Path, first_runs: dict[str, Path], tmp_path: Path
     ) -> None:

@@ -105,6 +105,7 @@ def scenes(rank: int, world_size: int) -> dict[str, Any]:
     return compiled(rank, world_size)
 
 
+@pytest.mark.long
 def test_compiled_steps_and_optimizers_that_were_made_too_early():
     for out in on_processes(2, scenes):
         assert out == dict.fromkeys(COMPILED, True)
@@ -199,6 +200,7 @@ def with_tools(folder: str, cases: list[Case], rank: int, world_size: int) -> di
     return out
 
 
+@pytest.mark.long
 def test_what_tools_for_distributed_checkpoints_save_is_never_taken_for_what_it_is_not(tmp_path, request):
     """Such a tool saves of each tensor that of some rank. Between two rounds, all ranks then start from one and the
     same place, one warning says so, and they meet again; after synchronize() that is where they were. What a rank has

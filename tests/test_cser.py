@@ -134,6 +134,7 @@ def test_the_oracle_of_stored_errors_and_that_of_averaged_blocks_are_one():
     assert_same(*(run_oracle(lambda x, w, kind=kind: kind(x, w, **settings), 3) for kind in (Cser, CserBlocks)))
 
 
+@pytest.mark.long(but="c20")
 @pytest.mark.parametrize("c2", [RandomBlocks(4, 5), Sign(16), None])
 def test_resets_keep_models_together_and_without_them_they_come_apart_for_ever(c2):
     """Gradients that differ between ranks for ever. With resets the distance of the models has a bound; without, it

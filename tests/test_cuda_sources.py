@@ -1,17 +1,12 @@
-"""The CUDA sources without a GPU: they compile, and the same text, run on a CPU, does what the reference does."""
+"""The CUDA sources without a GPU: the same text, run on a CPU, does what the reference does."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
 import inspect
 import logging
 import math
-import os
-import pickle
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_checks as checks
@@ -29,99 +24,6 @@ from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_thresh
 RUN = SimpleNamespace(**cuda.KERNELS)
 MASKS = ["none", "none", "some", "blocks", "all", "dead"]
 THRESHOLD = ["measure", "begin", "count", "step", "tally", "places", "encode"]
-
-
-# compiling ------------------------------------------------------------------------------------------------------------
-
-
-Compiled = tuple[int, str, str, bytes]
-"""The status (0: good), what the compiler says, PTX, and machine code: the assembler finds what it does not."""
-
-
-def nvrtc() -> Path:
-    """The library of NVIDIA's runtime compiler, from its wheel."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
-    found = sorted(lib for folder in folders for lib in folder.glob("*/lib/libnvrtc.so.*"))
-    if not found:
-        pytest.skip("NVRTC is not installed (the package nvidia-cuda-nvrtc)")
-    return found[-1]
-
-
-@pytest.fixture
-def compile_cuda(request: pytest.FixtureRequest) -> Callable[..., Compiled]:
-    """``compile_cuda(text, arch)``. What a compiler has once made of a text is kept beside what pytest keeps."""
-
-    def compiled(text: str, arch: str, optimise: bool = False) -> Compiled:
-        library = nvrtc()
-        # As CuPy does it.
-        options = [b"-std=c++17", b"-ftz=true", f"-arch={arch}".encode(), b"--device-as-default-execution-space"]
-        options += [] if optimise else [b"--Ofast-compile=max"]
-        cache, there = getattr(request.config, "cache", None), library.stat()
-        if cache is None:
-            return compiled_by(library, text, options)
-        key = repr((text, options, str(library), there.st_size, there.st_mtime_ns))
-        kept = cache.mkdir("cuda") / hashlib.sha256(key.encode()).hexdigest()
-        if not kept.exists():
-            part = kept.with_suffix(f".{os.getpid()}")
-            part.write_bytes(pickle.dumps(compiled_by(library, text, options)))
-            part.replace(kept)
-        outcome: Compiled = pickle.loads(kept.read_bytes())
-        return outcome
-
-    return compiled
-
-
-def compiled_by(library: Path, text: str, options: list[bytes]) -> Compiled:
-    for helper in library.parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)  # NVRTC looks for it by name
-    compiler, program, size = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_size_t()
-    assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"all.cu", 0, None, None) == 0
-    status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    texts = []
-    for what in ["ProgramLog"] + ["PTX", "CUBIN"] * (status == 0):
-        assert getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
-        buffer = ctypes.create_string_buffer(size.value)
-        assert getattr(compiler, f"nvrtcGet{what}")(program, buffer) == 0
-        texts.append(buffer.raw)
-    compiler.nvrtcDestroyProgram(ctypes.byref(program))
-    log, ptx, code = (*texts, b"", b"")[:3]
-    return status, log.decode(), ptx.decode(), code
-
-
-def kernels() -> int:
-    """How many there are; of those of integers a macro makes three each."""
-    text = cuda_module.source()
-    return text.count("__global__") - 3 + 3 * text.count("COMMOPT_INTEGER_KERNELS(int_")
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_the_sources_compile(compile_cuda, request, arch):
-    """As CuPy compiles them, for the oldest and for the newest of those that are meant, but optimised only with
-    --every-combination: that takes half a minute."""
-    optimise = request.config.getoption("every_combination")
-    status, log, ptx, code = compile_cuda(cuda_module.source(), arch, optimise)
-    assert status == 0, log
-    assert log.strip("\0\n") == ""
-    assert ptx.count(".entry") == kernels()
-    # Denormals are kept where CuPy asks for them to be flushed: no float arithmetic but our own instructions.
-    assert [line for line in ptx.splitlines() if ".ftz" in line] == []
-    assert code.startswith(b"\x7fELF")
-    assert code.count(b".text.") >= ptx.count(".entry")
-
-
-def test_a_broken_source_does_not_compile(compile_cuda):
-    status, log, _, _ = compile_cuda(cuda_module.source().replace("__popc(alive)", "__popc(alife)"), "sm_80")
-    assert status != 0
-    assert "compress.cu" in log
-    assert "alife" in log
-    # an instruction that does not exist is found by the assembler only
-    status, _, _, code = compile_cuda(cuda_module.source().replace("fma.rn.f32", "fma.rm.f31"), "sm_80")
-    assert status != 0
-    assert not code
-
-
-# running --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +58,7 @@ def test_sign_equals_the_reference_bitwise(fake, backwards, **case):
     checks.check_sign(RUN, "cpu", **case)
 
 
+@pytest.mark.long
 @few
 @given(backwards=st.booleans(), **integer_checks.ANY)
 def test_integers_equal_the_reference_bitwise(fake, backwards, **case):
@@ -163,6 +66,7 @@ def test_integers_equal_the_reference_bitwise(fake, backwards, **case):
     integer_checks.check(RUN, "cpu", **case)
 
 
+@pytest.mark.long
 @few
 @given(backwards=st.booleans(), **integer_checks.COLUMNS)
 def test_columns_of_integers_equal_the_reference_bitwise(fake, backwards, **case):
@@ -170,6 +74,7 @@ def test_columns_of_integers_equal_the_reference_bitwise(fake, backwards, **case
     integer_checks.check_columns(RUN, "cpu", **case)
 
 
+@pytest.mark.long
 @few
 @given(sizes=SIZES, **ANY_SIGN)
 def test_momentum_and_compression_in_one(fake, **case):
@@ -193,6 +98,7 @@ def test_a_block_of_more_tiles_than_one_thread_adds_up():
     checks.check_many_tiles(RUN, "cpu", 2**21 + 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_square_sum(dtype):
     checks.check_square_sum(RUN, "cpu", dtype)
@@ -203,6 +109,7 @@ def test_masks(n):
     checks.check_masks(RUN, "cpu", n)
 
 
+@pytest.mark.long
 @few
 @given(
     rows=st.integers(1, 3),
@@ -219,6 +126,7 @@ def test_top_k(fake, backwards, **case):
     checks.check_top_k(RUN, "cpu", **case)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 2),
@@ -376,7 +284,7 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         **{f"threshold_{name}": cuda_threshold.Compression for name in THRESHOLD},
         "threshold_decompress": cuda_threshold.Decompression,
     }
-    assert len(sizes) == kernels()
+    assert len(sizes) == checks.kernels()
     for name, struct in sizes.items():
         assert library.argument_size(name.encode()) == ctypes.sizeof(struct), name
 

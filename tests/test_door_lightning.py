@@ -388,6 +388,7 @@ def test_fabric_saves_and_resumes(ranks: list[Any], name: str) -> None:
         assert close(mine["saved"], mean_by_hand(ranks, name, SAVED))
 
 
+@pytest.mark.long
 def test_the_example_runs(tmp_path: Path) -> None:
     example = Path(__file__).parents[1] / "examples" / "lightning_trainer.py"
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}

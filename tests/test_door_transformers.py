@@ -352,6 +352,7 @@ def test_settings_that_work_against_the_optimizer_are_warned_of_once(ranks):
     assert not [text for advice in ranks[1]["advice"].values() for text in advice if "set " in text]
 
 
+@pytest.mark.long
 def test_the_example_learns():
     loss, phase, ratio = re.fullmatch(
         r"loss ([\d.]+), phase (\w+), sends 1/(\d+) of what DDP does", on_two_ranks("hf_trainer.py").splitlines()[-1]

@@ -32,6 +32,7 @@ def test_one_line_is_all_that_changes(before: list[float]) -> None:
     assert all(abs(a - b) < 0.1 * b for a, b in zip(after, before)), after
 
 
+@pytest.mark.long(but="ddp_any_optimizer")
 @pytest.mark.parametrize("name", sorted(RUN - {"plain_before", "plain_after"}))
 def test_an_example_learns(name: str) -> None:
     said = on_two_ranks(f"{name}.py")

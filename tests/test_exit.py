@@ -46,12 +46,14 @@ def start(how: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.long
 def test_processes_end_in_order_while_collectives_are_in_flight():
     processes = start("together")
     said = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
 
 
+@pytest.mark.long
 def test_processes_end_in_order_with_more_groups_than_can_end_in_the_time_for_one():
     processes = start("many")
     said = [process.communicate(timeout=120)[1] for process in processes]
@@ -83,6 +85,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long(but="lines end first")
 @pytest.mark.parametrize("which", ["lines end last", "lines end first"])
 def test_a_rank_that_goes_while_another_shuts_down_does_not_end_that_with_a_signal(which):
     port = str(free_port())
@@ -101,6 +104,7 @@ def test_a_rank_that_goes_while_another_shuts_down_does_not_end_that_with_a_sign
             process.communicate()
 
 
+@pytest.mark.long
 def test_a_process_does_not_wait_at_its_end_for_ranks_that_never_join():
     waiting, absent = start("alone")
     began = time.monotonic()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import raised
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from worlds import on_threads, same_bits, tensors_in
 
@@ -156,7 +155,16 @@ def test_lamb_takes_the_mean_of_the_tensor():
 
 # runs that are lost without it ----------------------------------------------------------------------------------------
 
-DIGITS, LABELS = (torch.tensor(x) for x in load_digits(return_X_y=True))
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """Images, (1797, 64) from 0 to 1, and what they show."""
+    from sklearn.datasets import load_digits  # takes seconds to import
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images).float() / 16, torch.tensor(labels)
+
+
 LOST: dict[str, tuple[Any, dict[str, Any]]] = {
     "early": (OneBitAdam, {"betas": (0.9, 0.99), "freeze_step": 40}),
     "auto": (OneBitAdam, {"freeze_step": "auto", "thaw": "never", "lr": 3e-3}),
@@ -168,7 +176,7 @@ LOST: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def digits_loss(cls: Any, settings: dict[str, Any], steps: int, min_variance: float) -> float:
     """Held-out loss of a small network with ReLU on digits, some pixels of which are rarely lit."""
-    held_out = DIGITS[1400:].float() / 16, LABELS[1400:]
+    images, labels = digits()
 
     def run(backend: ThreadBackend) -> float:
         draw = torch.Generator().manual_seed(backend.rank)
@@ -185,9 +193,9 @@ def digits_loss(cls: Any, settings: dict[str, Any], steps: int, min_variance: fl
         for _ in range(steps):
             at = torch.randint(0, 1400, (32,), generator=draw)
             optimizer.zero_grad()
-            loss(DIGITS[at].float() / 16, LABELS[at]).backward()
+            loss(images[at], labels[at]).backward()
             optimizer.step()
-        return loss(*held_out).item()
+        return loss(images[1400:], labels[1400:]).item()
 
     one, other = on_threads(2, run)
     assert one == other
@@ -207,6 +215,7 @@ def test_as_in_the_papers_it_is_lost():
 @pytest.mark.parametrize("settings", [{"freeze_step": 60}, {}], ids=["60", "auto"])
 def test_a_bias_before_a_batch_norm_stays_where_it_is(settings):
     """Its gradient is rounding: what noise does to it, the running mean would have to follow."""
+    images, labels = digits()
 
     def run(backend: ThreadBackend) -> tuple[float, float, float]:
         with torch.random.fork_rng():
@@ -218,10 +227,10 @@ def test_a_bias_before_a_batch_norm_stays_where_it_is(settings):
         for _ in range(150):
             at = torch.randint(0, 1400, (32,), generator=draw)
             optimizer.zero_grad()
-            F.cross_entropy(net(DIGITS[at].float() / 16), LABELS[at]).backward()
+            F.cross_entropy(net(images[at]), labels[at]).backward()
             optimizer.step()
         assert optimizer.phase == "compressed"
-        x, y = DIGITS[1400:].float() / 16, LABELS[1400:]
+        x, y = images[1400:], labels[1400:]
         losses = [F.cross_entropy(net.train(mode)(x), y).item() for mode in (False, True)]
         return *losses, float((net[0].bias.detach() - before).abs().max())
 

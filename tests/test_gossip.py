@@ -148,6 +148,7 @@ def left_by_the_last(way: str, rank: int, world_size: int) -> str:
     return message
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_over_gloo(world_size):
     for rank, messages in enumerate(on_processes(world_size, scenes)):
@@ -167,6 +168,7 @@ def mpi_scenes() -> None:
         follow(backend, backend.rank, way, "adamw", expected_of(way, backend.world_size, "adamw"))
 
 
+@pytest.mark.long
 @needs_mpi
 def test_over_mpi():
     on_mpi(3, mpi_scenes)

@@ -70,6 +70,7 @@ def test_a_model_on_both_dimensions_is_as_one_on_the_shards(pool, compressor, op
         assert found == dict.fromkeys(found, True)
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("machine", [1, 2])
 def test_bytes_are_those_that_the_probe_predicts(pool, machine):
     """Of every way; what is not compressed is FSDP's, and not counted here."""
@@ -142,6 +143,7 @@ def test_what_came_out_and_the_residuals_is_what_went_in(pool, compressor):
             assert stats["fp32_bytes"] == 4 * 2 * sum(rows[too])
 
 
+@pytest.mark.long
 def test_the_mean_of_many_equal_steps_tends_to_the_gradient(pool):
     assert max(pool.over_gloo(3, fsdp_scenes.many_equal_steps)) < 0.05
 
@@ -184,6 +186,7 @@ def test_another_world_has_the_same_residuals_together(pool, saved, loaded):
     assert any(each.any() for each in there[0].values())
 
 
+@pytest.mark.long(but="(3, 1)-[(2, 2)]-TopBlocks(density=0.5, block=8)")
 @pytest.mark.parametrize(
     ("saved", "loaded", "compressor"),
     [

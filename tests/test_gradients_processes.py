@@ -51,6 +51,7 @@ def test_a_run_that_was_stopped_continues_to_the_bit(pool):
     assert pool.over_gloo(2, gradient_scenes.resumed) == [True, True]
 
 
+@pytest.mark.long
 def test_sharded_models_and_nodes(pool):
     ranks = pool.over_gloo(4, gradient_scenes.sharded)
     for rank, found in enumerate(ranks):

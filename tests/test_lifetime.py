@@ -156,6 +156,7 @@ sys.exit(gone() is not None)
 """
 
 
+@pytest.mark.long(but="one")
 @pytest.mark.parametrize("kind", ["one", "outer"])
 def test_the_first_optimizer_of_a_process(kind):
     """While it is made torch imports much, and keeps the frames that it was called from."""

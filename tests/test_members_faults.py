@@ -276,6 +276,7 @@ def test_a_damaged_message_is_sent_again_and_again_but_not_for_ever(times, monke
     assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [(1.5, 2)] * 2
 
 
+@pytest.mark.long(but="1")
 @pytest.mark.parametrize("quorum", [None, 1])
 def test_members_between_whom_the_network_is_cut(quorum):
     """Of two, one goes on if it may. Of five, two pairs of which one rank is in both: without that one."""

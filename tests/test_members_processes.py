@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from bed import needs_bed, netbed
 from forks import python
@@ -85,6 +86,7 @@ class Run:
             process.communicate()
 
 
+@pytest.mark.long
 def test_ranks_that_are_killed_or_stopped_and_ranks_that_join():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run, took = Run(store.port), {}
@@ -190,6 +192,7 @@ def hosts() -> Iterator[tuple[netbed.NetBed, Run]]:
             run.close()
 
 
+@pytest.mark.long
 @needs_bed
 def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
     """Nothing tells it that it is cut off: its store does not answer within 8 s."""
@@ -203,6 +206,7 @@ def test_a_host_whose_cable_was_pulled_joins_anew_when_it_is_back():
         run.go_on([1, 0, 2])
 
 
+@pytest.mark.long
 @needs_bed
 def test_a_host_that_others_do_not_reach_joins_anew_when_they_do():
     """It reaches the store and another host all the time; the exchanges of all three fail after 8 s."""

@@ -106,6 +106,7 @@ class Chaos:
         return fault
 
 
+@pytest.mark.long
 def test_a_thousand_rounds_of_random_faults(caplog, monkeypatch):
     """Each round that ends is the mean of what its members have brought, to 1e-12, for all of them; nobody hangs, and
     all are equal in the end."""

@@ -98,6 +98,7 @@ def test_doors(pool):
             assert same, door
 
 
+@pytest.mark.long
 def test_copies_of_a_tensor_group_stay_alike(pool):
     """Norms, and biases that are DTensors without a cut."""
     for found in pool.over_gloo(4, mesh_scenes.copies_of_a_tensor_group):
@@ -115,6 +116,7 @@ def test_three_dimensions(pool):
             assert same
 
 
+@pytest.mark.long
 def test_ways_in_which_fsdp_computes(pool):
     """Mixed precision, offloading, compiled blocks, checkpointed activations, and overlap, with one bit between."""
     for found in pool.over_gloo(4, mesh_scenes.policies):
@@ -217,6 +219,7 @@ def residuals(ranks: list[dict[str, Any]], name: str) -> dict[int, Tensor]:
     return out
 
 
+@pytest.mark.long(but="True")
 @pytest.mark.parametrize("flat", [False, True])
 def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(pool, saved, folder, flat):
     names = mesh_scenes.FORMS[flat]
@@ -227,6 +230,7 @@ def test_on_the_same_mesh_the_resumed_run_is_the_one_never_stopped(pool, saved, 
             assert same_bits(never[name]["later"], resumed[name]["later"]), name
 
 
+@pytest.mark.long
 def test_a_model_on_both_dimensions_goes_on_as_one_on_the_shards_and_back(pool, saved, folder, tmp_path):
     """HSDP, whose replicas FSDP leaves to the optimizer."""
     names, later = mesh_scenes.KINDS, mesh_scenes.LATER
@@ -241,6 +245,7 @@ def test_a_model_on_both_dimensions_goes_on_as_one_on_the_shards_and_back(pool, 
                 assert same_bits(never[name]["later"], resumed[name]["later"]), name
 
 
+@pytest.mark.long(but="1-2")
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (1, 1), (3, 1)])
 def test_on_another_mesh_nothing_is_lost_and_back(pool, saved, folder, tmp_path, replicas, shards):
     """Residuals are kept, and where one replica is left, taken into what is compressed; replicas that were

@@ -174,6 +174,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @needs_mpi
 class TestUnderMpirun:
+    @pytest.mark.long(but="2")
     def test_means_have_the_same_bits_on_every_rank(self, ranks):
         for (dtype, n), x in ranks[0]["means"].items():
             assert all(same_bits([x], [r["means"][dtype, n]]) for r in ranks)
@@ -256,6 +257,7 @@ backend.all_reduce(torch.zeros(1)).wait()
 """
 
 
+@pytest.mark.long(but="raises")
 @needs_mpi
 @pytest.mark.parametrize(
     ("options", "deed", "said", "interpreter"),

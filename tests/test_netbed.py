@@ -323,6 +323,7 @@ def test_what_the_probe_has_predicted_is_on_its_page() -> None:
         assert all(name.startswith(("fsdp", "ddp_powersgd")) or name.endswith("_bare") for name in left_out), left_out
 
 
+@pytest.mark.long
 @needs_bed
 def test_of_hosts_as_nodes_and_of_sharded_models_only_one_share_leaves_a_host(start: Started, tmp_path: Path) -> None:
     methods = "onebit_adam,onebit_adam_nodes,hsdp,hsdp_onebit_adam"

@@ -251,6 +251,7 @@ def test_nan_on_one_rank_is_skipped_by_all_nodes_and_leaves_no_trace(step, overl
         assert same_bits(params, ranks[0][2])
 
 
+@pytest.mark.long(but="1")
 @pytest.mark.parametrize("places", [1, 2])
 def test_ranks_that_see_collectives_complete_in_different_orders(places):
     """Many buckets, some in warm-up and some compressed, over few lines: what a rank starts must not depend on it."""
@@ -600,6 +601,7 @@ def over_mpi(backend: Any = None) -> tuple[list[Tensor], str]:
     return params_of(model), text
 
 
+@pytest.mark.long
 @needs_mpi
 def test_over_mpi():
     bits = on_threads(4, lambda backend: params_of(trained(backend, 2, kind=Used)[0]))

@@ -504,6 +504,7 @@ def test_ranks_that_were_asked_for_different_things_say_so() -> None:
     assert said.count("commopt: error: arguments differ between ranks: rank 1 has Options(params=200000, ") == 1
 
 
+@pytest.mark.long
 def test_a_probe_for_a_sharded_model() -> None:
     results = on_ranks(*[["--params=40K", "--step-time=0.01", "--shard=2", "--max-mb=0.0625"]] * 4)
     assert [code for code, _, _ in results] == [0] * 4, results

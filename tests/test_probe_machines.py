@@ -59,6 +59,7 @@ def on_machines(link: dict[str, Line], world_size: int, per: float = 0.0) -> Cos
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("machine", "ranks"), EXAMPLES)
 def test_bytes_on_both_levels_are_those_that_compressed_gradients_count(machine: int, ranks: int) -> None:
     nodes = as_nodes(model(), machine)
@@ -263,6 +264,7 @@ def test_what_no_launcher_sets_is_refused(name: str, value: str, monkeypatch: py
         command.check_place(parse(["--params=1M", "--step-time=1", "--device=cpu"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("machine", [2, 4])
 def test_mirrored_machines_note_what_each_level_waits_for(machine: int) -> None:
     """What is computed before each collective, of the optimizer and of a mean, and nothing else."""
@@ -312,6 +314,7 @@ def test_with_nodes_what_fsdp2_sends_is_recommended_with_its_mesh() -> None:
     assert said.endswith('Here mesh is init_device_mesh("cuda", (4, 8)), and fully_shard(model) takes none.')
 
 
+@pytest.mark.long
 def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 ranks, of which torchrun would say that each machine runs 2."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -333,6 +336,7 @@ def test_machines_as_nodes_are_in_the_report(tmp_path: Path, monkeypatch: pytest
     assert set(found["link"]) == {*ON_MACHINES, *MEANS_ON_MACHINES}
 
 
+@pytest.mark.long
 def test_one_machine_is_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     results = on_ranks(*[["--params=40K", "--step-time=0.01", "--max-mb=0.0625"]] * 2)

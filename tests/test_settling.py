@@ -93,6 +93,7 @@ def plateau(t):
     return (0.3 + falling, 1e-3 * falling * growing)
 
 
+@pytest.mark.long(but="0.98")
 @pytest.mark.parametrize("beta2", [0.95, 0.98, 0.999])
 def test_the_warm_up_outlasts_a_plateau_that_the_sum_of_the_variance_does_not_see(beta2):
     """||v||_1 does not change by 4 % after step 125, where the queries' has yet to grow a hundredfold."""

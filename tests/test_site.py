@@ -81,6 +81,7 @@ def without_code(text: str) -> str:
     return re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [*WRITTEN, *BESIDE], ids=lambda source: source.name)
 def test_nothing_of_a_page_is_lost(site: dict[str, Page], source: Path) -> None:
     text, page = source.read_text(encoding="utf-8"), site[name_of(source)]
@@ -97,6 +98,7 @@ def test_nothing_of_a_page_is_lost(site: dict[str, Page], source: Path) -> None:
     assert not re.search(r"\d (%|ms)\n", page.text)  # a number of a table stays beside its unit
 
 
+@pytest.mark.long
 def test_links_lead_somewhere_in_the_site(site: dict[str, Page]) -> None:
     for name, page in site.items():
         for link in page.links:
@@ -131,6 +133,7 @@ def test_every_public_name_is_in_the_reference(site: dict[str, Page]) -> None:
     assert not missing
 
 
+@pytest.mark.long
 def test_the_first_program_says_what_the_page_says(tmp_path: Path) -> None:
     from forks import python
 

@@ -137,6 +137,7 @@ def test_one_bit_lamb_goes_back_when_updates_become_too_long_though_lr_falls_as_
     assert caplog.text.count("updates have become 2.7 times as long as they were when the variance was frozen") == 1
 
 
+@pytest.mark.long(but="OneBitAdam")
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
 def test_all_ranks_go_back_together_and_the_second_time_for_good(cls, caplog):
     def run(backend):
@@ -330,6 +331,7 @@ def test_it_is_the_same_with_overlap_and_holds_with_nodes_and_a_compressed_warm_
 # 0/1 Adam -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(but="16th")
 @pytest.mark.parametrize("sync", [SyncPolicy(), SyncPolicy(3, None, 7), SyncPolicy(16)], ids=["each", "3rd", "16th"])
 def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_until_that_ends(sync, caplog):
     """It goes back at a round, where all that ranks have is the same; the residuals are 0 then, and v is m^2 at least.
@@ -370,6 +372,7 @@ def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_unt
     assert caplog.text.count("all ranks refresh it again, in full precision") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_zero_one_adam_that_is_resumed_goes_back_and_on_as_one_never_stopped(overlap):
     def run(backend):
@@ -488,6 +491,7 @@ def test_a_skipped_step_is_no_look():
     assert thawed + skipped > 52
 
 
+@pytest.mark.long
 def test_frozen_at_step_one_the_digits_are_learnt_if_it_may_go_back(caplog):
     """Else they are not, by a variance as it is (tests/digit_runs.py): by most of five seeds, for one alone is lost on
     this processor and not on that one. A run with a warm-up of 60 steps comes to 0.12."""

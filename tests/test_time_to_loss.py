@@ -316,6 +316,7 @@ def test_the_estimate_follows_the_bytes_and_what_was_measured(monkeypatch: pytes
     assert time_to_loss.estimate(ddp, known, 0.0, 1_000_000) == time_to_loss.START + 1000
 
 
+@pytest.mark.long
 @needs_bed
 def test_methods_are_trained_on_the_bed(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()

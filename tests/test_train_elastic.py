@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from forks import python
 from ports import free_port
 
@@ -52,6 +53,7 @@ def saved_by_both(run: Path) -> bool:
     return bool(good) and read_manifest(good[-1])["world_size"] == 4
 
 
+@pytest.mark.long
 def test_a_sharded_run_goes_on_with_the_machines_that_are_left(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """Two machines, a model cut over the two ranks of each; the second is lost in the compressed phase."""
     run, port, config = tmp_path / "run", free_port(), tmp_path / "config.yaml"

@@ -77,6 +77,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long(but="ddp, both levels")
 @pytest.mark.parametrize("way", WAYS)
 def test_stopped_and_resumed_is_never_stopped_and_it_learns(four: Pool, tiny: Make, tmp_path: Path, way: str) -> None:
     ranks, settings = WAYS[way]

@@ -204,6 +204,7 @@ def test_other_ways_up() -> None:
         assert learning_rate(config, step) == pytest.approx(1e-3 + 11e-3 * 0.9 ** ((step - 450) // 250))
 
 
+@pytest.mark.long
 def test_a_run_that_starts_from_the_weights_of_another_with_longer_samples(tiny: Make, tmp_path: Path) -> None:
     shape = {"layers": 1, "heads": 2, "width": 16, "positions": 32}
     train(tiny(tmp_path / "short", model=shape, train={"steps": 4, "checkpoint_every": 4}))
@@ -260,6 +261,7 @@ def test_evaluation_is_shared_and_exact(pair: Pair, tiny: Make, tmp_path: Path) 
     assert first == second == pytest.approx(evaluate(config), rel=1e-6)
 
 
+@pytest.mark.long
 def test_bert_in_bf16_with_accumulation_learns(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     config = tiny(tmp_path, model={"kind": "bert", "dropout": 0.0}, optim={"lr": 0.02, "args": {"freeze_step": 15}},
                   train={"precision": "bf16", "accumulate": 2, "steps": 60, "batch_size": 16})  # fmt: skip

@@ -206,6 +206,7 @@ def test_a_rank_that_does_not_answer_costs_the_timeout(start: Callable[..., Rank
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.long
 def test_one_that_sleeps_while_it_saves_costs_the_timeout_too(start: Callable[..., Rank], tmp_path: Path) -> None:
     ranks = [start(rank, "save", comm={"timeout": 5.0}) for rank in range(2)]
     ranks[1].wait_for("saving")

@@ -46,6 +46,7 @@ class MeansOfMPI(TorchBackend):
         return []
 
 
+@pytest.mark.long(but="2")
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_trains_as_gloo_does_and_resumes_to_the_bit(ranks: int, tiny: Make, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_it_trains_as_gloo_does_and_resumes_to_the_bit(ranks: int, tiny: Make, t
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @needs_mpi
 def test_the_command_line_without_torchrun(tiny: Make, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
@@ -142,6 +144,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 @needs_mpi
 def test_messages_between_the_ranks_have_the_timeout_too(tiny: Make, tmp_path: Path) -> None:
     """One sleeps while it writes its part of a checkpoint: the other says so, and ends the job."""

@@ -21,6 +21,7 @@ from commopt.train.optimizer import check_plan
 Make = Callable[..., Config]
 
 
+@pytest.mark.long
 @needs_mpi
 def test_gloo_and_mpi_train_alike_and_resume_to_the_bit_and_from_other_nodes(tiny: Make, tmp_path: Path) -> None:
     def config(name: str, backend: str, places: int, overlap: bool, resume: str = "none") -> Config:

@@ -131,6 +131,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return folders
 
 
+@pytest.mark.long(but="sparse-8")
 @pytest.mark.parametrize(("name", "step"), [("sign", 5), ("sign", 7), ("compressed", 8), ("sparse", 8), ("gossip", 8)])
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: dict[str, Path], tmp_path: Path, name: str, step: int

@@ -101,6 +101,7 @@ def test_an_old_python_is_named(tmp_path: Path) -> None:
     assert done.stderr == f"pretrain.sh: PYTHON={old} is not allowed: it must be Python 3.10 or newer\n"
 
 
+@pytest.mark.long
 def test_a_failed_installation_is_named_and_tried_again(tmp_path: Path) -> None:
     """Here the project is missing; without a network the same line follows what pip says."""
     script = copy_of_scripts(tmp_path)

@@ -82,6 +82,7 @@ def unsharded(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return folder_of
 
 
+@pytest.mark.long(but="llama OneBitAdam {'shard': 2, 'tensor': 2}")
 @pytest.mark.parametrize(
     ("kind", "optim", "parallel"), SAME, ids=[f"{kind} {optim['name']} {parallel}" for kind, optim, parallel in SAME]
 )
@@ -127,6 +128,7 @@ def run_and_nudge(config: Config, step: int, rank: int) -> dict[str, list[float]
     return pieces
 
 
+@pytest.mark.long(but="compressed")
 @pytest.mark.parametrize(
     ("parallel", "comm"),
     [({"shard": 2, "tensor": 2}, {}), ({"tensor": 2}, {"compress": {"name": "Int8"}})],
@@ -156,6 +158,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.long(but="compressed")
 @pytest.mark.parametrize("name", RESUMED)
 def test_stopped_and_resumed_is_never_stopped(four: Pool, tiny: Make, tmp_path: Path, name: str) -> None:
     """Nor does it matter how often a run is saved: one is after its fifth step, the other where it stops."""
@@ -185,6 +188,7 @@ def saved(four: Pool, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.mark.long(but="2-{'shard': 2}")
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(4, {"shard": 2, "tensor": 2}), (2, {"shard": 2}), (1, {"replicate": 1})],
@@ -206,6 +210,7 @@ def test_resumed_on_another_mesh(
     assert math.prod(shared["mesh"]) == ranks
 
 
+@pytest.mark.long
 def test_weights_of_another_run_with_or_without_a_mesh(four: Pool, tiny: Make, saved: Path, tmp_path: Path) -> None:
     still = {"model": EXACT, "optim": {**UNCLIPPED, "lr": 1e-30}, "train": {"steps": 1}}
     first = str(saved / f"checkpoints/step-{STEPS:08d}")
@@ -245,6 +250,7 @@ def on_older_torch(config: Config) -> Any:
         return run(config)
 
 
+@pytest.mark.long
 def test_a_torch_that_knows_fewer_arguments(four: Pool, tiny: Make, tmp_path: Path) -> None:
     """Cuts the model, saves it, and takes it up."""
     settings = {"model": {"layers": 1}, "optim": WARM, "parallel": {"tensor": 2}}

@@ -446,6 +446,7 @@ def mpi_scenes() -> dict[str, Any]:
     return out
 
 
+@pytest.mark.long
 @needs_mpi
 def test_over_mpi_a_late_rank_is_named_and_making_lines_has_the_timeout():
     ranks = on_mpi(3, mpi_scenes)

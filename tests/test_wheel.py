@@ -59,12 +59,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
     return files, wheel
 
 
+@pytest.mark.long
 def test_the_sources_are_whole(built: tuple[set[str], Path]) -> None:
     inside, _ = built
     assert {*KERNELS, "setup.py", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "README.md"} <= inside
     assert not [name for name in inside if name.endswith(".so")]
 
 
+@pytest.mark.long
 def test_one_wheel_serves_every_python(built: tuple[set[str], Path]) -> None:
     _, wheel = built
     assert wheel.name == f"commopt-{commopt.__version__}-py3-none-linux_{platform.machine()}.whl"

@@ -53,6 +53,7 @@ def test_the_rounds_of_bert_large_are_those_of_the_paper():
     assert (exact, compressed - 12348, local) == (152, 61821, 152_000 - 152 - 12348 - 61821)
 
 
+@pytest.mark.long
 def test_the_optimizer_follows_the_schedule_of_bert_large():
     """Its own counting, step by step, without gradients' arithmetic."""
 
