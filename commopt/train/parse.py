@@ -89,10 +89,16 @@ def _may_be_null(hint: Any) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
 
 
+def _no_null(key: str, hint: Any) -> str:
+    kind = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
+    kind = "keys and values" if _is_free(hint) or _section(hint) is not None else kind
+    return f"{key}=null is not allowed: it must be {kind}; leave it out for its default"
+
+
 def _check_value(key: str, value: Any, hint: Any) -> None:
     """Raise ConfigError for what jsonargparse takes for any type: null, and keys that are no words."""
     if value is None and not _may_be_null(hint):
-        raise ConfigError(f"{key}=null is not allowed")
+        raise ConfigError(_no_null(key, hint))
     if _is_free(hint):
         for name in value:
             if not isinstance(name, str):
@@ -205,7 +211,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
         _check_key(key.removesuffix("+"), "on the command line")
         hint = keys().get(key)
         if value == "null" and hint is not None and not _may_be_null(hint):  # jsonargparse makes text of it
-            raise ConfigError(f"{key}=null is not allowed")
+            raise ConfigError(_no_null(key, hint))
         if _section(hint) is not None:  # else it may be the name of a file, which jsonargparse would read
             _check_tree({key: _plain(key, value)}, "on the command line")
     parser = make_parser()
