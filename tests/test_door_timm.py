@@ -183,7 +183,7 @@ def test_a_moving_average_of_timm_that_is_each_ranks_own_is_reported(
     gc.collect()
     model = vit()
     ema = ema_class(model, decay=0.5)
-    warn_of_copies("LocalSGD", list(model.parameters()), nn.ModuleList([model, ema]))
+    warn_of_copies("LocalSGD", list(model.parameters()), [model, ema])
     assert not caplog.text
-    warn_of_copies("LocalSGD", list(model.parameters()), model)
+    warn_of_copies("LocalSGD", list(model.parameters()), [model])
     assert f"a {ema_class.__name__} of parameters like these is each rank's own" in caplog.text

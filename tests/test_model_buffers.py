@@ -15,12 +15,13 @@ from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import on_threads, same_bits, seeded
 
-from commopt import LocalSGD, OneBitAdam
+from commopt import LocalSGD, OneBitAdam, ZeroOneAdam
 from commopt.comm import ThreadBackend
 from commopt.comm.backend import Done
 from commopt.ddp_models import ddp_models_around
-from commopt.optim import packed
+from commopt.optim import SyncPolicy, VariancePolicy, packed, replicas
 from commopt.optim.model_buffers import _make_same, warn_of_copies
+from commopt.optim.replicas import tell_of_copies
 
 
 class Net(nn.Module):
@@ -196,6 +197,57 @@ def test_a_moving_average_that_is_each_ranks_own_is_reported_once(
     assert caplog.text.count("within `with optimizer.averaged(averaged_model):`, on all ranks") == 1
 
 
+@pytest.mark.parametrize("way", ["averaged", "synchronize"])
+def test_a_moving_average_that_was_given_once_is_not_reported_by_what_comes_after(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[nn.Module]] = []
+
+    def run(backend: ThreadBackend) -> None:
+        net, optimizer = trained(backend, LocalSGD)
+        ema = AveragedModel(net)
+        ema.update_parameters(net)
+        if way == "averaged":
+            with optimizer.averaged(ema):
+                pass
+        else:
+            optimizer.synchronize(ema)
+        if backend.rank == 0:
+            tell_of_copies(optimizer)
+            assert list(given[-1]) == [ema]
+
+    monkeypatch.setattr(replicas, "warn_of_copies", lambda name, params, models: given.append([*models]))
+    on_threads(2, run)
+    assert len(given) == 2
+
+
+def test_moving_averages_are_not_looked_for_before_a_local_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0/1 Adam takes none for long, and replicas are equal until then."""
+    looks: list[int] = []
+
+    def run(backend: ThreadBackend) -> None:
+        net = Net()
+        variance, sync = VariancePolicy(kappa=2, stop=4), SyncPolicy(first=1, double_every=1)
+        optimizer = ZeroOneAdam(net.parameters(), variance=variance, sync=sync, backend=backend)
+        for step in range(1, 10):
+            net.zero_grad()
+            net(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            local = optimizer.is_local(optimizer.param_groups[0])
+            optimizer.step()
+            before = len(looks)
+            tell_of_copies(optimizer)
+            if backend.rank == 0:
+                assert (len(looks) > before) == (local or optimizer.has_parted)
+                parted.append(optimizer.has_parted)
+
+    parted: list[bool] = []
+    monkeypatch.setattr(replicas, "worth_a_line", lambda count: True)
+    monkeypatch.setattr(replicas, "warn_of_copies", lambda name, params, models: looks.append(0))
+    on_threads(2, run)
+    assert parted[:4] == [False] * 4
+    assert parted[-1]
+
+
 def test_a_moving_average_that_is_given_or_of_another_model_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()
     net, other = Net(), nn.Linear(3, 4)
@@ -204,13 +256,13 @@ def test_a_moving_average_that_is_given_or_of_another_model_is_not_reported(capl
     of_other.update_parameters(other)
     half_made = AveragedModel.__new__(AveragedModel)  # as by another thread, now
     assert not hasattr(half_made, "module")
-    warn_of_copies("LocalSGD", list(net.parameters()), nn.ModuleList([net, ema]))
+    warn_of_copies("LocalSGD", list(net.parameters()), [net, ema])
     assert not caplog.text
-    warn_of_copies("LocalSGD", list(net.parameters()), net)
+    warn_of_copies("LocalSGD", list(net.parameters()), [net])
     assert "AveragedModel" in caplog.text
 
 
-@pytest.mark.parametrize("look", [partial(warn_of_copies, "LocalSGD", model=None), ddp_models_around])
+@pytest.mark.parametrize("look", [partial(warn_of_copies, "LocalSGD", models=()), ddp_models_around])
 def test_who_looks_at_all_objects_leaves_what_other_threads_are_making_alone(look: Any) -> None:
     """A tuple that somebody else holds while tuple() fills it is a SystemError there."""
     params, ended, failed = list(Net().parameters()), threading.Event(), list[BaseException]()

@@ -676,6 +676,22 @@ def test_a_parameter_that_is_unfrozen_later(freeze_step, caplog):
     assert caplog.text.count(f"{late} the variance was frozen") == (freeze_step == 3)
 
 
+def test_each_parameter_that_is_unfrozen_too_late_is_named_when_it_is(caplog):
+    def run(backend):
+        model = Toy()
+        model.weight.requires_grad_(False)
+        model.bias.requires_grad_(False)
+        optimizer = OneBitAdam(model.named_parameters(), lr=1e-2, freeze_step=3, backend=backend)
+        for steps, late in (range(4), model.weight), (range(4, 7), model.bias), (range(7, 9), model.bias):
+            train(model, optimizer, steps, backend.rank, 2)
+            late.requires_grad_(True)
+
+    on_threads(2, run)
+    said = [text for text in caplog.messages if "first gradient after" in text]
+    assert ["(weight)" in text for text in said] == [True, False]
+    assert ["(bias)" in text for text in said] == [False, True]
+
+
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, ZeroOneAdam])
 def test_what_is_unfrozen_late_trains_in_a_group_of_its_own(cls, caplog):
     def run(backend):

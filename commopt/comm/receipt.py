@@ -72,10 +72,14 @@ class Receipt:
         """Sent less received, modulo 2^64. Over all ranks it is 0."""
         if not self.waited_for:
             return 0
-        device = self.waited_for[0][1].sent.device
-        sent = torch.cat([entry.sent.to(device) for _, entry in self.waited_for])
-        received = torch.cat([entry.received.to(device) for _, entry in self.waited_for])
-        return int(sent.sum() - received.sum())
+        on_device: dict[torch.device, list[Entry]] = {}
+        for _, entry in self.waited_for:
+            on_device.setdefault(entry.sent.device, []).append(entry)
+        totals = [
+            torch.cat([e.sent for e in entries]).sum() - torch.cat([e.received for e in entries]).sum()
+            for entries in on_device.values()
+        ]
+        return int(sum(total.to(totals[0].device) for total in totals))  # still modulo 2^64: no sum of Python's
 
 
 class NoReceipt(Receipt):

@@ -37,6 +37,7 @@ from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.gradients.watching import ROW_BYTES, Watch
 from commopt.optim import checks
+from commopt.optim.host import numbers_of
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
 
@@ -222,8 +223,8 @@ class GradientMean:
         if self._watch is not None:
             self._watch.end()
         parts = [mine for part in self.parts if (mine := part.sound) is not None]
-        means = (bool(received.sound) and _in_range(outs) for received, outs in self._received)
-        here = sound = all(map(bool, parts)) and all(means)
+        means = [flag for received, outs in self._received for flag in (received.sound, *_in_range(outs))]
+        here = sound = all(numbers_of([*parts, *means]))
         if self.topology.is_sharded:  # those that hold another part have seen other bytes
             row = torch.tensor([sound], dtype=torch.uint8, device=message_device(self._control))
             sound = bool(gather_rows(self._control, row, "whether all means are finite").all())
@@ -308,6 +309,7 @@ class GradientMean:
         self._start_complete(len(self.buckets))
         self._pipeline.reach(asked, asked, where)
         wait(asked, where)
+        table = table.cpu()
         self._refuse_failed(table[:, 0])
         if self._watch is not None:
             self._watch.check(self._control, table[:, len(self._here) :], self.steps + 1)
@@ -407,8 +409,8 @@ def why_unknown(params: Sequence[Tensor]) -> str:
     )
 
 
-def _in_range(outs: Sequence[Tensor]) -> bool:
-    """True if all are finite that have been rounded to float16, whose largest is 65504; other dtypes reach as far as
-    what is sent."""
+def _in_range(outs: Sequence[Tensor]) -> list[Tensor]:
+    """Whether all are finite that have been rounded to float16, whose largest is 65504, each 0-d bool; other dtypes
+    reach as far as what is sent."""
     halves = [out for out in outs if out.dtype == torch.float16 and out.numel()]
-    return not halves or bool(torch.stack(torch._foreach_norm(halves, math.inf)).isfinite().all())
+    return [largest.isfinite() for largest in torch._foreach_norm(halves, math.inf)] if halves else []

@@ -11,10 +11,14 @@ from torch import Tensor
 from commopt.comm import CountingBackend, Receipt, gather_rows, message_device, refuse_damaged
 from commopt.optim.checks import check_int
 from commopt.optim.digest import digest_of_all
-from commopt.optim.guard import Guard
+from commopt.optim.guard import Guard, ReplicasDiffer
 
 ROW_BYTES = 16
 """Bytes of a rank's row."""
+_APART = (
+    "If each rank shall have its own in backward, as where it moves them by its own gradient and puts them back (SAM), "
+    "give compress_gradients(check_every=None)"
+)
 _REMEDY = "The optimizer has gone by what came; go on from the last checkpoint"
 
 
@@ -44,17 +48,21 @@ class Watch:
         return torch.tensor([self._balance, digest], dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def check(self, backend: CountingBackend, rows: Tensor, number: int) -> None:
-        """Looks at the rows of all ranks, (W, 16) uint8, which have come over ``backend`` before the mean ``number``.
+        """Looks at the rows of all ranks, (W, 16) uint8 on the CPU, which have come over ``backend`` before the mean
+        ``number``.
 
         Raises:
             commopt.comm.MessageDamaged: on every rank, if what was received in the mean before is not what was sent.
             commopt.optim.ReplicasDiffer: on every rank, if parameters differ.
         """
-        pairs = rows.cpu().contiguous().view(torch.int64).tolist()
+        pairs = rows.contiguous().view(torch.int64).tolist()
         balances = [(balance, 1) for balance, _ in pairs]
         refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}", self._entries, _REMEDY)
         where = f"compress_gradients(), before mean {number}"
-        Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, range(len(pairs)))
+        try:
+            Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, range(len(pairs)))
+        except ReplicasDiffer as error:
+            raise ReplicasDiffer(f"{error}. {_APART}") from None
 
     def confirm(self, backend: CountingBackend, number: int) -> None:
         """As :meth:`check` of the mean ``number``, the last one, by itself. All ranks call it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,8 +18,8 @@ class Watches(Protocol):
 
 
 class Arrivals:
-    """Hooks that tell who ``watches`` of gradients. They go when this does: parameters may outlive it, and it does not
-    hold who watches."""
+    """Hooks that tell who ``watches`` of gradients, one at a time: autograd has a thread for each device, and a model
+    may be on several. They go when this does: parameters may outlive it, and it does not hold who watches."""
 
     def __init__(self, watches: Watches) -> None:
         self._hook = _hook_of(weakref.ref(watches))
@@ -55,9 +56,12 @@ def remove_all(handles: dict[int, Any]) -> None:
 
 
 def _hook_of(watches: Callable[[], Watches | None]) -> Callable[[Tensor], None]:
+    lock = threading.RLock()
+
     def arrived(p: Tensor) -> None:
         watching = watches()
         if watching is not None:
-            watching.arrived(p)
+            with lock:
+                watching.arrived(p)
 
     return arrived

@@ -54,6 +54,7 @@ from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.digest import digest_of_all
 from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
+from commopt.optim.host import as_number, numbers_of
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
@@ -256,7 +257,8 @@ class CommOptimizer(PackedOptimizer):
             add()
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
-        settings: list[Any] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        apart = ("params", "param_names")
+        settings: list[Any] = [{k: as_number(v) for k, v in g.items() if k not in apart} for g in groups]
         settings.append({"optimizer": type(self).__name__, **self.settings()})
         binding.register_groups(self, groups, settings, error, differ)
         if self.overlap:
@@ -453,7 +455,7 @@ class CommOptimizer(PackedOptimizer):
         wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
         square = self.square_norm_of([p for p in fresh if p.grad is not None])
-        square += sum(float(s) for s in averaged.values())
+        square += sum(numbers_of(list(averaged.values())))
         unaveraged = any(id(p) in wanting for p in fresh)
 
         def digest_of_gradients() -> int:
@@ -621,14 +623,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _guarded(self, report: StepReport, number: int) -> StepReport:
         """``report`` of step ``number``, with what the ranks compare."""
-        terms = [
-            {
-                key: value.item() if isinstance(value := group[key], Tensor) and value.numel() == 1 else value
-                for key in self.defaults
-                if key in group
-            }
-            for group in self.param_groups
-        ]
+        terms = [{k: as_number(group[k]) for k in self.defaults if k in group} for group in self.param_groups]
         local = min((group.get("local_steps", 0) for group in self.param_groups), default=0)
         checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
         decide = functools.partial(self._compare, number)

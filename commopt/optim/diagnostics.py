@@ -140,12 +140,13 @@ class Diagnostics:
     def too_late(self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str) -> None:
         """The parameters ``late``, of ``groups``, have their first gradient after ``when``. In a group of their own it
         would not be too late: that group ``what_it_does`` by itself."""
-        if late and self._once("too late"):
+        new = [p for p in late if self._once(f"too late: {id(p)}")]
+        if new:
             logger.warning(
                 "%s: %d parameters (%s) have their first gradient after %s; they will not move. When such "
                 "become trainable, take them out of the 'params' of their group and give them to add_param_group(): "
                 "that group %s by itself.",
-                self.optimizer, len(late), listed(late, groups), when, what_it_does,
+                self.optimizer, len(new), listed(new, groups), when, what_it_does,
             )  # fmt: skip
 
     def overlap_lost(

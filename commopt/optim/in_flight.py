@@ -24,6 +24,7 @@ from torch import Tensor
 
 from commopt.comm import Channel, CountingBackend, Pipeline, Task, confirm, message_device
 from commopt.optim.agreement import Agreement, Holders, StepDecision, StepReport
+from commopt.optim.host import numbers_of
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import settle
 
@@ -106,7 +107,7 @@ class Confirmation:
             commopt.comm.MessageDamaged: on every rank, if something is not as it was sent, or cannot be right.
         """
         assert self._backend is not None
-        sound = all(self._sound)
+        sound = all(numbers_of(self._sound))
         self._sound, self.done = [], True
         if self._backend.world_size > 1:
             confirm(self._backend, sound, self._where)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -100,11 +100,11 @@ def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
     return [p for p, same in zip(params, (table == mine).all(0).tolist()) if not same]
 
 
-def warn_of_copies(name: str, params: Sequence[Tensor], model: nn.Module | None) -> bool:
-    """Says that moving averages of ``params`` are each rank's own, if there are such, and ``model`` is not or has not
-    all of them; returns whether it did. Looks at all objects there are. ``name`` is the optimizer's."""
+def warn_of_copies(name: str, params: Sequence[Tensor], models: Iterable[nn.Module]) -> bool:
+    """Says that moving averages of ``params`` are each rank's own, if there are such, and not all of them are in
+    ``models``; returns whether it did. Looks at all objects there are. ``name`` is the optimizer's."""
     shapes = Counter(tuple(p.shape) for p in params)
-    known = set() if model is None else {id(module) for module in model.modules()}
+    known = {id(module) for model in models for module in model.modules()}
     averages = with_subclasses(AveragedModel)
     kinds = {cls for cls in with_subclasses(nn.Module) if cls in averages or _AVERAGE.search(cls.__name__)}
     for x in instances_of(kinds):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.optim.arrival import Arrivals
+from commopt.optim.host import as_number
 from commopt.optim.in_flight import StepInFlight
 from commopt.optim.rules import coupled_decay
 from commopt.optim.state_bucket import StateBucket
@@ -92,7 +93,7 @@ class Used:
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
         values = {name: group[name] for name in (*self._names, *["weight_decay"] * (coupled_decay(group) != 0))}
-        return {name: v.item() if isinstance(v, Tensor) else copy.copy(v) for name, v in values.items()}
+        return {name: copy.copy(as_number(v)) for name, v in values.items()}
 
     def _remember(self) -> None:
         """Remembers the gradients that were used, as they are when backward and DDP are done with them."""

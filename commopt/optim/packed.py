@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +79,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
     _copies_looked_for: int | None = 0  # how often; None: some were found
+    _models: weakref.WeakSet[nn.Module] | None = None  # those that averaged() and synchronize() were given
     _looked: bool  # for a model that averages the gradients
     _obstacle: Obstacle | None = None  # one that cannot be attached
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
@@ -465,6 +467,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     def takes_local_steps(self) -> bool:
         """True if replicas may differ between two rounds, of which there are more than one."""
         return type(self).replicas_differ is not PackedOptimizer.replicas_differ and self.topology.copies > 1
+
+    @property
+    def has_parted(self) -> bool:
+        """True if replicas have differed in this run, or may have."""
+        return self.takes_local_steps
 
     def take_mean(self) -> None:
         """Makes the parameters the mean of all replicas, and nothing else."""

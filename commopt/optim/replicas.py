@@ -102,12 +102,16 @@ def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuf
 
 @torch._disable_dynamo
 def tell_of_copies(optimizer: PackedOptimizer, model: nn.Module | None = None) -> None:
-    """Warns once of moving averages of the parameters that ``model`` has not. Looks for them now and then, as that
-    takes a while."""
-    if optimizer.takes_local_steps and optimizer.topology.rank == 0 and optimizer._copies_looked_for is not None:
+    """Warns once of moving averages of the parameters that neither ``model`` has, nor one that was given before it,
+    where ranks have taken local steps. Looks for them now and then, as that takes a while."""
+    if model is not None:
+        optimizer._models = weakref.WeakSet() if optimizer._models is None else optimizer._models
+        optimizer._models.add(model)
+    if optimizer.has_parted and optimizer.topology.rank == 0 and optimizer._copies_looked_for is not None:
         optimizer._copies_looked_for += 1
         trained = [p for p in optimizer.params if p.requires_grad]
-        if worth_a_line(optimizer._copies_looked_for) and warn_of_copies(type(optimizer).__name__, trained, model):
+        known = optimizer._models or ()
+        if worth_a_line(optimizer._copies_looked_for) and warn_of_copies(type(optimizer).__name__, trained, known):
             optimizer._copies_looked_for = None
 
 

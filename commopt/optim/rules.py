@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
+from commopt.optim.host import numbers_of
 
 Reduce = Callable[[Sequence[float]], Sequence[float]]
 
@@ -312,8 +313,7 @@ def square_norm(tensors: list[Tensor]) -> float:
 
 def square_sums(tensors: list[Tensor]) -> list[float]:
     """The sum of squares of each tensor, in float64; equal on ranks that have other numbers of threads."""
-    sums = [ops.square_sum([t]) for t in tensors]
-    return torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
+    return numbers_of([ops.square_sum([t]) for t in tensors])
 
 
 def halves(numbers: Sequence[float]) -> list[tuple[float, float]]:
@@ -337,9 +337,8 @@ def _largest(roots: list[Tensor], fresh_roots: list[Tensor], squares: list[Tenso
     out = []
     for root, fresh, square in zip(roots, fresh_roots, squares):
         ratio = torch.div(root, fresh, out=fresh).masked_fill_(square == 0, 0)
-        out.append(ratio.amax().to(roots[0].device) if ratio.numel() else ratio.new_zeros(()))
-    largest: list[float] = torch.stack(out).tolist()
-    return largest
+        out.append(ratio.amax() if ratio.numel() else ratio.new_zeros(()))
+    return numbers_of(out)
 
 
 def _move(
@@ -381,6 +380,7 @@ def scaled_gradient(x: Tensor, grad: Tensor | None, dtype: torch.dtype, scale: f
 def bias_corrections(counts: list[tuple[float, float]], group: dict[str, Any]) -> tuple[list[float], list[float]]:
     """lr / (1 - b1^t) and sqrt(1 - b2^t') for each (t, t')."""
     (beta1, beta2), lr = group["betas"], group["lr"]
+    lr = lr.cpu() if isinstance(lr, Tensor) else lr  # waited for once
     step_sizes = [float(lr / (1 - beta1**t)) for t, _ in counts]
     return step_sizes, [(1 - beta2**t) ** 0.5 for _, t in counts]
 

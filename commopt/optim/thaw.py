@@ -227,15 +227,16 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
     """a of this rank; NaN if it has no gradient of what is ``watched`` that moves anything. ``scale`` is the factor of
     its gradients."""
     total, count = 0.0, 0
-    for bucket, group in watched:
-        if float(group["lr"]) == 0:
-            continue
-        indices = [i for i, p in enumerate(bucket.params) if p.grad is not None]
-        grads = [bucket.gradient(i) for i in indices]
+    rates = {id(group): float(group["lr"]) for _, group in watched}
+    moved = [(bucket, group) for bucket, group in watched if rates[id(group)] != 0]
+    grads = [bucket.gradient(i) for bucket, _ in moved for i in range(len(bucket.params))]
+    squares = iter(square_sums([g for g in grads if g is not None]))
+    for bucket, group in moved:
         variances = _variances(bucket, group["betas"][1])
-        lr = 2 * _log(float(group["lr"]) / group["watch_lr"])
+        lr = 2 * _log(rates[id(group)] / group["watch_lr"])
         factor = (scale * bucket.factor) ** 2
-        for i, square in zip(indices, square_sums([g for g in grads if g is not None])):
+        for i, p in enumerate(bucket.params):
+            square = 0.0 if p.grad is None else next(squares)
             floor = bucket.shapes[i].numel() * group["eps"] ** 2  # below it steps have no length
             if variances[i] > 0 and square > 0:
                 total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)

@@ -241,6 +241,7 @@ class ZeroOneAdam(CommOptimizer):
     def _restart(self) -> None:
         super()._restart()
         self._frozen = Watch(WORDS)
+        self._parted = False
         self._run: dict[str, Any] = {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_settled, type(self).__name__, self._run)
@@ -291,6 +292,10 @@ class ZeroOneAdam(CommOptimizer):
     def replicas_differ(self) -> bool:
         return any(group["local_steps"] for group in self.param_groups)
 
+    @property
+    def has_parted(self) -> bool:
+        return self._parted
+
     def rank_local(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "mean_momentum") if group["local_steps"] else ()
 
@@ -334,6 +339,7 @@ class ZeroOneAdam(CommOptimizer):
             if self._kind(group, group["step"]) == "local":
                 now = next_interval(group)
                 group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
+                self._parted = True
             else:
                 self._end_interval([group])
 
