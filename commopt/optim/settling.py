@@ -25,7 +25,7 @@ quarter of it will not have changed by much when the run is a few times as long;
 look that are not 0, n_v those of v: so many gradients has an element of v had on average. In most tensors every step
 brings one to each. The rows of an embedding get one where a batch has them. The sum over a table is steady from the
 first step on; but what stands of a row is the square of its two or three gradients, or 0. Recommenders were lost by it.
-0/1 Adam, which compresses from the start, waits for these before it does: :func:`rare_in`.
+0/1 Adam, which compresses from the start, waits for these before it does: :func:`rarely_updated`.
 
 **What follows a decline must last.** The calm after a decline may be a plateau, with learning still to come; that after
 growth comes when learning has begun. A plateau that outlasts two looks is not told from the end of it: for that there
@@ -37,7 +37,7 @@ is :mod:`commopt.optim.thaw`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -174,16 +174,19 @@ def rarely_updated(bucket: StateBucket) -> list[Tensor]:
     return [p for p, k, share in zip(bucket.params, updates, per_step) if 0 < share < 0.5 and k * share < ENOUGH]
 
 
-def rare_in(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> list[bool]:
-    """Of each of ``groups`` whether elements of any of its tensors have had fewer than ``ENOUGH`` gradients; the same
-    on every rank. Communicates where ranks hold parts of a model: all call it at the same step, also those that train
-    nothing."""
+def any_in(
+    optimizer: CommOptimizer,
+    groups: Sequence[dict[str, Any]],
+    find: Callable[[StateBucket, dict[str, Any]], Sequence[Tensor]],
+) -> list[bool]:
+    """Of each of ``groups`` whether ``find`` finds any parameters in its buckets; the same on every rank. Communicates
+    where ranks hold parts of a model: all call it at the same step, also those that train nothing."""
     number = {id(group): i for i, group in enumerate(groups)}
     found = torch.zeros(len(groups), 1, dtype=torch.float64, device="cpu")
     for bucket, group in optimizer.compressed_buckets(list(groups)):
-        found[number[id(group)]] += len(rarely_updated(bucket))
-    rows = _of_all(optimizer, found) if optimizer.topology.is_sharded else found.tolist()
-    return [rare > 0 for (rare,) in rows]
+        found[number[id(group)]] += len(find(bucket, group))
+    rows = _of_all(optimizer, found) if optimizer.topology.is_sharded and groups else found.tolist()
+    return [count > 0 for (count,) in rows]
 
 
 def report_rare(optimizer: CommOptimizer, groups: list[dict[str, Any]], setting: str) -> None:

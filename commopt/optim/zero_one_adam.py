@@ -35,9 +35,12 @@ Where this differs from the paper and its usual implementation:
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
   are no local steps.
-* T_v begins where every element of a tensor has had 20 gradients on average (:func:`commopt.optim.settling.rare_in`):
-  at once, unless a step brings gradients to fewer than half of them, as to the rows of an embedding. Until then every
-  step is exact. In the paper's order recommenders are lost.
+* T_v begins where every element of a tensor has had 20 gradients on average
+  (:func:`commopt.optim.settling.rarely_updated`): at once, unless a step brings gradients to fewer than half of them,
+  as to the rows of an embedding. Until then every step is exact. In the paper's order recommenders are lost.
+* T_v begins anew where a parameter has its first gradients between two refreshes (``missed_at``), which could not move
+  it: from the next refresh on every step is exact until it has one, for as many steps at most as were taken when it
+  came. A head whose turn is every second step may never meet a refresh otherwise.
 * Elements of v that are not 0 are raised to 0.01 of the mean in their block after refreshes
   (:mod:`commopt.optim.floor`): others would be moved by thousands of lr. ``min_variance=0`` is the paper's.
 * Scales by block, and masks: where v = 0 there was no gradient at any refresh, and nothing moves or is sent, as in
@@ -147,7 +150,7 @@ class ZeroOneAdam(CommOptimizer):
     """
 
     step_counters = (*CommOptimizer.step_counters, "interval_step")
-    scalars = settling.SCALARS
+    scalars: Mapping[str, float] = {**settling.SCALARS, "missed_at": 0.0}  # step of a gradient before any refresh
     hyperparams_used_in_backward = (
         "betas", "maximize", "lr", "weight_decay", "variance_kappa", "variance_stop", "thawed", "rare_until",
         "sync_first", "sync_double_every", "sync_longest",
@@ -317,22 +320,29 @@ class ZeroOneAdam(CommOptimizer):
             group["raised"] = self._kind(group, group["step"]) != "exact"
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
-        self._frozen.stop_where_settled(self, refreshing)
-        self._wait_for_rows([group for group in refreshing if _is_end_of_first(group, group["step"])])
+        self._wait([group for group in refreshing if self._asks(group)])
+        self._frozen.stop_where_settled(self, [group for group in refreshing if not _has_begun_anew(group)])
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
             self._run["waited"] += 1
             self._run["enough"] = min(round(1 / (1 - max(waiting))), 100)
 
-    def _wait_for_rows(self, groups: list[dict[str, Any]]) -> None:
-        """Lets T_v of those of ``groups`` begin only now in which elements of a tensor have had few gradients."""
-        if not groups:
-            return
-        waits = settling.rare_in(self, groups)
-        for group, rare in zip(groups, waits):
-            group["rare_until"] = group["step"] if rare else group["rare_until"]
-        self.report_outsized([group for group, rare in zip(groups, waits) if not rare])
+    def _asks(self, group: dict[str, Any]) -> bool:
+        """True if ranks ask each other after this step whether a parameter of ``group`` waits: after an exact step that
+        is not one of the first ones, which all are, and before the variance may stop."""
+        step = group["step"]
+        may_stop = group["variance_stop"] == "auto" and settling.is_look(step)
+        return step >= group["variance_kappa"] and (may_stop or self._kind(group, step) == "exact")
+
+    def _wait(self, groups: list[dict[str, Any]]) -> None:
+        """Lets T_v of those of ``groups`` begin only now in which a parameter waits for its first refresh, or in whose
+        tensors elements have had few gradients when it would thin out."""
+        for group, waits in zip(groups, settling.any_in(self, groups, _waiting)):
+            if waits:
+                group["rare_until"] = group["step"]
+            elif _is_end_of_first(group, group["step"]):
+                self.report_outsized([group])
 
     def _count_local_steps(self) -> None:
         for group in self.param_groups:
@@ -426,6 +436,10 @@ class ZeroOneAdam(CommOptimizer):
         else:
             here = [p.requires_grad if present is None else id(p) in present for p in bucket.params]
             moving = [i for i, moves in enumerate(here) if moves and k[i] > 0]
+            if present is not None and len(moving) < sum(here):
+                missed = bucket.numbers["missed_at"]
+                for i in (i for i, moves in enumerate(here) if moves and not k[i] and not missed[i]):
+                    missed[i] = group["step"] + 1
             if self.phase_of(group) == "frozen":
                 late = [p for i, p in enumerate(bucket.params) if p.grad is not None and not k[i]]
                 self._diagnostics.too_late(late, self.param_groups, "the last refresh of the variance", "starts")
@@ -519,6 +533,18 @@ def _begun(group: dict[str, Any]) -> int:
 def _is_end_of_first(group: dict[str, Any], step: int) -> bool:
     """True if ``step`` is the last of those refreshes at which T_v of ``group`` begins, at every step."""
     return bool(step == _begun(group) + group["variance_kappa"])
+
+
+def _has_begun_anew(group: dict[str, Any]) -> bool:
+    """True if ``group`` refreshes at every step once more, for parameters that had few gradients."""
+    return bool(group["rare_until"] > 0 and group["step"] < group["rare_until"] + group["variance_kappa"])
+
+
+def _waiting(bucket: StateBucket, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of ``bucket`` for which ``group`` goes on with refreshes at every step."""
+    missed, refreshes = bucket.numbers["missed_at"].tolist(), bucket.numbers["variance_step"].tolist()
+    waits = [p for p, at, k in zip(bucket.params, missed, refreshes) if at and not k and group["step"] < 2 * at]
+    return waits + (settling.rarely_updated(bucket) if _is_end_of_first(group, group["step"]) else [])
 
 
 def _sync(group: dict[str, Any]) -> SyncPolicy:
