@@ -113,9 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     combinations."""
     items.sort(key=lambda item: [*FIRST, item.path.stem].index(item.path.stem))
     is_short = config.getoption("short")
-    left_out = set()
-    if is_short:
-        left_out |= {item for item in items if is_long(item)}
+    left_out = {item for item in items if is_short and is_long(item)}
+    if is_short and not config.getoption("keyword"):
+        refuse_unknown_cases(items)
     if not config.getoption("every_combination"):
         by_test: dict[str, list[Any]] = defaultdict(list)
         for item in items:
@@ -132,7 +132,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_long(item: pytest.Item) -> bool:
     """Whether it is marked ``long``, and not the case that the mark names with ``but``."""
     mark = item.get_closest_marker("long")
-    return mark is not None and mark.kwargs.get("but", "[]") != item.nodeid.partition("[")[2].removesuffix("]")
+    return mark is not None and ("but" not in mark.kwargs or mark.kwargs["but"] != item.nodeid.partition("[")[2][:-1])
+
+
+def refuse_unknown_cases(items: list[pytest.Item]) -> None:
+    """Raises UsageError where a mark names a case that there is not: without a word the whole test would be left
+    out."""
+    kept = {item.nodeid.partition("[")[0] for item in items if not is_long(item)}
+    for item in items:
+        mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
+        if mark is not None and "but" in mark.kwargs and test not in kept:
+            raise pytest.UsageError(f"long(but={mark.kwargs['but']!r}) names no case of {test}")
 
 
 def pytest_collection_finish() -> None:

@@ -6,9 +6,11 @@ import itertools
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import refuse_unknown_cases
 from covering import covering, lists_of, parts_of
 from forks import python
 
@@ -95,3 +97,11 @@ for words in ["--short"], ["--short", "-m", "long"], []:
         ["test_of_some[one]"],
         ["test_long", "test_of_some[one]", "test_of_some[two]", *(f"test_two[{a}-{b}]" for a in "01" for b in "01")],
     ]
+
+
+def test_a_case_that_is_kept_and_that_there_is_not_is_an_error():
+    marked = pytest.mark.long(but="one").mark
+    items = [SimpleNamespace(nodeid=f"x.py::f[{case}]", get_closest_marker=lambda _: marked) for case in ("one", "two")]
+    refuse_unknown_cases(items)
+    with pytest.raises(pytest.UsageError, match=r"'one'\) names no case of x\.py::f$"):
+        refuse_unknown_cases(items[1:])

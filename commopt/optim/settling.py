@@ -181,12 +181,15 @@ def any_in(
 ) -> list[bool]:
     """Of each of ``groups`` whether ``find`` finds any parameters in its buckets; the same on every rank. Communicates
     where ranks hold parts of a model: all call it at the same step, also those that train nothing."""
-    number = {id(group): i for i, group in enumerate(groups)}
-    found = torch.zeros(len(groups), 1, dtype=torch.float64, device="cpu")
-    for bucket, group in optimizer.compressed_buckets(list(groups)):
-        found[number[id(group)]] += len(find(bucket, group))
-    rows = _of_all(optimizer, found) if optimizer.topology.is_sharded and groups else found.tolist()
-    return [count > 0 for (count,) in rows]
+    if not groups:
+        return []
+    number = dict.fromkeys(map(id, groups), 0)
+    for bucket, group in optimizer.compressed_buckets(groups):
+        number[id(group)] += len(find(bucket, group))
+    found = [[float(count)] for count in number.values()]
+    if optimizer.topology.is_sharded:
+        found = _of_all(optimizer, torch.tensor(found, dtype=torch.float64, device="cpu"))
+    return [count > 0 for (count,) in found]
 
 
 def report_rare(optimizer: CommOptimizer, groups: list[dict[str, Any]], setting: str) -> None:

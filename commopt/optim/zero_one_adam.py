@@ -189,7 +189,7 @@ class ZeroOneAdam(CommOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             **thaw_defaults(thaw),
             **floor.defaults(min_variance),
-            "rare_until": 0,  # the last step at which rows of a table had few gradients: T_v is counted from there
+            "rare_until": 0,  # the last step at which parameters had few gradients, or none: T_v is counted from there
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
@@ -436,10 +436,11 @@ class ZeroOneAdam(CommOptimizer):
         else:
             here = [p.requires_grad if present is None else id(p) in present for p in bucket.params]
             moving = [i for i, moves in enumerate(here) if moves and k[i] > 0]
-            if present is not None and len(moving) < sum(here):
+            if present is not None:
                 missed = bucket.numbers["missed_at"]
-                for i in (i for i, moves in enumerate(here) if moves and not k[i] and not missed[i]):
-                    missed[i] = group["step"] + 1
+                for i, moves in enumerate(here):
+                    if moves and not k[i] and not missed[i]:
+                        missed[i] = group["step"] + 1
             if self.phase_of(group) == "frozen":
                 late = [p for i, p in enumerate(bucket.params) if p.grad is not None and not k[i]]
                 self._diagnostics.too_late(late, self.param_groups, "the last refresh of the variance", "starts")
