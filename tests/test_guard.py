@@ -330,6 +330,46 @@ def test_a_freeze_step_changed_on_one_rank_is_an_error_and_no_hang():
     on_threads(2, run)
 
 
+def test_a_norm_to_clip_to_that_one_rank_sets_is_an_error_on_all():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, max_grad_norm=1.0, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        if backend.rank:
+            optimizer.max_grad_norm = 0.5
+        with pytest.raises(OutOfStep, match=r"max_grad_norm is 0\.5 on rank 1 and 1\.0 on rank 0"):
+            train(model, optimizer, range(3, 4), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+def test_a_group_that_one_rank_alone_has_is_an_error_on_all():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, backend=backend)
+        train(model, optimizer, range(1), backend.rank, 2)
+        if backend.rank:
+            optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+        with pytest.raises(OutOfStep, match="different numbers of parameter groups"):
+            train(model, optimizer, range(1, 2), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "DiLoCo"])
+def test_a_norm_to_clip_to_that_is_none_is_refused_when_it_is_set_later(name):
+    def run(backend):
+        model = Toy()
+        optimizer = make(name, model.parameters(), backend=backend)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.max_grad_norm = -1.0
+        with pytest.raises(ValueError, match=r"max_grad_norm must be .*got -1\.0"):
+            train(model, optimizer, range(1), backend.rank, 2)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize(
     "fact",
     ["versions of commopt", "versions of torch", "payload formats", "instruction sets of torch (ATEN_CPU_CAPABILITY)"],

@@ -54,8 +54,8 @@ class StepReport:
         present: which parameters have a gradient here.
         unaveraged: whether some gradient that the step needs averaged has not been averaged yet.
         error: why this rank cannot take the step at all.
-        terms: the hyper-parameters and counters of each parameter group, which must be the same on all ranks; a tensor
-            of one element as a number.
+        terms: the hyper-parameters and counters of each parameter group, a tensor of one element as a number, and last
+            the settings, all of which must be the same on all ranks.
         checks: whether this rank wants digests compared at this step.
         digests: makes the digests of what must be the same on all ranks, if any rank ``checks``.
         decide: is given those of every rank, by rank; raises if the step cannot be taken with them.
@@ -250,17 +250,20 @@ class Agreement:
         assert self._backend is not None
         everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._report.terms))]
         for rank, terms in enumerate(everyone):
+            if len(terms) != len(everyone[0]):
+                break
             for i, (group, first) in enumerate(zip(terms, everyone[0])):
                 differ = [key for key in group.keys() | first.keys() if group.get(key) != first.get(key)]
                 if differ:
                     key = min(differ, key=lambda name: (name != "step", name))  # what follows from the step comes later
+                    whose = f" of parameter group {i}" if i < len(terms) - 1 else ""
                     remedy = (
                         "call step() equally often on every rank, and load a state on all of them or on none"
                         if key == "step"
                         else "set it alike on every rank, at the same step"
                     )
                     raise OutOfStep(
-                        f"{self._where}: {key} of parameter group {i} is {group.get(key)} on rank {rank} and "
+                        f"{self._where}: {key}{whose} is {group.get(key)} on rank {rank} and "
                         f"{first.get(key)} on rank 0; {remedy}"
                     )
         raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from commopt.optim import checks
 from commopt.optim.agreement import LARGEST_NORM, is_usable
 from commopt.optim.guard import NotFinite
 from commopt.optim.replicas import agree_inside
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def step(optimizer: OuterOptimizer) -> None:
     """A step of the base, unless a gradient is inf or NaN."""
+    checks.check_common(optimizer.max_grad_norm, optimizer.bucket_mb, overlap=False)  # it may have been set
     topology = optimizer.topology
     if topology.is_sharded:
         optimizer.settle()
