@@ -44,6 +44,8 @@ make_venv() {
     echo "making $VENV with $("$python" --version)"
     rm -rf "$VENV"
     "$python" -m venv "$VENV" || fail "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv"
+    # older ones look at every file of every release for a minute; where it cannot be had, they do
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 0 "pip>=24.1" 2>/dev/null || true
 }
 
 fingerprint() { # EXTRAS: of everything that decides what is installed
