@@ -413,6 +413,43 @@ def test_a_resumed_run_equals_one_never_stopped(world_size, dtype, half):
         assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("half", [LOCAL, LOCAL + 1, ROUND, ROUND + 2])
+def test_a_resumed_run_equals_one_never_stopped_where_schedulers_change_all_there_is(half):
+    """As OneCycleLR changes betas: between a local step, with the old ones, and the state that is saved after it."""
+
+    def steps(model, optimizer, numbers, rank):
+        for step in numbers:
+            train(model, optimizer, range(step, step + 1), rank, 2)
+            numbers_now = {"lr": 1e-2 / (step + 1), "betas": (0.95 - step / 100, 0.999 - step / 1000)}
+            optimizer.param_groups[0].update(numbers_now, eps=1e-6 * (step + 1), weight_decay=0.1 / (step + 1))
+
+    def straight(backend):
+        model = Toy()
+        optimizer = make(model, backend, weight_decay=0.1)
+        steps(model, optimizer, range(half), backend.rank)
+        saved = through_a_file([model.state_dict(), *split_state_dict(optimizer.state_dict())])
+        now = params_of(model)
+        steps(model, optimizer, range(half, half + 6), backend.rank)
+        return saved, now, whole(model, optimizer)
+
+    results = on_threads(2, straight)
+    weights, replicated, _ = results[0][0]
+
+    def resumed(backend):
+        model = Toy(seed=9)
+        optimizer = make(model, backend, weight_decay=0.1)
+        model.load_state_dict(weights)
+        parts = [saved[2] for saved, *_ in results]
+        optimizer.load_state_dict(join_state_dict(replicated, parts, backend.rank, 2))
+        now = params_of(model)
+        steps(model, optimizer, range(half, half + 6), backend.rank)
+        return now, whole(model, optimizer)
+
+    for (now, end), (_, then, straight_end) in zip(on_threads(2, resumed), results):
+        assert same_bits(now, then)
+        assert same_bits(end, straight_end)
+
+
 def test_what_differs_between_ranks_is_saved_between_rounds_only():
     def run(backend):
         model = Toy()

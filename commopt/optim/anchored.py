@@ -27,12 +27,15 @@ class Interval:
         lr_sum: of their lr.
         decay: the product of their 1 - lr wd.
         share: of the last step in ``lr_sum``, 1 if that is 0: its weight in the mean of the momenta.
+        betas, eps: of the last step, after which the group's may have changed.
     """
 
     steps: int
     lr_sum: float
     decay: float
     share: float
+    betas: tuple[float, float]
+    eps: float
 
 
 def next_interval(group: dict[str, Any]) -> Interval:
@@ -40,14 +43,15 @@ def next_interval(group: dict[str, Any]) -> Interval:
     lr = float(group["lr"])
     lr_sum = group["local_lr_sum"] + lr
     share = lr / lr_sum if lr_sum > 0 else 1.0
-    return Interval(group["local_steps"] + 1, lr_sum, group["local_decay"] * weight_decay_factor(group), share)
+    decay = group["local_decay"] * weight_decay_factor(group)
+    return Interval(group["local_steps"] + 1, lr_sum, decay, share, group["betas"], group["eps"])
 
 
 def moves(bucket: StateBucket, group: dict[str, Any], interval: Interval, moving: Sequence[int]) -> FrozenAdam:
     """Update that brings the parameters of the indices ``moving`` from the anchor to where ``interval`` has."""
     t, since, k = (bucket.numbers[name].tolist() for name in ("step", "interval_step", "variance_step"))
     counts = [(t[i] - since[i] + 1, k[i]) for i in moving]
-    over = {**group, "lr": interval.lr_sum}
+    over = {**group, "lr": interval.lr_sum, "betas": interval.betas, "eps": interval.eps}
     return replace(frozen_adam(bucket, bucket["exp_avg_sq"], moving, over, counts), decay=interval.decay)
 
 

@@ -193,6 +193,8 @@ class ZeroOneAdam(CommOptimizer):
             "local_steps": 0,  # since the last round: their number, the sum of their lr, and the product of their decay
             "local_lr_sum": 0.0,
             "local_decay": 1.0,
+            "local_betas": betas,  # of the last local step
+            "local_eps": eps,
         }
         super().__init__(
             params,
@@ -349,6 +351,7 @@ class ZeroOneAdam(CommOptimizer):
             if self._kind(group, group["step"]) == "local":
                 now = next_interval(group)
                 group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
+                group.update(local_betas=now.betas, local_eps=now.eps)
                 self._parted = True
             else:
                 self._end_interval([group])
@@ -453,7 +456,10 @@ class ZeroOneAdam(CommOptimizer):
         """The buckets that differ between ranks, and how their parameters have come from the anchor."""
         for bucket, group in self.grouped_buckets():
             if group["local_steps"]:
-                interval = Interval(group["local_steps"], group["local_lr_sum"], group["local_decay"], 1.0)
+                steps, lr_sum, decay, betas, eps = (
+                    group[f"local_{name}"] for name in ("steps", "lr_sum", "decay", "betas", "eps")
+                )
+                interval = Interval(steps, lr_sum, decay, 1.0, betas, eps)
                 moving = bucket.numbers["interval_step"].nonzero().flatten().tolist()
                 yield bucket, moves(bucket, group, interval, moving)
 
