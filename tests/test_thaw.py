@@ -64,7 +64,7 @@ def test_a_is_the_mean_log_ratio_of_squares_of_gradients_and_variance_and_of_lr(
             params, optimizer, backend, range(1, 31), lr=lambda t: 1e-3 * (FROZEN / t) ** 2,
             after=lambda t: found.append(optimizer.param_groups[1]["watch_level"]),
         )  # fmt: skip
-        optimizer.buckets[0].frozen_norms = None
+        optimizer.buckets[0].standing = None
         return params, optimizer, found
 
     ranks = on_threads(2, run)

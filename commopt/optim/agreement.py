@@ -62,6 +62,7 @@ class StepReport:
         gradients: makes a digest of this rank's gradients, if all ranks may find that theirs are equal, and need no
             averaging; None, on all ranks, if that is not asked.
         growth: a number of which all ranks want the mean; NaN if this one has none to tell.
+        unmoved: whether gradients of this rank move nothing, though they should.
     """
 
     square_norm: float
@@ -74,6 +75,7 @@ class StepReport:
     decide: Callable[[list[list[int]]], None] | None = None
     gradients: Callable[[], int] | None = None
     growth: float = 0.0
+    unmoved: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class StepDecision:
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
         alike: whether it nearly is: somebody may have clipped them.
         growth: mean over the ranks that report one; NaN if none does.
+        unmoved: whether some rank has reported it.
     """
 
     non_finite: Sequence[int]
@@ -99,6 +102,7 @@ class StepDecision:
     already_equal: bool
     alike: bool = False
     growth: float = 0.0
+    unmoved: bool = False
 
 
 class StepSkipped(Exception):
@@ -153,7 +157,7 @@ class Agreement:
             float(report.unaveraged),
             float(len(report.present)),
             float(_checksum_of(report.terms)),
-            float(report.checks),
+            float(report.checks + 2 * report.unmoved),
         ]
         self._table = torch.empty(backend.world_size, FIELDS, dtype=torch.float64, device=device)
         self._first = backend.all_gather(self._table, torch.tensor(row, dtype=torch.float64, device=device))
@@ -203,7 +207,9 @@ class Agreement:
             raise report.error
         usable = is_usable(report.square_norm)
         norm = math.sqrt(report.square_norm) if usable else math.nan
-        return StepDecision([] if usable else [0], norm, report.present, False, False, growth=report.growth)
+        return StepDecision(
+            [] if usable else [0], norm, report.present, False, False, growth=report.growth, unmoved=report.unmoved
+        )
 
     def _read(self) -> list[list[float]]:
         """Reports of all ranks, by rank; starts the second collective if it is needed. Communicates nothing else: ranks
@@ -278,7 +284,7 @@ class Agreement:
         if self._second is not None:
             wait(self._second, self._where)
             present = [share > 0 for share in self._shares[self._mine].tolist()]
-        if any(row[7] for row in table):
+        if any(row[7] % 2 for row in table):
             self._compare()
         squares = [row[2] for row in table]
         same = squares
@@ -297,6 +303,7 @@ class Agreement:
             already_equal=equal,
             alike=clipped_alike(same),
             growth=sum(told) / len(told) if told else math.nan,
+            unmoved=any(row[7] >= 2 for row in table),
         )
 
     def _same_everywhere(self, number: int) -> bool:

@@ -211,6 +211,10 @@ class CommOptimizer(PackedOptimizer):
         gradients are to be multiplied by."""
         return 0.0
 
+    def has_unmoved(self) -> bool:
+        """True if this rank has gradients that move nothing, though they should; after :meth:`growth`."""
+        return False
+
     def heard(self, decision: StepDecision) -> None:
         """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
 
@@ -467,7 +471,8 @@ class CommOptimizer(PackedOptimizer):
         early = self.overlap and not wrapped.may_average(self)  # where buckets start before the ranks agree
         late = early or self.topology.is_sharded  # ... all are averaged
         gradients = None if late else digest_of_gradients
-        return StepReport(square * unscale**2, present, unaveraged, gradients=gradients, growth=growth)
+        square *= unscale**2
+        return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.has_unmoved())
 
     def _growth(self, unscale: float) -> float:
         """:meth:`growth`; raises ValueError, as where it is given, for a hyper-parameter that it fails of."""

@@ -137,16 +137,18 @@ class Diagnostics:
                 self.optimizer, LARGEST_NORM, list(ranks), count,
             )  # fmt: skip
 
-    def too_late(self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, what_it_does: str) -> None:
-        """The parameters ``late``, of ``groups``, have their first gradient after ``when``. In a group of their own it
-        would not be too late: that group ``what_it_does`` by itself."""
+    def too_late(
+        self, late: Sequence[Tensor], groups: Sequence[dict[str, Any]], when: str, until: str, what_it_does: str
+    ) -> None:
+        """The parameters ``late``, of ``groups``, have their first gradient after ``when``, and do not move ``until``
+        something happens. In a group of their own it would not be too late: that group ``what_it_does`` by itself."""
         new = [p for p in late if self._once(f"too late: {id(p)}")]
         if new:
             logger.warning(
-                "%s: %d parameters (%s) have their first gradient after %s; they will not move. When such "
+                "%s: %d parameters (%s) have their first gradient after %s; they will not move%s. When such "
                 "become trainable, take them out of the 'params' of their group and give them to add_param_group(): "
                 "that group %s by itself.",
-                self.optimizer, len(new), listed(new, groups), when, what_it_does,
+                self.optimizer, len(new), listed(new, groups), when, until, what_it_does,
             )  # fmt: skip
 
     def overlap_lost(
@@ -255,6 +257,29 @@ class Diagnostics:
             else f'the run may fall back to where it was. Take {longer}, or thaw="always": then {back}'
         )
         logger.warning("%s: %s: %s", self.optimizer, what, follows)
+
+    def unmoved(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        steps: Sequence[Any],
+        longer: str,
+        back: str,
+        goes_back: bool,
+    ) -> None:
+        """A tenth or more of the elements of ``params``, of ``groups``, or of some that other ranks know of, have
+        gradients now, and had none before their variance was frozen (``steps``). The rest as in
+        :meth:`frozen_too_early`."""
+        if self.rank or not (goes_back or self._once("unmoved")):
+            return
+        which = ", ".join(map(str, dict.fromkeys(steps)))
+        whose = f"{len(params)} parameters ({listed(params, groups)})" if params else "parameters of other ranks"
+        follows = back if goes_back else f'nothing moves them. Take {longer}, or thaw="always": then {back}'
+        logger.warning(
+            "%s: a tenth or more of the elements of %s have gradients now, and had none before the variance was "
+            "frozen (step %s): %s",
+            self.optimizer, whose, which, follows,
+        )  # fmt: skip
 
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, sends: str) -> None:
         """A phase has ended after ``step``, for the parameter groups given, or for all; the new one ``sends`` so."""

@@ -112,4 +112,4 @@ def stand(bucket: StateBucket, raised: Tensor) -> None:
     """Makes the variance of ``bucket`` what was ``raised``; when the step is taken that uses it."""
     if raised is not bucket["exp_avg_sq"]:
         bucket["exp_avg_sq"].copy_(raised)
-        bucket.frozen_norms = None
+        bucket.standing = None

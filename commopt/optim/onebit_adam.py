@@ -179,7 +179,7 @@ class OneBitAdam(WarmupOptimizer):
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """Adam on the mean gradient."""
         g = yield from self.mean_gradients(bucket, group, ctx)  # g = mean_i g_i
-        x, m, v, counts = bucket.operands(self.increment(bucket, ctx, variance_moves=True))
+        x, m, v, counts = bucket.operands(self.increment(bucket, group, ctx, variance_moves=True))
         adam_(x, g, m, v, counts, group)
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
@@ -188,5 +188,5 @@ class OneBitAdam(WarmupOptimizer):
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
         floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block), once
-        moving = self.increment(bucket, ctx, variance_moves=False)
+        moving = self.increment(bucket, group, ctx, variance_moves=False)
         mean.into(m, frozen_adam(bucket, v, moving, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

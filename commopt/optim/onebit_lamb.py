@@ -205,7 +205,7 @@ class OneBitLamb(WarmupOptimizer):
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB on the mean gradient."""
         g = yield from self.mean_gradients(bucket, group, ctx)  # g = mean_i g_i
-        moving = self.increment(bucket, ctx, variance_moves=True)
+        moving = self.increment(bucket, group, ctx, variance_moves=True)
         x, m, v, _ = bucket.operands(moving)
         ratios = lamb_(x, g, m, v, group, bucket.total)
         for i, c in zip(moving, ratios):
@@ -222,7 +222,7 @@ class OneBitLamb(WarmupOptimizer):
         means = bucket.views((yield from scaled).values())  # compress k m_i;  m = what comes back / k
         floor.stand(bucket, raised)
         self._switch(bucket, k)
-        moving = self.increment(bucket, ctx, variance_moves=False)
+        moving = self.increment(bucket, group, ctx, variance_moves=False)
         x, before, v, _ = bucket.operands(moving)
         f = bucket.tensors("fresh_exp_avg_sq", moving)
         states = [self.state[bucket.params[i]] for i in moving]

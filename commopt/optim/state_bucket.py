@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class StateBucket(Bucket):
         fragment: which of the fragments of its optimizer it is in, where that has several.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
-        frozen_norms: the mask ``active`` that there was when sums of a variance that stands were taken, and these.
+        standing: the mask ``active`` that there was when something was taken of a variance that stands, and that.
             Derived, not saved.
         nonzero: of each parameter, elements of its last mean gradient that are not 0; empty where they are not counted.
             Derived, not saved.
@@ -59,7 +60,7 @@ class StateBucket(Bucket):
     chunks: list[Chunk] = field(init=False, default_factory=list)
     fragment: int = field(init=False, default=0)
     active: Tensor | None = field(init=False, default=None)
-    frozen_norms: tuple[Tensor, list[float]] | None = field(init=False, default=None, repr=False)
+    standing: tuple[Tensor, Any] | None = field(init=False, default=None, repr=False)
     nonzero: list[float] = field(init=False, default_factory=list, repr=False)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
     _views: dict[str, list[Tensor]] = field(init=False, default_factory=dict, repr=False)

@@ -43,6 +43,10 @@ over the ranks is in any case. Smoothed like a it is B; B0 is what B has come to
 what it will be, and B - B0 > 2 is too much: updates are 2.7 times as long. Of six runs on a BERT the four good ones
 stay below 1; the others pass 2 before they are lost.
 
+At the looks ranks tell, too, whether elements have gradients that do not move them, since there were none when v was
+frozen (:mod:`commopt.optim.unmoved`): a third way, by which all go back after it has been told three times in a row. It
+is not counted: what has had no gradient yet is no error of the rule.
+
 The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
 the step. Whether it goes back is ``thaw`` of the group:
 
@@ -56,11 +60,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from commopt.optim import settling
+from commopt.optim import settling, unmoved
+from commopt.optim.host import numbers_of
 from commopt.optim.rules import square_sums
 from commopt.optim.state_bucket import StateBucket
 
@@ -84,7 +90,8 @@ LONG = 20
 TOO_LONG = 2.0
 """The most that B - B0 may be."""
 TIMES = 2
-"""Times that a group goes back at most: once to warm up again, and once to stay. Each time all ranks do, and log it."""
+"""Times that a group goes back at most because gradients or updates have grown: once to warm up again, and once to
+stay. Each time all ranks do, and log it."""
 
 DEFAULTS = {
     "watch_looks": 0,
@@ -94,13 +101,15 @@ DEFAULTS = {
     "watch_lengths": 0,
     "watch_length_base": 0.0,
     "watch_length": 0.0,
+    "watch_unmoved": 0,
     "chosen": False,
     "thawed": 0,
     "thaws": 0,
 }
 """Of a group: looks since the switch, A0, A, lr at the switch, or where it was above 0 for the first time after it (0:
-it is not watched yet), looks at b, B0, B, whether "auto" has chosen the step, the step after which it has last gone
-back (0: it has not), and how often it has."""
+it is not watched yet), looks at b, B0, B, looks in a row that have found elements which nothing moves, whether "auto"
+has chosen the step, the step after which it has last gone back (0: it has not), and how often it has, counted up to
+``TIMES``."""
 
 
 def defaults(when: Any) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def begin(group: dict[str, Any], chosen: bool) -> None:
     """Begins to watch ``group``, whose variance stands from now on, if its lr is above 0; ``chosen``: because "auto"
     has it so."""
     group.update(watch_looks=0, watch_base=0.0, watch_level=0.0, watch_lr=float(group["lr"]), chosen=chosen)
-    group.update(watch_lengths=0, watch_length_base=0.0, watch_length=0.0)
+    group.update(watch_lengths=0, watch_length_base=0.0, watch_length=0.0, watch_unmoved=0)
 
 
 def goes_back(group: dict[str, Any]) -> bool:
@@ -168,6 +177,8 @@ class Watch:
         self.corrects_bias, self.measures_updates = corrects_bias, measures_updates
         self.looked: list[dict[str, Any]] = []  # groups, in this step
         self.at_length = False
+        self.unmoved: list[Tensor] = []  # parameters of which this rank has gradients where v is 0
+        self.found_unmoved = False  # by some rank
         self.mean = 0.0
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
@@ -178,13 +189,15 @@ class Watch:
         self.at_length = self.measures_updates and any(is_look_at_length(group, key) for group in watched)
         self.looked = watched if self.at_length or any(is_look(group, key) for group in watched) else []
         buckets = optimizer.compressed_buckets(self.looked)
+        self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale)
         return length(buckets) if self.at_length else growth(buckets, unscale)
 
-    def heard(self, mean: float, clip: float) -> None:
-        """Takes the mean of a, or b, over the ranks that have told one, NaN if there are none: then it was no look.
-        Gradients are clipped by the factor ``clip``."""
+    def heard(self, mean: float, found_unmoved: bool, clip: float) -> None:
+        """Takes the mean of a, or b, over the ranks that have told one, NaN if there are none, and whether one has
+        ``found_unmoved`` elements; with neither it was no look. Gradients are clipped by the factor ``clip``."""
         self.mean = mean if self.at_length else mean + 2 * math.log(clip)
-        if math.isnan(mean):
+        self.found_unmoved = found_unmoved
+        if math.isnan(mean) and not found_unmoved:
             self.looked = []
 
     def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
@@ -194,24 +207,36 @@ class Watch:
             if not is_watched(group):
                 begin(group, group["chosen"])
         watched, self.looked = self.looked, []
-        if not watched:
+        late, self.unmoved = self.unmoved, []
+        if not watched or (why := self._why(watched)) is None:
             return
         key = self.words.key
-        too_long = self.at_length and are_too_long(watched, key, self.mean)
-        if not too_long and (self.at_length or not has_outgrown(watched, self.mean)):
-            return
         back = [group for group in watched if goes_back(group)]
-        for group in watched:
+        counted = why != "unmoved"
+        for group in watched if counted else back:
             begin(group, group["chosen"])
-        for_good = any(group["thaws"] + 1 == TIMES for group in back)
+        for_good = counted and any(group["thaws"] + 1 == TIMES for group in back)
         stood = [group[key] for group in watched]
-        words, tell = self.words, optimizer._diagnostics.frozen_too_early
-        tell(stood, too_long, words.longer, words.back, bool(back), for_good)
+        words, diagnostics = self.words, optimizer._diagnostics
+        if counted:
+            diagnostics.frozen_too_early(stood, why == "long", words.longer, words.back, bool(back), for_good)
+        else:
+            diagnostics.unmoved(late, optimizer.param_groups, stood, words.longer, words.back, bool(back))
         for bucket, group in optimizer.compressed_buckets(back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
-            group.update({key: "auto", "thawed": group["step"], "thaws": group["thaws"] + 1})
+            group.update({key: "auto", "thawed": group["step"], "thaws": group["thaws"] + counted})
             group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
+
+    def _why(self, watched: Sequence[dict[str, Any]]) -> Literal["long", "grown", "unmoved"] | None:
+        """Why the variance of the groups that are ``watched`` is to move again, by what was heard; None if it is not.
+        They remember what was heard."""
+        if self.at_length:
+            return "long" if are_too_long(watched, self.words.key, self.mean) else None
+        is_late = unmoved.count(watched, self.found_unmoved)
+        if not math.isnan(self.mean) and has_outgrown(watched, self.mean):
+            return "grown"
+        return "unmoved" if is_late else None
 
     def stop_where_settled(self, optimizer: CommOptimizer, moving: Sequence[dict[str, Any]]) -> None:
         """Lets the variance of those of the ``moving`` groups stand in which it has settled; not of one that has gone
@@ -223,6 +248,12 @@ class Watch:
             begin(group, chosen=True)
 
 
+def until_it_goes_back(group: dict[str, Any], words: Words) -> str:
+    """Clause on when what has its first gradient now moves, for the log; "" if it never does."""
+    looks = f"it is still so in {unmoved.LOOKS} looks, within {unmoved.LOOKS * EVERY} steps"
+    return f" until {words.back}, which they do if {looks}" if goes_back(group) else ""
+
+
 def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> float:
     """a of this rank; NaN if it has no gradient of what is ``watched`` that moves anything. ``scale`` is the factor of
     its gradients."""
@@ -232,7 +263,7 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
     grads = [bucket.gradient(i) for bucket, _ in moved for i in range(len(bucket.params))]
     squares = iter(square_sums([g for g in grads if g is not None]))
     for bucket, group in moved:
-        variances = _variances(bucket, group["betas"][1])
+        variances = _standing(bucket, group["betas"][1]).sums
         lr = 2 * _log(rates[id(group)] / group["watch_lr"])
         factor = (scale * bucket.factor) ** 2
         for i, p in enumerate(bucket.params):
@@ -242,6 +273,20 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
                 total += _log((square * factor + floor) / (variances[i] + floor)) + min(0.0, lr)
                 count += 1
     return total / count if count else math.nan
+
+
+def unmoved_of(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> list[Tensor]:
+    """Parameters of what is ``watched`` that have gradients of this rank which move nothing, as v is 0."""
+    return unmoved.enough(
+        [
+            found
+            for bucket, group in watched
+            if float(group["lr"]) != 0
+            for found in unmoved.unmoved(
+                bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group)
+            )
+        ]
+    )
 
 
 def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:
@@ -313,17 +358,27 @@ def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -
     settling.forget(bucket)
 
 
-def _variances(bucket: StateBucket, beta2: float) -> list[float]:
-    """Sums of v over its bias correction, of the pieces that this rank has. As long as v stands, and with it the mask
-    of what is active, they are taken once."""
-    if bucket.frozen_norms is None or bucket.frozen_norms[0] is not bucket.active:
-        counts = bucket.numbers["variance_step"].tolist()
-        sums = settling.norms_of(bucket.tensors("exp_avg_sq"))
+class Standing(NamedTuple):
+    """What is taken once of a variance that stands."""
+
+    sums: list[float]
+    """Of each parameter v over its bias correction, of the piece that this rank has."""
+    with_zeros: list[int]
+    """The indices of those with elements whose v is 0."""
+
+
+def _standing(bucket: StateBucket, beta2: float) -> Standing:
+    """Taken anew when v has moved, and with it the mask of what is active."""
+    if bucket.standing is None or bucket.standing[0] is not bucket.active:
+        counts, variances = bucket.numbers["variance_step"].tolist(), bucket.tensors("exp_avg_sq")
+        sums = settling.norms_of(variances)
         found = [v / (1 - beta2**n) if n else 0.0 for v, n in zip(sums, counts)]
+        zeros = [n < v.numel() for n, v in zip(numbers_of([v.count_nonzero() for v in variances]), variances)]
+        standing = Standing(found, [i for i, some in enumerate(zeros) if some])
         if bucket.active is None:
-            return found
-        bucket.frozen_norms = (bucket.active, found)
-    return bucket.frozen_norms[1]
+            return standing
+        bucket.standing = (bucket.active, standing)
+    return bucket.standing[1]
 
 
 def _log(x: float) -> float:

@@ -129,14 +129,17 @@ class WarmupOptimizer(CommOptimizer):
         """One step of the algorithm with a variance that stands."""
         raise NotImplementedError
 
-    def increment(self, bucket: StateBucket, ctx: StepContext, variance_moves: bool) -> list[int]:
+    def increment(
+        self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext, variance_moves: bool
+    ) -> list[int]:
         """Increments the step counters of the parameters that move; returns their indices."""
         moving = ctx.moving(bucket)
         bucket.increment(("step", "variance_step") if variance_moves else ("step",), moving)
         counts = bucket.numbers["variance_step"]
         if not variance_moves and not counts.all() and not counts[moving].all():
             late = [bucket.params[i] for i in moving if not counts[i]]
-            self._diagnostics.too_late(late, self.param_groups, "the variance was frozen", "warms up")
+            until = thaw.until_it_goes_back(group, self._frozen.words)
+            self._diagnostics.too_late(late, self.param_groups, "the variance was frozen", until, "warms up")
         return moving
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
@@ -169,5 +172,8 @@ class WarmupOptimizer(CommOptimizer):
     def growth(self, unscale: float) -> float:
         return self._frozen.growth(self, self._in("compressed"), unscale)
 
+    def has_unmoved(self) -> bool:
+        return bool(self._frozen.unmoved)
+
     def heard(self, decision: StepDecision) -> None:
-        self._frozen.heard(decision.growth, self._clip(decision))
+        self._frozen.heard(decision.growth, decision.unmoved, self._clip(decision))

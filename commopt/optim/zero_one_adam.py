@@ -79,7 +79,7 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, coupled_decay
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.optim.thaw import Watch, Words
+from commopt.optim.thaw import Watch, Words, until_it_goes_back
 from commopt.optim.thaw import defaults as thaw_defaults
 
 logger = logging.getLogger("commopt")
@@ -308,8 +308,11 @@ class ZeroOneAdam(CommOptimizer):
         frozen = [group for group in self._in("frozen") if not self.is_local(group)]
         return self._frozen.growth(self, frozen, unscale)
 
+    def has_unmoved(self) -> bool:
+        return bool(self._frozen.unmoved)
+
     def heard(self, decision: StepDecision) -> None:
-        self._frozen.heard(decision.growth, self._clip(decision))
+        self._frozen.heard(decision.growth, decision.unmoved, self._clip(decision))
 
     def _in(self, phase: str) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if self.phase_of(group) == phase]
@@ -446,7 +449,8 @@ class ZeroOneAdam(CommOptimizer):
                         missed[i] = group["step"] + 1
             if self.phase_of(group) == "frozen":
                 late = [p for i, p in enumerate(bucket.params) if p.grad is not None and not k[i]]
-                self._diagnostics.too_late(late, self.param_groups, "the last refresh of the variance", "starts")
+                until, when = until_it_goes_back(group, WORDS), "the last refresh of the variance"
+                self._diagnostics.too_late(late, self.param_groups, when, until, "starts")
         bucket.increment(("step", "interval_step"), moving)
         return moving
 
