@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
-from commopt import DiLoCo, LocalSGD, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, attach
+from commopt import DiLoCo, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, attach
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, replicas, split_state_dict
@@ -565,8 +565,42 @@ def test_learning_rates_that_differ_between_ranks_are_told():
         optimizer = make(SignMomentum, model, backend)
         train(model, optimizer, range(3), backend.rank, 2)
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 + backend.rank)
-        with pytest.raises(StepRefused, match="rank 1 has other learning rates"):
+        said = r"the sum of lr in this round, parameter group 0, is 0\.05 on rank 1 and 0\.04 on rank 0"
+        with pytest.raises(StepRefused, match=said):
             train(model, optimizer, range(3, 4), backend.rank, 2)
+        optimizer.param_groups[0].update(lr=1e-2, round_lr=0.0, outer_lr=0.5 + backend.rank)
+        with pytest.raises(StepRefused, match=r"outer_lr, parameter group 0, is 1\.5 on rank 1 and 0\.5 on rank 0"):
+            optimizer.synchronize()
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("cls", [DiLoCo, NoLoCo])
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_layer_that_one_rank_alone_unfreezes_is_an_error_on_all(cls, step):
+    """It gets a bucket there, of which the others know nothing: Gloo would end their processes."""
+
+    def run(backend):
+        model = Toy()
+        model.weight.requires_grad_(False)
+        optimizer = cls(model.parameters(), torch.optim.SGD, lr=1e-2, period=2, backend=backend)
+        train(model, optimizer, range(step), backend.rank, 2)
+        model.weight.requires_grad_(backend.rank == 1)
+        with pytest.raises(StepRefused, match="rank 1 trains, or has trained, other parameters than rank 0"):
+            train(model, optimizer, range(step, 6), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+def test_ranks_that_unfreeze_as_many_layers_but_others_are_told():
+    def run(backend):
+        model = Toy()
+        model.weight.requires_grad_(False)
+        model.bias.requires_grad_(False)
+        optimizer = DiLoCo(model.parameters(), torch.optim.SGD, lr=1e-2, period=2, backend=backend)
+        (model.weight if backend.rank else model.bias).requires_grad_(True)
+        with pytest.raises(StepRefused, match="other parameters than rank 0"):
+            train(model, optimizer, range(2), backend.rank, 2)
 
     on_threads(2, run)
 

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -254,25 +254,16 @@ class Agreement:
 
     def _raise_different_terms(self) -> None:
         assert self._backend is not None
-        everyone = [json.loads(text) for text in gather_texts(self._backend, _as_json(self._report.terms))]
-        for rank, terms in enumerate(everyone):
-            if len(terms) != len(everyone[0]):
-                break
-            for i, (group, first) in enumerate(zip(terms, everyone[0])):
-                differ = [key for key in group.keys() | first.keys() if group.get(key) != first.get(key)]
-                if differ:
-                    key = min(differ, key=lambda name: (name != "step", name))  # what follows from the step comes later
-                    whose = f" of parameter group {i}" if i < len(terms) - 1 else ""
-                    remedy = (
-                        "call step() equally often on every rank, and load a state on all of them or on none"
-                        if key == "step"
-                        else "set it alike on every rank, at the same step"
-                    )
-                    raise OutOfStep(
-                        f"{self._where}: {key}{whose} is {group.get(key)} on rank {rank} and "
-                        f"{first.get(key)} on rank 0; {remedy}"
-                    )
-        raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
+        found = first_difference(self._backend, self._report.terms)
+        if found is None:
+            raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
+        whose = f" of parameter group {found.group}" if found.group < len(self._report.terms) - 1 else ""
+        remedy = (
+            "call step() equally often on every rank, and load a state on all of them or on none"
+            if found.key == "step"
+            else "set it alike on every rank, at the same step"
+        )
+        raise OutOfStep(f"{self._where}: {found.key}{whose} is {found.values}; {remedy}")
 
     def _settle(self) -> StepDecision:
         table = self._read()
@@ -341,6 +332,30 @@ def clipped_alike(squares: Sequence[float]) -> bool:
 def is_usable(square_norm: float) -> bool:
     """True if gradients with this sum of squares can be stepped on; False for NaN."""
     return square_norm <= LARGEST_NORM**2
+
+
+class Difference(NamedTuple):
+    """What one rank has other than rank 0."""
+
+    key: str
+    group: int
+    values: str
+    """In words: the two values, and whose they are."""
+
+
+def first_difference(backend: Backend, terms: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The first difference between the ``terms`` of the ranks, the same on all of them; None if there is none, but in
+    how many groups they have. All ranks call it."""
+    everyone = [json.loads(text) for text in gather_texts(backend, _as_json(terms))]
+    for rank, theirs in enumerate(everyone):
+        if len(theirs) != len(everyone[0]):
+            break
+        for i, (group, first) in enumerate(zip(theirs, everyone[0])):
+            differ = [key for key in group.keys() | first.keys() if group.get(key) != first.get(key)]
+            if differ:
+                key = min(differ, key=lambda name: (name != "step", name))  # what follows from the step comes later
+                return Difference(key, i, f"{group.get(key)} on rank {rank} and {first.get(key)} on rank 0")
+    return None
 
 
 def _same_terms(table: Sequence[Sequence[float]]) -> bool:

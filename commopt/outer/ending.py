@@ -141,15 +141,17 @@ def report(
     """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
     ``sent`` something, whether that is finite counts, and not its parameters."""
     own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {FROZEN}  # each part of a model has its own
-    terms = [sorted((k, as_number(v)) for k, v in group.items() if k in own) for group in optimizer.param_groups]
+    named = [{k: as_number(v) for k, v in sorted(group.items()) if k in own} for group in optimizer.param_groups]
     group = optimizer.param_groups[0]
     finite = is_usable(square_norm(optimizer.values() if sent is None else list(sent)))
-    checksum, number = zlib.crc32(str(terms).encode()), group["rounds"]
+    checksum, number = zlib.crc32(str(named).encode()), group["rounds"]
     if checks := checks and not optimizer.own_anchors:
         checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
     frozen = zlib.crc32(str(frozen_of(optimizer)).encode()) % 2**20
-    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, frozen)
+    ids = optimizer.packed()
+    packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())
+    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, frozen, packed, named)
 
 
 def frozen_of(optimizer: OuterOptimizer) -> Sequence[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim.agreement import StepRefused, within
+from commopt.optim.agreement import StepRefused, first_difference, within
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
@@ -64,6 +65,8 @@ class RoundReport:
         checks: whether this rank wants digests compared.
         error: why this rank cannot continue.
         frozen: a checksum of which parameters are frozen, below 2**20.
+        packed: a checksum of which parameters are in buckets, those that have ever been trainable; below 2**32.
+        named: for each group what ``terms`` is a checksum of, if ranks can ask each other for it.
     """
 
     finite: bool
@@ -75,13 +78,15 @@ class RoundReport:
     checks: bool = False
     error: Exception | None = None
     frozen: int = 0
+    packed: int = 0
+    named: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def row(self) -> list[float]:
         """What the others are told."""
         both = self.terms + _OF_TERMS * self.frozen
         row = (self.error is not None, self.finite, self.square_norm, self.step, self.number, both, self.moved)
-        return [float(x) for x in (*row, self.checks)]
+        return [float(x) for x in (*row, self.checks + 2 * self.packed)]
 
 
 @dataclass(frozen=True)
@@ -145,15 +150,34 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
                 f"{first[3]:.0f} after {first[4]:.0f}; all ranks must call step() and synchronize() equally often"
             )
         if terms % _OF_TERMS != first[5] % _OF_TERMS:
-            raise StepRefused(
-                f"{where}: rank {rank} has other learning rates or outer hyper-parameters than rank 0; set them alike "
-                "on every rank"
-            )
+            raise StepRefused(f"{where}: {_what_differs(topology, mine, rank)}; set it alike on every rank")
+    _compare_layouts(topology, table, where)
     equal = within(0.0, squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
-    moved, checks = (any(line[i] for line in table) for i in (6, 7))
+    moved, checks = any(line[6] for line in table), any(line[7] % 2 for line in table)
     alike_frozen = len({table[rank][5] for rank in topology.same_part()}) == 1
     return RoundDecision(broken, equal, moved, checks, alike_frozen)
+
+
+def _what_differs(topology: Topology, mine: RoundReport, rank: int) -> str:
+    """What ``rank`` has other than rank 0, of the terms. All ranks call it."""
+    found = None if mine.named is None else first_difference(topology.world, mine.named)
+    if found is None:
+        return f"rank {rank} has other learning rates or outer hyper-parameters than rank 0"
+    name = {"round_lr": "the sum of lr in this round", "fragment_lr": "the sums of lr in the rounds of fragments"}
+    return f"{name.get(found.key, found.key)}, parameter group {found.group}, is {found.values}"
+
+
+def _compare_layouts(topology: Topology, table: list[list[float]], where: str) -> None:
+    """Raises StepRefused, on all ranks, if some with the same part of the model have others in their buckets."""
+    firsts: dict[Any, int] = {}
+    for rank, part in enumerate(topology.parts):
+        first = firsts.setdefault(part, rank)
+        if table[rank][7] // 2 != table[first][7] // 2:
+            raise StepRefused(
+                f"{where}: rank {rank} trains, or has trained, other parameters than rank {first}; freeze and unfreeze "
+                "the same ones on every rank, at the same step"
+            )
 
 
 class Comparison:
