@@ -75,6 +75,24 @@ def test_a_damaged_state_is_refused_and_changes_nothing(make: Any, path: Any, va
     assert str(optimizer.state_dict()) == before[1]
 
 
+@pytest.mark.parametrize("value", ["7", -3, 2.5, float("nan"), True, [1]])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(OneBitAdam, "step"), (ZeroOneAdam, "step"), (CSER, "step"), (LocalSGD, "rounds"), (LocalSGD, "round_step")],
+)
+def test_a_number_of_steps_or_rounds_that_is_none_is_refused_and_changes_nothing(
+    make: Any, name: str, value: Any
+) -> None:
+    model = net()
+    optimizer = make(model.parameters(), lr=0.1)
+    train(model, optimizer, 2)
+    before = params_of(model), str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=f"{name} of parameter group 0 in the loaded state must be an int >= 0, got"):
+        optimizer.load_state_dict(spoilt(copy.deepcopy(optimizer.state_dict()), "param_groups", 0, name, value=value))
+    assert same_bits(params_of(model), before[0])
+    assert str(optimizer.state_dict()) == before[1]
+
+
 def test_a_group_of_rounds_that_has_lost_its_step_is_no_group_of_the_base() -> None:
     model = net()
     optimizer = LocalSGD(model.parameters(), lr=0.1, period=4)

@@ -18,6 +18,7 @@ from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits
 import commopt
 from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, Streaming, ZeroOneAdam
 from commopt.comm import CollectiveError
+from commopt.compress import Int4
 from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, comparing, setup
 from commopt.optim.agreement import OutOfStep, StepRefused
 from commopt.optim.digest import CHUNK, digest
@@ -338,6 +339,19 @@ def test_a_norm_to_clip_to_that_one_rank_sets_is_an_error_on_all():
         if backend.rank:
             optimizer.max_grad_norm = 0.5
         with pytest.raises(OutOfStep, match=r"max_grad_norm is 0\.5 on rank 1 and 1\.0 on rank 0"):
+            train(model, optimizer, range(3, 4), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+def test_a_compressor_that_one_rank_sets_is_an_error_on_all():
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        if backend.rank:
+            optimizer.compressor = Int4()
+        with pytest.raises(OutOfStep, match=r"compressor is Int4\(.*\) on rank 1 and Sign\(.*\) on rank 0"):
             train(model, optimizer, range(3, 4), backend.rank, 2)
 
     on_threads(2, run)

@@ -630,7 +630,7 @@ class CommOptimizer(PackedOptimizer):
     def _guarded(self, report: StepReport, number: int) -> StepReport:
         """``report`` of step ``number``, with what the ranks compare."""
         terms = [{k: as_number(group[k]) for k in self.defaults if k in group} for group in self.param_groups]
-        terms.append({"max_grad_norm": self.max_grad_norm})
+        terms.append({"compressor": self.compressor, "max_grad_norm": self.max_grad_norm})
         local = min((group.get("local_steps", 0) for group in self.param_groups), default=0)
         checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
         decide = functools.partial(self._compare, number)

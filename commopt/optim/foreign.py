@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 WHOSE = "optimizer"
 """Key of parameter groups of our optimizers: whose they are, for whoever loads them. Of what is no tensor, tools for
 checkpoints keep nothing but groups."""
@@ -97,6 +99,19 @@ def check_family(
         other = [key for key in MOMENTS if key in entry and key not in names]
         if other and needed:
             _refuse(name, f"its parameter {i} has {other[0]!r}", f"parameters with {' and '.join(needed)} alone")
+
+
+def check_counters(groups: Iterable[Mapping[str, Any]], counters: Iterable[str]) -> None:
+    """Raises ValueError if a number of steps or rounds in ``groups``, where it is there, is none."""
+    for i, group in enumerate(groups):
+        for name in counters:
+            value = group.get(name, 0)
+            whole = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+            if not whole or not float(value) >= 0 or float(value) % 1:
+                raise ValueError(
+                    f"{name} of parameter group {i} in the loaded state must be an int >= 0, got {value!r}: the state "
+                    "is damaged"
+                )
 
 
 def check_moments(name: str, given: Mapping[str, Any], moments: Iterable[Iterable[str]]) -> None:

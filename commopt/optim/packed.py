@@ -646,6 +646,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             foreign.check_family(self.saved_as(), given, self.param_groups, map(self.moments_of, self.params))
             for said in foreign.momenta_lost(given, self.param_groups) if self.topology.rank == 0 else ():
                 logger.warning("%s: %s", type(self).__name__, said)
+        foreign.check_counters(given["param_groups"], self.group_counters)
         saving.check_fits(given, self.params, self.buckets)
 
     def moments_of(self, p: Tensor) -> Iterable[str]:
