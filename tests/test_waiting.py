@@ -39,7 +39,7 @@ from commopt.comm import (
     set_first_notice,
     wait,
 )
-from commopt.comm.meeting import StoreMeeting
+from commopt.comm.meeting import Meeting, StoreMeeting
 from commopt.comm.watch import named
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 2, "bucket_mb": 1.2e-4}
@@ -286,6 +286,22 @@ class Drill:
             self.out["killed"] = {"error": failure(lambda: self.go_on(trained)), "said": lines}
         self.meet("killed", self.world - 1)
 
+    def calls(self) -> None:
+        """Rank 1 takes a step less, and asks for the mean model."""
+        group = dist.new_group(list(range(self.world)), timedelta(seconds=TIMEOUT))
+        model = Used()
+        optimizer = LocalSGD(model.parameters(), lr=0.1, period=2, process_group=group)
+        train(model, optimizer, range(2), self.rank, self.world)
+
+        def go_on() -> None:
+            train(model, optimizer, range(2, 4 - self.rank), self.rank, self.world)
+            with optimizer.averaged(model):
+                pass
+
+        with notices(0.3) as lines:
+            self.out["calls"] = {"error": failure(go_on), "said": lines}
+        self.meet("calls", self.world)
+
     def join(self, attached: bool, outer: bool = False) -> None:
         """torch's Join around uneven batches: rank 2 has fewer."""
         from torch.distributed.algorithms import Join
@@ -464,10 +480,61 @@ def test_a_word_that_is_taken_back_while_it_is_read_is_none():
             return True
 
         def get(self, key: str) -> bytes:
-            return b"" if key == "1" else json.dumps({"state": "waits", "started": {"world": 3}}).encode()
+            word = {"state": "waits", "where": "", "started": {"world": 3}}
+            return b"" if key == "1" else json.dumps(word).encode()
 
     roll = StoreMeeting(cast("Any", Torn()), 0, [0, 1, 2]).absent("world", 2, ("waits",))
     assert (roll.absent, roll.unknown) == ([1], "")
+
+
+class Words(Meeting):
+    """Ranks that hear each other at once."""
+
+    said: dict[int, str]
+
+    def send(self, word: str) -> None:
+        self.said[self.rank] = word
+
+    def hear(self) -> dict[int, str]:
+        return {rank: word for rank, word in self.said.items() if rank != self.rank}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_other"),
+    [
+        ("DiLoCo, synchronisation 2, agreement of the ranks", "averaged(), whether all ranks can", True),
+        ("step 8, agreement of the ranks on it", "step 9, agreement of the ranks on it", True),
+        ("step 8, agreement of the ranks on it", "OneBitAdam, step 8, bucket 1 of 2 (3 parameters)", False),
+        (
+            "Gossip, synchronisation 1, bucket 1 of 1, exchange with rank 0",
+            "Gossip, synchronisation 1, bucket 1",
+            False,
+        ),
+        ("averaged(), whether all ranks can", "averaged(), the mean", False),
+    ],
+)
+def test_a_rank_that_waits_in_another_call_is_named_with_it(mine: str, theirs: str, is_other: bool) -> None:
+    said: dict[int, str] = {}
+    ranks = [Words(rank, [4, 7]) for rank in range(2)]
+    for rank, where in zip(ranks, (mine, theirs)):
+        rank.said = said
+        rank.start("world")
+        rank.tell("waits", where)
+    roll = ranks[0].absent("world", 0, ("waits",))
+    assert (roll.absent, roll.first) == ([], True)
+    assert roll.elsewhere == ({7: ", ".join(theirs.split(", ")[:2])} if is_other else {})
+
+
+def test_over_gloo_ranks_in_different_calls_are_told_which() -> None:
+    outs, _, _ = drill("calls", world=2)
+    calls = ["LocalSGD, synchronisation 2", "averaged(), whether all ranks can"]
+    for rank in range(2):
+        error = outs[rank]["calls"]["error"]
+        assert error.startswith(calls[rank])
+        assert f"rank {1 - rank} is in another call ({calls[1 - rank]}" in error
+        assert "all ranks must make the same calls" in error
+        assert error.endswith("; nothing is lost")
+    assert any("rank 1 is in another call (averaged()" in line for line in outs[0]["calls"]["said"])
 
 
 # what it costs --------------------------------------------------------------------------------------------------------

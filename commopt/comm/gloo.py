@@ -112,8 +112,8 @@ class GlooWork:
     def overdue(self) -> bool:
         return time.monotonic() >= self._deadline - 0.1 * self.timeout
 
-    def tell(self, state: str) -> None:
-        self.meeting.tell(state)
+    def tell(self, state: str, where: str) -> None:
+        self.meeting.tell(state, where)
 
     def leave(self) -> None:
         self.meeting.leave()

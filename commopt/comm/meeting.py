@@ -41,6 +41,7 @@ class Meeting:
         self.rank, self.ranks = rank, list(ranks)
         self.started: dict[str, int] = {}
         self._told = 0
+        self._where = ""
         self._heard: dict[int, tuple[str, float]] = {}
 
     def send(self, word: str) -> None:
@@ -60,10 +61,11 @@ class Meeting:
         self.started[channel] = number + 1
         return number
 
-    def tell(self, state: str) -> None:
-        """Tells the others what this rank has started, and how it stands there."""
+    def tell(self, state: str, where: str) -> None:
+        """Tells the others what this rank has started, ``where`` it waits, and how it stands there."""
         self._told += 1
-        self.send(json.dumps({"told": self._told, "state": state, "started": self.started}))
+        self._where = where
+        self.send(json.dumps({"told": self._told, "state": state, "where": where, "started": self.started}))
 
     def leave(self) -> None:
         """The wait is over."""
@@ -77,7 +79,7 @@ class Meeting:
         words = self.hear()
         if words is None:
             return Roll(unknown=self.silence)
-        absent, late, now = [], False, time.monotonic()
+        absent, elsewhere, late, now = [], {}, False, time.monotonic()
         for r in others:
             word: dict[str, Any] = json.loads(words[r]) if r in words else {"state": "", "started": {}}
             if self._heard.get(r, ("",))[0] != words.get(r):
@@ -87,8 +89,10 @@ class Meeting:
             late = late or (here and word["state"] == "late")
             if not (here and word["state"] in states and fresh):
                 absent.append(r)
+            elif not watch.is_same_call(word["where"], self._where):
+                elsewhere[self.ranks[r]] = watch.call_of(word["where"])
         first = all(r > self.rank or r in absent for r in others)
-        return Roll(sorted(self.ranks[r] for r in absent), first, late)
+        return Roll(sorted(self.ranks[r] for r in absent), first, late, elsewhere=elsewhere)
 
 
 class StoreMeeting(Meeting):

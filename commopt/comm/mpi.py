@@ -304,8 +304,8 @@ class _MPIWork:
     def overdue(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def tell(self, state: str) -> None:
-        self._meeting.tell(state)
+    def tell(self, state: str, where: str) -> None:
+        self._meeting.tell(state, where)
 
     def leave(self) -> None:
         self._meeting.leave()

@@ -33,10 +33,15 @@ ASIDES = re.compile(r"\[/\S*\] ?|\.? This is typically caused by a remote worker
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or never completed; the message says which, in one line. The ranks are no longer in step."""
+    """A collective failed or never completed; the message says which, in one line. The ranks are no longer in step.
 
-    def __init__(self, message: str) -> None:
+    Attributes:
+        calls_differ: whether no rank is missing, but they are in different calls.
+    """
+
+    def __init__(self, message: str, calls_differ: bool = False) -> None:
         super().__init__(ASIDES.sub("", " ".join(message.split())))
+        self.calls_differ = calls_differ
 
 
 def wait(work: Work, where: str) -> None:
@@ -51,7 +56,8 @@ def wait(work: Work, where: str) -> None:
                 watch.wait()
         work.wait()
     except (RuntimeError, TimeoutError) as error:
-        raise CollectiveError(f"{where}: {blame(work)}{error}") from error
+        why = blame(work, where)
+        raise CollectiveError(f"{where}: {why.text}{error}", why.calls_differ) from error
 
 
 def gather_rows(backend: Backend, row: Tensor, where: str) -> Tensor:

@@ -143,7 +143,7 @@ class _ThreadWork:
     def overdue(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def tell(self, state: str) -> None:
+    def tell(self, state: str, where: str) -> None:
         """The world knows who has joined."""
 
     def leave(self) -> None:

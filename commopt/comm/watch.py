@@ -3,7 +3,7 @@
 Work that can say who is missing has, besides the collectives of :class:`commopt.comm.Work`,
 
     wait_for(seconds) -> bool       waits at most so long; whether ``wait()`` would return, or raise, at once
-    tell(state)                     lets the others know that this rank is here: "waits", "late" or "failed"
+    tell(state, where)              lets the others know that this rank is here: "waits", "late" or "failed"
     absent(states) -> Roll          who is not here, as far as the others have told; no longer than LOOK seconds
     leave()                         takes back what was told
     overdue() -> bool               whether its time is over
@@ -16,9 +16,10 @@ others tell is repeated while they wait; a rank whose words have stopped counts 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from commopt.comm.backend import Work
 
@@ -41,12 +42,14 @@ class Roll:
         first: whether no other rank that has come has a lower number: it speaks for all.
         late: whether some rank has given up because its time was over.
         unknown: why nothing is known of the others; "" if it is.
+        elsewhere: ranks that have come to as many collectives, but wait in another call, and in which.
     """
 
     absent: list[int] = field(default_factory=list)
     first: bool = True
     late: bool = False
     unknown: str = ""
+    elsewhere: dict[int, str] = field(default_factory=dict)
 
 
 def first_notice() -> float:
@@ -101,7 +104,7 @@ class Watch:
         now = time.monotonic()
         if now < self._next:
             return
-        self._work.tell("waits")
+        self._work.tell("waits", self._where)
         if not self._told:
             self._work.absent(("waits", "late", "failed"))  # remembers what each says now
         self._told += 1
@@ -130,36 +133,68 @@ def can_tell(work: Work) -> bool:
     return hasattr(work, "wait_for")
 
 
-def blame(work: Any) -> str:
-    """Names the ranks that have not joined a collective that has failed, with a colon; "" where nobody knows."""
+def call_of(where: str) -> str:
+    """The call in which a rank waits ``where``, as "DiLoCo, synchronisation 8"."""
+    return ", ".join(where.split(", ")[:2])
+
+
+def is_same_call(where: str, other: str) -> bool:
+    """Whether ranks that wait ``where``, and in that ``other`` place, may be in one call: of one number, or name."""
+    return _key_of(where) == _key_of(other)
+
+
+def _key_of(where: str) -> str:
+    found = re.search(r"\b(step|synchronisation|gradients) \d+", where)
+    return found.group() if found else where.split(", ")[0]
+
+
+class Blame(NamedTuple):
+    """Why a collective has failed, with a colon, "" where nobody knows; and whether nobody is missing, but ranks are in
+    different calls."""
+
+    text: str
+    calls_differ: bool = False
+
+
+def blame(work: Any, where: str) -> Blame:
+    """Names the ranks that have not joined a collective that has failed, or what else is the matter."""
     if not can_tell(work):
-        return ""
+        return Blame("")
     seconds = min(GRACE, work.timeout)
     until, late = time.monotonic() + seconds, work.overdue()
-    work.tell("late" if late else "failed")
+    work.tell("late" if late else "failed", where)
     while True:
         roll = work.absent(("late", "failed"))
         if roll.unknown or not roll.absent or time.monotonic() >= until:
             break
         time.sleep(0.05)
     if roll.unknown:
-        return f"who is missing is not known ({roll.unknown}): "
+        return Blame(f"who is missing is not known ({roll.unknown}): ")
+    if not roll.absent and roll.elsewhere:
+        return Blame(f"{_elsewhere(roll)}; {_EQUALLY}: ", calls_differ=True)
     if not roll.absent and (late or roll.late):
-        return (
-            f"all ranks have joined, but not within {work.timeout:g} s, or the network between them is cut, or some "
-            "are in another call, whose error names it: "
-        )
+        how = f"not within {work.timeout:g} s, or the network between them is cut, or some are in another call"
+        return Blame(f"all ranks have joined, but {how}, whose error names it: ")
     if not roll.absent:
-        return "all ranks have joined, but not all have reached each other: "
+        return Blame("all ranks have joined, but not all have reached each other: ")
     if late or roll.late:
-        return f"{named(roll.absent)} did not join within {work.timeout:g} s: "
+        return Blame(f"{named(roll.absent)} did not join within {work.timeout:g} s: ")
     gone = "has gone" if len(roll.absent) == 1 else "have gone, or are still on their way"
-    return f"{named(roll.absent)} {gone}: "
+    return Blame(f"{named(roll.absent)} {gone}: ")
+
+
+_EQUALLY = "all ranks must make the same calls, step() among them, equally often and in the same order"
+
+
+def _elsewhere(roll: Roll) -> str:
+    return " and ".join(f"rank {rank} is in another call ({call})" for rank, call in sorted(roll.elsewhere.items())[:2])
 
 
 def _sentence(roll: Roll, how_long: str) -> str:
     if roll.unknown:
         return f"waiting {how_long}; for whom is not known: {roll.unknown}"
+    if not roll.absent and roll.elsewhere:
+        return f"waiting {how_long}: {_elsewhere(roll)}; {_EQUALLY}; or the network between them is slow or cut"
     if not roll.absent:
         return f"waiting {how_long}, though all ranks are here: the network between them is slow or cut"
     return f"waiting for {named(roll.absent)} {how_long}"

@@ -189,7 +189,8 @@ def reaching_others(topology: Topology, buckets: Sequence[StateBucket], where: s
     except MessageDamaged:
         raise
     except CollectiveError as error:
-        raise CollectiveError(f"{error}; {_REMEDY}") from error
+        remedy = "nothing is lost" if error.calls_differ else _REMEDY
+        raise CollectiveError(f"{error}; {remedy}", error.calls_differ) from error
     except (RuntimeError, ValueError, TimeoutError) as error:  # of a group that is gone when one is started
         raise CollectiveError(f"{where}: {error}; {_REMEDY}") from error
 
