@@ -173,7 +173,8 @@ class StepInFlight:
             raise RuntimeError(
                 "a gradient arrived after its bucket was sent: overlap=True takes one backward() per step(). Put all "
                 "but the last backward() of a step in `with optimizer.no_sync():` (DDP: model.no_sync()), or create "
-                "the optimizer with overlap=False"
+                "the optimizer with overlap=False. If it was left out because something had failed, call step(), or "
+                "load_state_dict(), on all ranks first"
             )
         self._overlapped = True
         if self.buckets[index].sharded:
