@@ -39,7 +39,7 @@ from commopt.comm.receipt import (
 from commopt.comm.resolve import refuse_if_left_out, resolve_backend
 from commopt.comm.threads import ThreadBackend, ThreadWorld
 from commopt.comm.topology import CHANNELS, Channel, Replicas, Topology, gather_number
-from commopt.comm.torch import TorchBackend
+from commopt.comm.torch import TorchBackend, numbers_in_world
 from commopt.comm.watch import first_notice, set_first_notice
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "gather_rows",
     "mean_over_all",
     "message_device",
+    "numbers_in_world",
     "open_channels",
     "open_control",
     "psync",

@@ -16,6 +16,7 @@ from commopt.comm.holding import Holding
 from commopt.comm.nodes import NodesBackend
 from commopt.comm.pipeline import gather_rows
 from commopt.comm.receipt import Receipt
+from commopt.comm.torch import numbers_in_world
 
 CHANNELS = 3
 """Channels that buckets take in turn, in each direction, where the backend has several."""
@@ -144,6 +145,11 @@ class Topology:
         self._whole: tuple[Replicas, Holding] | None = None
         if not self.is_sharded:
             self._whole = self._replicas_over(backend), Holding(backend, self.world_size)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of each rank, by rank, the number that a user knows it by."""
+        return numbers_in_world(self.backend)
 
     @property
     def parts(self) -> Sequence[int]:

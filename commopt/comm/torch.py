@@ -253,6 +253,17 @@ def ranks_of(backend: Any) -> list[int] | None:
     return dist.get_process_group_ranks(getattr(backend, "world", backend).group) if is_of_processes(backend) else None
 
 
+def numbers_in_world(backend: Any) -> Sequence[int]:
+    """The numbers that a user knows the ranks of ``backend`` by: those of the default process group, if it is a process
+    group's, else its own."""
+    size = backend.world_size
+    while hasattr(backend, "inner"):
+        backend = backend.inner
+    with contextlib.suppress(Exception):  # the group has been destroyed
+        return ranks_of(backend) or range(size)
+    return range(size)
+
+
 def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group of these ranks of the default one, with its backend and timeout; all of them, and nobody else,
     must call this at the same point.

@@ -30,6 +30,7 @@ from commopt.comm import (
     gather_rows,
     mean_over_all,
     message_device,
+    numbers_in_world,
     refuse_if_left_out,
     wait,
 )
@@ -284,7 +285,8 @@ class GradientMean:
     def _refuse_failed(self, told: Tensor) -> None:
         """Raises CollectiveError if some of the ranks have ``told``, in the first bytes of their rows, that their last
         backward has failed."""
-        failed = [rank for rank, byte in enumerate(told.tolist()) if byte >= FAILED]
+        numbers = numbers_in_world(self._control)
+        failed = [rank for rank, byte in zip(numbers, told.tolist()) if byte >= FAILED]
         if failed:
             raise CollectiveError(
                 f"mean of gradients {self.steps + 1}: the backward of ranks {failed} has failed, and not that of all "

@@ -212,7 +212,7 @@ class ShardedDoor:
         table = gather_rows(self._topology.world, row, "whose weights were loaded")
         if error is not None:
             raise error
-        if failed := [rank for rank, good in enumerate(table[:, 0].tolist()) if not good]:
+        if failed := [rank for rank, good in zip(self._topology.numbers, table[:, 0].tolist()) if not good]:
             raise ValueError(
                 f"ranks {failed} cannot load the state that they were given, their own errors say why; all load "
                 "theirs again, or none"

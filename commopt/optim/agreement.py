@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, wait
+from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, numbers_in_world, wait
 from commopt.comm.backend import Done
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.setup import gather_texts
@@ -229,15 +229,18 @@ class Agreement:
             raise report.error
         for rank, (failed, *_) in enumerate(table):
             if failed:
-                raise StepRefused(f"rank {rank} cannot take this step; its own error says why")
+                number = numbers_in_world(backend)[rank]
+                raise StepRefused(f"rank {number} cannot take this step; its own error says why")
         stages: Sequence[int] = [0] * len(table) if self._holders is None else self._holders.stages
         counts: dict[int, tuple[int, int]] = {}  # of each stage: parameters, and a rank that has so many
         for rank, (stage, row) in enumerate(zip(stages, table)):
             count, first = counts.setdefault(stage, (int(row[5]), rank))
             if row[5] != count:
+                numbers = numbers_in_world(backend)
                 raise OutOfStep(
                     f"{self._where}: ranks hold different numbers of trainable parameters: {row[5]:.0f} on rank "
-                    f"{rank}, {count} on rank {first}; freeze and unfreeze the same ones on every rank"
+                    f"{numbers[rank]}, {count} on rank {numbers[first]}; freeze and unfreeze the same ones on "
+                    "every rank"
                 )
         if any(row[3] for row in table) and _same_terms(table):
             mine = 0 if self._holders is None else stages[self._holders.rank]
@@ -354,7 +357,9 @@ def first_difference(backend: Backend, terms: Sequence[Mapping[str, Any]]) -> Di
             differ = [key for key in group.keys() | first.keys() if group.get(key) != first.get(key)]
             if differ:
                 key = min(differ, key=lambda name: (name != "step", name))  # what follows from the step comes later
-                return Difference(key, i, f"{group.get(key)} on rank {rank} and {first.get(key)} on rank 0")
+                numbers = numbers_in_world(backend)
+                values = f"{group.get(key)} on rank {numbers[rank]} and {first.get(key)} on rank {numbers[0]}"
+                return Difference(key, i, values)
     return None
 
 

@@ -153,7 +153,7 @@ class CommOptimizer(PackedOptimizer):
     def _restart(self) -> None:
         self._attachment: Any = None
         self._looked = False
-        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
+        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
         self._ready = True
         self._skipped_in_a_row = 0
         self._check_next = True  # digests, at the next step

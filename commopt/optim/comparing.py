@@ -78,11 +78,12 @@ def right_replicas(optimizer: PackedOptimizer, table: list[list[int]], where: st
     for holders, by_rank in sorted(rows.items()):
         ranks, same = list(by_rank), list(by_rank.values())
         of = names.get(holders) or [f"tensor {i}" for i in range(len(same[0]))]
-        chosen = optimizer.guard.decide(same, of, where, ranks)
+        called = [optimizer.topology.numbers[rank] for rank in ranks]
+        chosen = optimizer.guard.decide(same, of, where, called)
         if chosen is not None:
-            right[holders] = chosen
+            right[holders] = ranks[chosen]
             if optimizer.topology.rank == 0:
-                logger.error("%s: %s; " + when, where, describe_difference(same, of, ranks), chosen)
+                logger.error("%s: %s; " + when, where, describe_difference(same, of, called), called[chosen])
     return right
 
 

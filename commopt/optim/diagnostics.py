@@ -34,10 +34,11 @@ class Diagnostics:
     Args:
         optimizer: its name.
         rank: this rank.
+        numbers: of each rank the number that a user knows it by.
     """
 
-    def __init__(self, optimizer: str, rank: int) -> None:
-        self.optimizer, self.rank = optimizer, rank
+    def __init__(self, optimizer: str, rank: int, numbers: Sequence[int]) -> None:
+        self.optimizer, self.rank, self.numbers = optimizer, rank, numbers
         self._said: set[str] = set()
         self._alike = 0  # how often in a row
 
@@ -47,7 +48,7 @@ class Diagnostics:
             logger.warning(
                 "%s: step skipped on all ranks: inf, NaN or a norm above %g in the gradients of rank %s (%d skipped so "
                 "far)",
-                self.optimizer, LARGEST_NORM, ", ".join(map(str, ranks)), count,
+                self.optimizer, LARGEST_NORM, ", ".join(str(self.numbers[rank]) for rank in ranks), count,
             )  # fmt: skip
 
     def dropped(self, count: int) -> None:
@@ -56,7 +57,7 @@ class Diagnostics:
             logger.warning(
                 "%s: inf, NaN or a norm above %g in the gradient of rank %d in a local step, which counts as zeros "
                 "there (%d so far)",
-                self.optimizer, LARGEST_NORM, self.rank, count,
+                self.optimizer, LARGEST_NORM, self.numbers[self.rank], count,
             )  # fmt: skip
 
     def idle(self, where: str = "on any rank") -> None:
@@ -124,7 +125,7 @@ class Diagnostics:
         if worth_a_line(count):
             logger.warning(
                 "%s: rank %d skipped its local step: inf, NaN or a norm above %g in its gradients (%d skipped so far)",
-                self.optimizer, self.rank, LARGEST_NORM, count,
+                self.optimizer, self.numbers[self.rank], LARGEST_NORM, count,
             )  # fmt: skip
 
     def round_skipped(self, ranks: Sequence[int], count: int) -> None:
@@ -134,7 +135,7 @@ class Diagnostics:
                 "%s: synchronisation skipped on all ranks: inf, NaN or a norm above %g in the parameters of ranks %s "
                 "(%d skipped so far). It is tried again after the next step; those ranks need the last good "
                 "checkpoint.",
-                self.optimizer, LARGEST_NORM, list(ranks), count,
+                self.optimizer, LARGEST_NORM, [self.numbers[rank] for rank in ranks], count,
             )  # fmt: skip
 
     def too_late(

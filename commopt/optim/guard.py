@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from commopt.comm import Backend
+from commopt.comm import Backend, numbers_in_world
 from commopt.optim.agreement import LARGEST_NORM
 from commopt.optim.checks import check_int
 from commopt.optim.setup import gather_texts
@@ -84,14 +84,14 @@ class Guard:
     def decide(
         self, table: Sequence[Sequence[int]], names: Sequence[str], where: str, ranks: Sequence[int]
     ) -> int | None:
-        """Consequence of the digests of ranks that must hold the same: None if they agree, or the rank whose replica
-        the others are to get after the step.
+        """Consequence of the digests of ranks that must hold the same: None if they agree, or the place in ``table`` of
+        that whose replica the others are to get after the step.
 
         Args:
             table: the digests of each of these ranks.
             names: of what they are the digests.
             where: begins the message.
-            ranks: their numbers.
+            ranks: the numbers that a user knows them by.
 
         Raises:
             ReplicasDiffer: they do not agree, and no rank is to be repaired, or none can be.
@@ -100,7 +100,7 @@ class Guard:
             return None
         right = majority(table)
         if self.on_difference == "repair" and right is not None:
-            return ranks[right]
+            return right
         remedy = "go on from the last checkpoint"
         if right is not None:
             remedy += ", or let guard=Guard(on_difference='repair') give such a rank what the majority has"
@@ -153,7 +153,7 @@ def tell_not_finite(backend: Backend, buckets: Sequence[StateBucket], names: Map
         (f"the gradient of {name}", local(p.grad)) for p, name in names.items() if p.grad is not None
     )
     texts = gather_texts(backend, ", ".join(found))
-    where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in zip(numbers_in_world(backend), texts) if text)
     found_text = f"not finite are, on {where}" if where else f"the norm of the gradients is above {LARGEST_NORM:g}"
     return f"{found_text}. {REMEDY}"
 

@@ -22,6 +22,7 @@ from commopt.comm import (
     gather_rows,
     mean_over_all,
     message_device,
+    numbers_in_world,
     wait,
 )
 from commopt.optim import binding
@@ -80,7 +81,7 @@ def agree_inside(
         return square, error
     mine = torch.tensor([square, float(error is not None)], dtype=torch.float64, device=message_device(inside))
     rows: list[list[float]] = gather_rows(inside, mine, f"{where}, agreement of the ranks of a replica").tolist()
-    refused = [rank for rank, (_, failed) in enumerate(rows) if failed]
+    refused = [rank for rank, (_, failed) in zip(numbers_in_world(inside), rows) if failed]
     if refused and error is None:
         error = StepRefused(f"{where}: rank {refused[0]} of this replica cannot take this step; its own error says why")
     return sum(one for one, _ in rows) / len(rows), error

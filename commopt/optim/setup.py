@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from commopt.comm import Backend, gather_rows, message_device, wait
+from commopt.comm import Backend, gather_rows, message_device, numbers_in_world, wait
 from commopt.optim.digest import digest
 from commopt.sharding import is_sharded
 
@@ -82,7 +82,7 @@ def agree_on_setup(
         raise error
     for rank, (failed, _, text) in enumerate(everyone):
         if failed:
-            raise ValueError(f"rank {rank} refused its arguments: {text}")
+            raise ValueError(f"rank {numbers_in_world(backend)[rank]} refused its arguments: {text}")
     stages = [0] * backend.world_size if stages is None else stages
     first = {stage: stages.index(stage) for stage in stages}
     for i, name in enumerate(names):
@@ -128,11 +128,12 @@ def _raise_different(backend: Backend, name: str, fact: str, rank: int, referenc
     """Every rank has seen that ``rank`` differs from rank ``reference`` in the fact called ``name``."""
     facts = gather_texts(backend, fact)
     theirs, first = facts[rank], facts[reference]
+    odd_one, usual_one = numbers_in_world(backend)[rank], numbers_in_world(backend)[reference]
     where = ""
     if name == LISTS:
         lines = zip_longest(theirs.split("\n"), first.split("\n"), fillvalue="no more")
         odd, usual = next((a, b) for a, b in lines if a != b)
-        where = f"; the first that differs: rank {rank} has {odd}, rank {reference} has {usual}"
+        where = f"; the first that differs: rank {odd_one} has {odd}, rank {usual_one} has {usual}"
         theirs, first = counts[rank], counts[reference]
     at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
     if name != LISTS and (key := VALUE.search(first[:at])):
@@ -140,7 +141,7 @@ def _raise_different(backend: Backend, name: str, fact: str, rank: int, referenc
     if max(len(theirs), len(first)) > 500:  # show where they part
         theirs, first = (f"... {text[max(0, at - 100) : at + 100]} ..." for text in (theirs, first))
     remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
-    there, here = f"rank {rank} has {theirs}", f"rank {reference} has {first}"
+    there, here = f"rank {odd_one} has {theirs}", f"rank {usual_one} has {first}"
     raise ValueError(f"{name} differ between ranks: {there}, {here}{where}{remedy}")
 
 

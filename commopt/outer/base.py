@@ -196,7 +196,7 @@ class OuterOptimizer(PackedOptimizer):
         self.buckets = []
         self._attachment: Any = None
         self._looked = False
-        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank)
+        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
         self._moved = self._loaded_anchors = False
         self._where: dict[Tensor, Where] = {}
         self._check_next = True  # digests, at the next synchronisation

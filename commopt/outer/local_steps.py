@@ -51,8 +51,9 @@ def too_many_skipped(optimizer: OuterOptimizer) -> Exception | None:
     skips = optimizer._local_skips
     if not optimizer.guard.ends_after(skips) or not is_usable(square_norm(optimizer.values())):
         return None
+    number = optimizer.topology.numbers[optimizer.topology.rank]
     return NotFinite(
-        f"{type(optimizer).__name__}: rank {optimizer.topology.rank} has skipped its last {skips} local steps: inf, "
+        f"{type(optimizer).__name__}: rank {number} has skipped its last {skips} local steps: inf, "
         f"NaN or a norm above {LARGEST_NORM:g} in its gradients, while its parameters are finite; look at its data and "
         "the learning rate"
     )

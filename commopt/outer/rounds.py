@@ -136,18 +136,19 @@ def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Ten
 
 def decide(topology: Topology, table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
     """Decision that follows from the reports of all ranks, by rank; raises as :func:`agree` does."""
-    squares = [table[rank][2] for rank in topology.same_part()]
+    squares, numbers = [table[rank][2] for rank in topology.same_part()], topology.numbers
     if mine.error is not None:
         raise mine.error
     for rank, (failed, *_) in enumerate(table):
         if failed:
-            raise StepRefused(f"{where}: rank {rank} cannot take this step; its own error says why")
+            raise StepRefused(f"{where}: rank {numbers[rank]} cannot take this step; its own error says why")
     first = table[0]
     for rank, (_, _, _, step, number, terms, *_) in enumerate(table):
         if (step, number) != (first[3], first[4]):
             raise StepRefused(
-                f"{where}: rank {rank} has taken {step:.0f} local steps after {number:.0f} synchronisations, rank 0 "
-                f"{first[3]:.0f} after {first[4]:.0f}; all ranks must call step() and synchronize() equally often"
+                f"{where}: rank {numbers[rank]} has taken {step:.0f} local steps after {number:.0f} synchronisations, "
+                f"rank {numbers[0]} {first[3]:.0f} after {first[4]:.0f}; all ranks must call step() and synchronize() "
+                "equally often"
             )
         if terms % _OF_TERMS != first[5] % _OF_TERMS:
             raise StepRefused(f"{where}: {_what_differs(topology, mine, rank)}; set it alike on every rank")
@@ -163,7 +164,7 @@ def _what_differs(topology: Topology, mine: RoundReport, rank: int) -> str:
     """What ``rank`` has other than rank 0, of the terms. All ranks call it."""
     found = None if mine.named is None else first_difference(topology.world, mine.named)
     if found is None:
-        return f"rank {rank} has other learning rates or outer hyper-parameters than rank 0"
+        return f"rank {topology.numbers[rank]} has other learning rates or outer hyper-parameters than others"
     name = {"round_lr": "the sum of lr in this round", "fragment_lr": "the sums of lr in the rounds of fragments"}
     return f"{name.get(found.key, found.key)}, parameter group {found.group}, is {found.values}"
 
@@ -174,8 +175,9 @@ def _compare_layouts(topology: Topology, table: list[list[float]], where: str) -
     for rank, part in enumerate(topology.parts):
         first = firsts.setdefault(part, rank)
         if table[rank][7] // 2 != table[first][7] // 2:
+            odd, usual = topology.numbers[rank], topology.numbers[first]
             raise StepRefused(
-                f"{where}: rank {rank} trains, or has trained, other parameters than rank {first}; freeze and unfreeze "
+                f"{where}: rank {odd} trains, or has trained, other parameters than rank {usual}; freeze and unfreeze "
                 "the same ones on every rank, at the same step"
             )
 
