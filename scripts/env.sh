@@ -64,12 +64,12 @@ ensure_env() { # EXTRAS
     if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$1")" ]; then
         echo "installing commopt[$1] and its pinned requirements (some minutes the first time)"
         # not compiled: what is imported of these ten thousands of files Python compiles when it is
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 --no-compile \
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 --no-compile \
             -c "$ROOT/constraints.txt" -e "$ROOT[$1]" ||
             fail "the requirements could not be installed: the lines above say why (is there a network?)"
         case ",$1," in
             *,test,*)
-                "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 --no-compile --no-deps \
+                "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 --no-compile --no-deps \
                     -c "$ROOT/constraints.txt" "${ALONE[@]}" || fail "what tests use a part of could not be installed"
                 ;;
         esac
