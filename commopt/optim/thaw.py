@@ -201,8 +201,8 @@ class Watch:
             self.looked = []
 
     def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
-        """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it, whose updates
-        have become too long by it, or of which it moves nothing that has gradients now."""
+        """Lets the variance of those of the ``frozen`` groups move again whose gradients have outgrown it, whose
+        updates have become too long by it, or of which it moves nothing that has gradients now."""
         for group in frozen:
             if not is_watched(group):
                 begin(group, group["chosen"])
