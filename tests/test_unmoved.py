@@ -183,6 +183,24 @@ def test_a_resumed_run_goes_back_as_one_never_stopped(half):
         assert same_bits(a, b)
 
 
+def test_gradients_that_cancel_among_ranks_bring_all_back_a_few_times_only(monkeypatch, caplog):
+    monkeypatch.setattr(unmoved, "TIMES", 2)
+
+    def run(backend):
+        params, optimizer = make(backend)
+        for t in range(1, 601):
+            draw = torch.Generator().manual_seed(100 * t + backend.rank)
+            table, vector = (torch.randn(p.shape, generator=draw) for p in params)
+            table[LATE:] = 1.0 - 2 * backend.rank
+            params[0].grad, params[1].grad = table, vector
+            optimizer.step()
+        return optimizer.param_groups[0]["late"], optimizer.phase
+
+    with caplog.at_level(logging.WARNING):
+        assert on_threads(2, run) == [(2, "compressed")] * 2
+    assert len([r for r in caplog.records if "nothing moves them" in r.getMessage()]) == 1
+
+
 def test_gradients_whose_squares_are_nothing_are_none():
     def run(backend):
         params, optimizer = make(backend, stop=FROZEN)

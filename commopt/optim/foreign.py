@@ -7,6 +7,7 @@ as ``betas`` and ``exp_avg_sq``, it must have what is here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -106,7 +107,7 @@ def check_counters(groups: Iterable[Mapping[str, Any]], counters: Iterable[str])
     for i, group in enumerate(groups):
         for name in counters:
             value = group.get(name, 0)
-            whole = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+            whole = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
             if not whole or not float(value) >= 0 or float(value) % 1:
                 raise ValueError(
                     f"{name} of parameter group {i} in the loaded state must be an int >= 0, got {value!r}: the state "

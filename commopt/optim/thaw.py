@@ -45,7 +45,8 @@ stay below 1; the others pass 2 before they are lost.
 
 At the looks ranks tell, too, whether elements have gradients that do not move them, since there were none when v was
 frozen (:mod:`commopt.optim.unmoved`): a third way, by which all go back after it has been told three times in a row. It
-is not counted: what has had no gradient yet is no error of the rule.
+is counted apart, up to 8: what has had no gradient yet is no error of the rule, but where those of the ranks cancel, v
+stays 0 whatever is done.
 
 The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
 the step. Whether it goes back is ``thaw`` of the group:
@@ -103,13 +104,14 @@ DEFAULTS = {
     "watch_length": 0.0,
     "watch_unmoved": 0,
     "chosen": False,
+    "late": 0,
     "thawed": 0,
     "thaws": 0,
 }
 """Of a group: looks since the switch, A0, A, lr at the switch, or where it was above 0 for the first time after it (0:
 it is not watched yet), looks at b, B0, B, looks in a row that have found elements which nothing moves, whether "auto"
-has chosen the step, the step after which it has last gone back (0: it has not), and how often it has, counted up to
-``TIMES``."""
+has chosen the step, how often it has gone back for such elements, the step after which it has last gone back (0: it has
+not), and how often it has for what has grown."""
 
 
 def defaults(when: Any) -> dict[str, Any]:
@@ -211,8 +213,8 @@ class Watch:
         if not watched or (why := self._why(watched)) is None:
             return
         key = self.words.key
-        back = [group for group in watched if goes_back(group)]
         counted = why != "unmoved"
+        back = [group for group in watched if goes_back(group) and (counted or group["late"] < unmoved.TIMES)]
         for group in watched if counted else back:
             begin(group, group["chosen"])
         for_good = counted and any(group["thaws"] + 1 == TIMES for group in back)
@@ -225,7 +227,8 @@ class Watch:
         for bucket, group in optimizer.compressed_buckets(back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
-            group.update({key: "auto", "thawed": group["step"], "thaws": group["thaws"] + counted})
+            group.update({key: "auto", "thawed": group["step"]})
+            group.update(thaws=group["thaws"] + counted, late=group["late"] + (not counted))
             group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
 
     def _why(self, watched: Sequence[dict[str, Any]]) -> Literal["long", "grown", "unmoved"] | None:

@@ -20,6 +20,8 @@ SHARE = 0.1
 """Of the elements of a tensor, of what a rank has of it."""
 LOOKS = 3
 """In which ``SHARE`` of a tensor's elements have gradients that do not move them."""
+TIMES = 8
+"""Times that a group goes back at most for such elements."""
 LEAST = 1e-15
 """Smaller gradients have a square that is 0 in float32."""
 
