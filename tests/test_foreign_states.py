@@ -75,7 +75,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(make: Any, path: Any, va
     assert str(optimizer.state_dict()) == before[1]
 
 
-@pytest.mark.parametrize("value", ["7", -3, 2.5, float("nan"), True, [1]])
+@pytest.mark.parametrize("value", ["7", -3, 2.5, float("nan"), True, [1], torch.ones(2)])
 @pytest.mark.parametrize(
     ("make", "name"),
     [(OneBitAdam, "step"), (ZeroOneAdam, "step"), (CSER, "step"), (LocalSGD, "rounds"), (LocalSGD, "round_step")],

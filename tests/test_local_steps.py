@@ -450,6 +450,29 @@ def test_a_resumed_run_equals_one_never_stopped_where_schedulers_change_all_ther
         assert same_bits(end, straight_end)
 
 
+def test_a_state_without_the_betas_of_its_local_steps_has_those_of_its_group():
+    """As states were saved that did not have them."""
+
+    def run(backend):
+        def made():
+            model = Toy()
+            params = [{"params": list(model.parameters()), "betas": (0.8, 0.95), "eps": 1e-4}]
+            return model, ZeroOneAdam(params, lr=1e-2, variance=VARIANCE, sync=SYNC, backend=backend)
+
+        model, optimizer = made()
+        train(model, optimizer, range(LOCAL + 1), backend.rank, 2)
+        state = through_a_file(optimizer.state_dict())
+        for key in ("local_betas", "local_eps"):
+            del state["param_groups"][0][key]
+        again, loaded = made()
+        again.load_state_dict(model.state_dict())
+        loaded.load_state_dict(state)
+        assert loaded.replicas_differ
+        assert same_bits(params_of(again), params_of(model))
+
+    on_threads(2, run)
+
+
 def test_what_differs_between_ranks_is_saved_between_rounds_only():
     def run(backend):
         model = Toy()

@@ -96,6 +96,23 @@ def test_a_number_of_the_user_stands_and_a_warning_names_them_once(cls, caplog):
     assert "nothing moves them" in told[0]
 
 
+@pytest.mark.parametrize("thaw", ["auto", "never"])
+def test_what_cannot_go_back_brings_nobody_else_back(thaw, caplog):
+    def run(backend):
+        draw = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, generator=draw)) for n in ((ROWS, 8), (64,))]
+        groups = [{"params": params[:1], "freeze_step": FROZEN, "thaw": thaw}, {"params": params[1:]}]
+        optimizer = OneBitAdam(groups, lr=1e-3, betas=(0.9, 0.95), backend=backend)
+        steps(params, optimizer, backend, range(1, 131), range(81, 200))
+        return [group["thawed"] for group in optimizer.param_groups]
+
+    with caplog.at_level(logging.WARNING):
+        assert on_threads(2, run) == [[0, 0]] * 2
+    told = [r.getMessage() for r in caplog.records if "have gradients now" in r.getMessage()]
+    assert len(told) == 1
+    assert "nothing moves them" in told[0]
+
+
 def test_always_goes_back_from_a_number_too_and_never_from_none():
     def run(backend, when, stop):
         params, optimizer = make(backend, stop=stop, thaw=when)

@@ -7,8 +7,10 @@ what must be the same on all of them.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +64,7 @@ class StepReport:
         gradients: makes a digest of this rank's gradients, if all ranks may find that theirs are equal, and need no
             averaging; None, on all ranks, if that is not asked.
         growth: a number of which all ranks want the mean; NaN if this one has none to tell.
-        unmoved: whether gradients of this rank move nothing, though they should.
+        unmoved: bits, of kinds of parameters: whether gradients of this rank move nothing of them, though they should.
     """
 
     square_norm: float
@@ -75,7 +77,7 @@ class StepReport:
     decide: Callable[[list[list[int]]], None] | None = None
     gradients: Callable[[], int] | None = None
     growth: float = 0.0
-    unmoved: bool = False
+    unmoved: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class StepDecision:
         already_equal: whether this rank's norm is that of every other rank: somebody else has averaged the gradients.
         alike: whether it nearly is: somebody may have clipped them.
         growth: mean over the ranks that report one; NaN if none does.
-        unmoved: whether some rank has reported it.
+        unmoved: the bits that some rank has reported.
     """
 
     non_finite: Sequence[int]
@@ -102,7 +104,7 @@ class StepDecision:
     already_equal: bool
     alike: bool = False
     growth: float = 0.0
-    unmoved: bool = False
+    unmoved: int = 0
 
 
 class StepSkipped(Exception):
@@ -297,7 +299,7 @@ class Agreement:
             already_equal=equal,
             alike=clipped_alike(same),
             growth=sum(told) / len(told) if told else math.nan,
-            unmoved=any(row[7] >= 2 for row in table),
+            unmoved=functools.reduce(operator.or_, (int(row[7]) // 2 for row in table)),
         )
 
     def _same_everywhere(self, number: int) -> bool:

@@ -211,9 +211,9 @@ class CommOptimizer(PackedOptimizer):
         gradients are to be multiplied by."""
         return 0.0
 
-    def has_unmoved(self) -> bool:
-        """True if this rank has gradients that move nothing, though they should; after :meth:`growth`."""
-        return False
+    def unmoved(self) -> int:
+        """Bits: whether this rank has gradients that move nothing, though they should; after :meth:`growth`."""
+        return 0
 
     def heard(self, decision: StepDecision) -> None:
         """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
@@ -472,7 +472,7 @@ class CommOptimizer(PackedOptimizer):
         late = early or self.topology.is_sharded  # ... all are averaged
         gradients = None if late else digest_of_gradients
         square *= unscale**2
-        return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.has_unmoved())
+        return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.unmoved())
 
     def _growth(self, unscale: float) -> float:
         """:meth:`growth`; raises ValueError, as where it is given, for a hyper-parameter that it fails of."""

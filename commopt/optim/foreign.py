@@ -107,7 +107,8 @@ def check_counters(groups: Iterable[Mapping[str, Any]], counters: Iterable[str])
     for i, group in enumerate(groups):
         for name in counters:
             value = group.get(name, 0)
-            whole = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+            single = not isinstance(value, Tensor) or value.numel() == 1
+            whole = isinstance(value, (Real, Tensor)) and single and not isinstance(value, bool)
             if not whole or not float(value) >= 0 or float(value) % 1:
                 raise ValueError(
                     f"{name} of parameter group {i} in the loaded state must be an int >= 0, got {value!r}: the state "

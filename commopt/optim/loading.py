@@ -58,7 +58,7 @@ def fill(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) ->
     """Copies ``entries``, of ``origin``, into the buffers of ``optimizer``, and gives its groups what they lack."""
     for group in optimizer.param_groups:
         for key, default in optimizer.defaults.items():
-            group.setdefault(key, default)
+            group.setdefault(key, group.get(key.removeprefix("local_"), default))  # what a local step had: the group's
     entries = optimizer.prepare(entries, origin)
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
     here = optimizer._origin()

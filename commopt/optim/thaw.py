@@ -145,6 +145,11 @@ def goes_back(group: dict[str, Any]) -> bool:
     return group["thaw"] == "always" or (group["thaw"] == "auto" and bool(group["chosen"]))
 
 
+def may_help(group: dict[str, Any]) -> bool:
+    """True if ``group`` would go back for elements that have gradients now, and had none."""
+    return goes_back(group) and bool(group["late"] < unmoved.TIMES)
+
+
 def is_watched(group: dict[str, Any]) -> bool:
     """True if ``group``, whose variance stands, is watched."""
     return bool(group["watch_lr"] > 0)
@@ -179,8 +184,9 @@ class Watch:
         self.corrects_bias, self.measures_updates = corrects_bias, measures_updates
         self.looked: list[dict[str, Any]] = []  # groups, in this step
         self.at_length = False
-        self.unmoved: list[Tensor] = []  # parameters of which this rank has gradients where v is 0
-        self.found_unmoved = False  # by some rank
+        self.unmoved: list[tuple[Tensor, bool]] = []  # of which this rank has gradients where v is 0; :func:`may_help`
+        self.heard_unmoved = 0  # the kinds of such that some rank has
+        self.reached: list[dict[str, Any]] = []  # groups that have had them for long enough
         self.mean = 0.0
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
@@ -194,12 +200,17 @@ class Watch:
         self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale)
         return length(buckets) if self.at_length else growth(buckets, unscale)
 
-    def heard(self, mean: float, found_unmoved: bool, clip: float) -> None:
-        """Takes the mean of a, or b, over the ranks that have told one, NaN if there are none, and whether one has
-        ``found_unmoved`` elements; with neither it was no look. Gradients are clipped by the factor ``clip``."""
+    def unmoved_kinds(self) -> int:
+        """1 if this rank has found elements that nothing moves in groups that may go back for them, and 2 if in others,
+        which bring nobody back."""
+        return sum({1 if helps else 2 for _, helps in self.unmoved})
+
+    def heard(self, mean: float, kinds: int, clip: float) -> None:
+        """Takes the mean of a, or b, over the ranks that have told one, NaN if there are none, and the ``kinds`` of
+        unmoved elements that some have; with neither it was no look. Gradients are clipped by the factor ``clip``."""
         self.mean = mean if self.at_length else mean + 2 * math.log(clip)
-        self.found_unmoved = found_unmoved
-        if math.isnan(mean) and not found_unmoved:
+        self.heard_unmoved = kinds
+        if math.isnan(mean) and not kinds:
             self.looked = []
 
     def go_back(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]]) -> None:
@@ -212,23 +223,38 @@ class Watch:
         late, self.unmoved = self.unmoved, []
         if not watched or (why := self._why(watched)) is None:
             return
-        key = self.words.key
-        counted = why != "unmoved"
-        back = [group for group in watched if goes_back(group) and (counted or group["late"] < unmoved.TIMES)]
-        for group in watched if counted else back:
+        if why == "unmoved":
+            self._let_move(optimizer, watched, late)
+            return
+        back = [group for group in watched if goes_back(group)]
+        for group in watched:
             begin(group, group["chosen"])
-        for_good = counted and any(group["thaws"] + 1 == TIMES for group in back)
-        stood = [group[key] for group in watched]
-        words, diagnostics = self.words, optimizer._diagnostics
-        if counted:
-            diagnostics.frozen_too_early(stood, why == "long", words.longer, words.back, bool(back), for_good)
-        else:
-            diagnostics.unmoved(late, optimizer.param_groups, stood, words.longer, words.back, bool(back))
+        for_good = any(group["thaws"] + 1 == TIMES for group in back)
+        stood, words = [group[self.words.key] for group in watched], self.words
+        tell = optimizer._diagnostics.frozen_too_early
+        tell(stood, why == "long", words.longer, words.back, bool(back), for_good)
+        self._thaw(optimizer, back, "thaws")
+
+    def _let_move(
+        self, optimizer: CommOptimizer, watched: Sequence[dict[str, Any]], late: Sequence[tuple[Tensor, bool]]
+    ) -> None:
+        """Lets the groups go back for which that may help elements that have gradients now; warns of the others."""
+        words, tell = self.words, optimizer._diagnostics.unmoved
+        helped = [group for group in watched if may_help(group)] if any(map(may_help, self.reached)) else []
+        for groups, helps in ((helped, True), ([g for g in self.reached if not may_help(g)], False)):
+            if groups:
+                params, stood = [p for p, kind in late if kind == helps], [group[words.key] for group in groups]
+                tell(params, optimizer.param_groups, stood, words.longer, words.back, helps)
+        for group in helped:
+            begin(group, group["chosen"])
+        self._thaw(optimizer, helped, "late")
+
+    def _thaw(self, optimizer: CommOptimizer, back: Sequence[dict[str, Any]], why: str) -> None:
+        """Lets the variance of the groups that go ``back`` move, and counts that as ``why``."""
         for bucket, group in optimizer.compressed_buckets(back):
             thaw(bucket, group["betas"], self.corrects_bias)
         for group in back:
-            group.update({key: "auto", "thawed": group["step"]})
-            group.update(thaws=group["thaws"] + counted, late=group["late"] + (not counted))
+            group.update({self.words.key: "auto", "thawed": group["step"], why: group[why] + 1})
             group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for
 
     def _why(self, watched: Sequence[dict[str, Any]]) -> Literal["long", "grown", "unmoved"] | None:
@@ -236,10 +262,11 @@ class Watch:
         They remember what was heard."""
         if self.at_length:
             return "long" if are_too_long(watched, self.words.key, self.mean) else None
-        is_late = unmoved.count(watched, self.found_unmoved)
+        kinds = [1 if may_help(group) else 2 for group in watched]
+        self.reached = unmoved.count(watched, [bool(kind & self.heard_unmoved) for kind in kinds])
         if not math.isnan(self.mean) and has_outgrown(watched, self.mean):
             return "grown"
-        return "unmoved" if is_late else None
+        return "unmoved" if self.reached else None
 
     def stop_where_settled(self, optimizer: CommOptimizer, moving: Sequence[dict[str, Any]]) -> None:
         """Lets the variance of those of the ``moving`` groups stand in which it has settled; not of one that has gone
@@ -278,18 +305,21 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
     return total / count if count else math.nan
 
 
-def unmoved_of(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> list[Tensor]:
-    """Parameters of what is ``watched`` that have gradients of this rank which move nothing, as v is 0."""
-    return unmoved.enough(
-        [
-            found
+def unmoved_of(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> list[tuple[Tensor, bool]]:
+    """Parameters of what is ``watched`` that have gradients of this rank which move nothing, as v is 0, each with
+    :func:`may_help` of its group."""
+    found: list[tuple[Tensor, bool]] = []
+    for helps in (True, False):
+        shares = [
+            share
             for bucket, group in watched
-            if float(group["lr"]) != 0
-            for found in unmoved.unmoved(
+            if float(group["lr"]) != 0 and may_help(group) == helps
+            for share in unmoved.unmoved(
                 bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group)
             )
         ]
-    )
+        found += [(p, helps) for p in unmoved.enough(shares)]
+    return found
 
 
 def has_outgrown(groups: Sequence[dict[str, Any]], mean: float) -> bool:

@@ -52,9 +52,9 @@ def enough(found: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [p for (p, _), share in zip(found, shares) if share >= SHARE]
 
 
-def count(groups: Sequence[dict[str, Any]], found: bool) -> bool:
-    """Counts a look at ``groups``, in which some rank has ``found`` such parameters. Returns whether it is the one at
-    which something follows."""
-    for group in groups:
-        group["watch_unmoved"] = group["watch_unmoved"] + 1 if found else 0
-    return any(group["watch_unmoved"] == LOOKS for group in groups)
+def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> list[dict[str, Any]]:
+    """Counts a look at ``groups``; of each whether some rank has ``found`` such parameters in groups of its kind.
+    Returns those for which it is the one at which something follows."""
+    for group, has in zip(groups, found):
+        group["watch_unmoved"] = group["watch_unmoved"] + 1 if has else 0
+    return [group for group in groups if group["watch_unmoved"] == LOOKS]

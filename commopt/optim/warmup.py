@@ -172,8 +172,8 @@ class WarmupOptimizer(CommOptimizer):
     def growth(self, unscale: float) -> float:
         return self._frozen.growth(self, self._in("compressed"), unscale)
 
-    def has_unmoved(self) -> bool:
-        return bool(self._frozen.unmoved)
+    def unmoved(self) -> int:
+        return self._frozen.unmoved_kinds()
 
     def heard(self, decision: StepDecision) -> None:
         self._frozen.heard(decision.growth, decision.unmoved, self._clip(decision))

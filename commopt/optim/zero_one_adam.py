@@ -308,8 +308,8 @@ class ZeroOneAdam(CommOptimizer):
         frozen = [group for group in self._in("frozen") if not self.is_local(group)]
         return self._frozen.growth(self, frozen, unscale)
 
-    def has_unmoved(self) -> bool:
-        return bool(self._frozen.unmoved)
+    def unmoved(self) -> int:
+        return self._frozen.unmoved_kinds()
 
     def heard(self, decision: StepDecision) -> None:
         self._frozen.heard(decision.growth, decision.unmoved, self._clip(decision))
