@@ -14,7 +14,7 @@ from commopt import Guard, LocalSGD, OneBitAdam, SparseLoCo
 from commopt.comm import CONFIRMATION_BYTES, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity
 from commopt.optim import join_state_dict, split_state_dict
-from commopt.optim.agreement import StepRefused
+from commopt.optim.calls import StepRefused
 from commopt.outer.rounds import ROUND_BYTES
 
 PERIODS = {"exp_avg": 1, "exp_avg_sq": 2}

@@ -20,7 +20,7 @@ from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, Streaming, ZeroOneAdam
 from commopt.comm import CollectiveError
 from commopt.compress import Int4
 from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, comparing, setup
-from commopt.optim.agreement import OutOfStep, StepRefused
+from commopt.optim.calls import OutOfStep, StepRefused
 from commopt.optim.digest import CHUNK, digest
 from commopt.optim.guard import describe_difference, majority
 from commopt.outer.flight import Flight

@@ -17,7 +17,7 @@ from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, r
 from commopt import DiLoCo, LocalSGD, Members
 from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
-from commopt.optim.agreement import StepRefused
+from commopt.optim.calls import StepRefused
 from commopt.outer import CutOff, LeftOut, NotEnoughMembers
 from commopt.outer.roster import Roster
 

@@ -16,7 +16,7 @@ from commopt import DiLoCo, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, 
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, replicas, split_state_dict
-from commopt.optim.agreement import StepRefused
+from commopt.optim.calls import StepRefused
 from commopt.outer import RandomSign
 
 CLASSES = [LocalSGD, SlowMo, DiLoCo, SignMomentum, SparseLoCo]

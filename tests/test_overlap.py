@@ -17,7 +17,8 @@ from commopt import OneBitAdam
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
 from commopt.compress import Identity, Sign
 from commopt.optim import binding
-from commopt.optim.agreement import AGREEMENT_BYTES, OutOfStep
+from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.optim.calls import OutOfStep
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
 STEPS = 9

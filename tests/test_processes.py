@@ -37,7 +37,7 @@ from commopt import CSER, LocalSGD, OneBitAdam, OneBitLion, attach, comm
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
 from commopt.compress import Int8
-from commopt.optim.agreement import OutOfStep
+from commopt.optim.calls import OutOfStep
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9

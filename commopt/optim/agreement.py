@@ -20,6 +20,8 @@ import torch
 
 from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, numbers_in_world, wait
 from commopt.comm.backend import Done
+from commopt.optim import calls
+from commopt.optim.calls import FIELDS, OutOfStep, StepRefused
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.setup import gather_texts
 
@@ -27,7 +29,6 @@ LARGEST_NORM = 1e14
 """A rank whose gradients have a larger 2-norm counts as one whose gradients are not finite: their squares, and those of
 what compression leaves behind of them, would not fit into float32."""
 
-FIELDS = 8
 AGREEMENT_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 """Bytes of the rows that each rank all-gathers at a step: before anything is used, and when all has come."""
 
@@ -111,14 +112,6 @@ class StepSkipped(Exception):
     """All ranks skip the step; the decision says why."""
 
 
-class StepRefused(RuntimeError):
-    """All ranks refuse the step, because one cannot take it or they do not fit together."""
-
-
-class OutOfStep(StepRefused):
-    """The ranks are at different places, or have other hyper-parameters: what they have started does not fit."""
-
-
 class Agreement:
     """Agreement of all ranks on one step: a :class:`Work` that is done when they have.
 
@@ -152,7 +145,7 @@ class Agreement:
             return
         usable = is_usable(report.square_norm)
         row = [
-            float(report.error is not None),
+            calls.word_of(calls.STEP, report.error is not None),
             report.growth,
             report.square_norm if usable else math.nan,
             float(not all(report.present)),
@@ -227,10 +220,11 @@ class Agreement:
         assert self._first is not None
         wait(self._first, self._where)
         table: list[list[float]] = self._table.tolist()
+        calls.refuse_other_calls(table, backend, self._where)
         if report.error is not None:
             raise report.error
-        for rank, (failed, *_) in enumerate(table):
-            if failed:
+        for rank, row in enumerate(table):
+            if calls.cannot(row):
                 number = numbers_in_world(backend)[rank]
                 raise StepRefused(f"rank {number} cannot take this step; its own error says why")
         stages: Sequence[int] = [0] * len(table) if self._holders is None else self._holders.stages

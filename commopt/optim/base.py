@@ -42,13 +42,13 @@ from commopt.comm import (
     MessageDamaged,
     Topology,
     Work,
-    gather_number,
     refuse_if_left_out,
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import assigned, binding, checks, comparing, floor, replicas, wrapped
-from commopt.optim.agreement import OutOfStep, StepDecision, StepReport, StepSkipped, is_usable
+from commopt.optim import assigned, binding, calls, checks, comparing, floor, replicas, wrapped
+from commopt.optim.agreement import StepDecision, StepReport, StepSkipped, is_usable
+from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import Diagnostics, names_of
 from commopt.optim.digest import digest_of_all
@@ -298,7 +298,7 @@ class CommOptimizer(PackedOptimizer):
                 hyper-parameters changed between backward and step(). On the other ranks RuntimeError. For a GradScaler
                 after the warm-up, if an attached DDP model has parameters of another optimizer. Nothing has changed
                 then.
-            commopt.optim.agreement.OutOfStep: a rank has another learning rate, or is at another step.
+            commopt.optim.calls.OutOfStep: a rank has another learning rate, or is at another step, or in another call.
             commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
             commopt.comm.MessageDamaged: what was received is not what was sent. Parameters and momenta are as before,
                 residuals may not be: every step raises it until a state is loaded.
@@ -371,7 +371,7 @@ class CommOptimizer(PackedOptimizer):
             self._diagnostics.dropped(self.dropped_gradients)
         over, holders = _ALONE, None
         if not local:
-            over, holders = self._control or self.topology.world, self.holders()
+            over, holders = self.agrees_over, self.holders()
         step.run(report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders)
         if not local:
             self._look_at_norms(step.agreement.wait())
@@ -574,7 +574,11 @@ class CommOptimizer(PackedOptimizer):
         may_begin = self.overlap and self.topology.copies > 1 and not self._all_on_one_channel()
         if ranks is None or not may_begin or not self._looked:
             return begun
-        return any(gather_number(ranks.inner, int(begun), "whether a step has begun in backward"))
+        return any(calls.begin(ranks, calls.GIVING_UP, int(begun)))
+
+    @property
+    def agrees_over(self) -> CountingBackend:
+        return self._control or self.topology.world
 
     def steps_locally(self) -> bool:
         """True if the next step communicates nothing."""

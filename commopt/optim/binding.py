@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from commopt import ops
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
-from commopt.optim import checks, loading
+from commopt.optim import calls, checks, loading
 from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
@@ -192,9 +192,11 @@ def register_groups(
 
     Raises:
         ValueError: on every rank, if they differ, or for this or another rank's ``error``.
+        commopt.optim.calls.CallsDiffer: on every rank, if one is in another call.
     """
     params = [p for group in groups for p in group["params"]]
     topology, device = optimizer.topology, optimizer.control_device(params)
+    calls.begin(optimizer.agrees_over, calls.REGISTRATION)
     agree_on_setup(topology.world, device, *_setup(groups, settings, error, device), topology.stages)
     held: dict[Replicas, list[Tensor]] = {}
     for p in params:

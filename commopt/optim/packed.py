@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from commopt import hsdp
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
+    CountingBackend,
     LocalBackend,
     Replicas,
     Topology,
@@ -135,6 +136,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     def why_not_synchronize(self) -> Exception | None:
         """Error that forbids this rank to take the mean now, if there is one."""
         return None
+
+    @property
+    def agrees_over(self) -> CountingBackend:
+        """The ranks, on the channel on which they agree on a step, and that they are in one call."""
+        return self.topology.world
 
     def give_up_step(self) -> None:
         """Hook for when a state is loaded, or parameters are added or exchanged: ends without effect a step that has
@@ -461,7 +467,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             assigned.follow(self)
         except ValueError as caught:
             error = error or caught
-        replicas.agree(self.topology, self.buckets, error, what)
+        replicas.agree(self.topology, self.agrees_over, self.buckets, error, what)
 
     @property
     def takes_local_steps(self) -> bool:

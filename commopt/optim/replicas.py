@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from commopt import hsdp
 from commopt.comm import (
     CollectiveError,
+    CountingBackend,
     MessageDamaged,
     Pipeline,
     Topology,
@@ -23,10 +24,9 @@ from commopt.comm import (
     mean_over_all,
     message_device,
     numbers_in_world,
-    wait,
 )
-from commopt.optim import binding
-from commopt.optim.agreement import StepRefused
+from commopt.optim import binding, calls
+from commopt.optim.calls import StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
 from commopt.optim.state_bucket import StateBucket
@@ -44,22 +44,28 @@ _REMEDY = (
 
 
 @torch._disable_dynamo
-def agree(topology: Topology, buckets: Sequence[StateBucket], error: Exception | None, what: str) -> None:
-    """Makes sure that all ranks can take the mean now; ``error`` is what forbids it on this one.
+def agree(
+    topology: Topology, over: CountingBackend, buckets: Sequence[StateBucket], error: Exception | None, what: str
+) -> None:
+    """Makes sure that all ranks can take the mean now, which ``what`` is called in; ``error`` is what forbids it on
+    this one. They say so ``over`` the channel on which they agree on a step.
 
     Raises:
-        error: on the rank that has one; the others raise RuntimeError.
+        error: on the rank that has one; the others raise StepRefused.
+        commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
-    failed = torch.tensor([float(error is not None)], device=message_device(topology.backend))
-    where = f"{what}, whether all ranks can"
-    with reaching_others(topology, buckets, where):
-        wait(topology.world.all_reduce(failed), where)
+    table = [[calls.word_of(what, error is not None)]]
+    if over.world_size > 1:
+        with reaching_others(topology, buckets, what):
+            table = calls.tell(over, what, cannot=error is not None)
     topology.traffic.leave_out()
+    calls.refuse_other_calls(table, topology.backend, what)
     if error is not None:
         raise error
-    if failed.item() > 0:
-        raise RuntimeError(f"another rank cannot take part in {what}; its own error says why")
+    for rank, row in zip(topology.numbers, table):
+        if calls.cannot(row):
+            raise StepRefused(f"{what}: rank {rank} cannot take part; its own error says why")
 
 
 def agree_inside(

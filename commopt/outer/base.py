@@ -361,7 +361,7 @@ class OuterOptimizer(PackedOptimizer):
             ValueError: for a ``period`` that was changed to what is not allowed; nothing is done then.
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
-            commopt.optim.agreement.StepRefused: the ranks stand at different places, or one has failed.
+            commopt.optim.calls.StepRefused: the ranks stand at different places, or one has failed.
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """

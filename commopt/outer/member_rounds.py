@@ -27,7 +27,7 @@ from commopt import ops
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
 from commopt.optim import guard
-from commopt.optim.agreement import StepRefused
+from commopt.optim.calls import StepRefused
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm

@@ -31,7 +31,7 @@ from dataclasses import asdict, replace
 
 from commopt.comm import first_notice
 from commopt.comm.store import StoreAnother, StoreClient, StoreLost
-from commopt.optim.agreement import StepRefused
+from commopt.optim.calls import StepRefused
 from commopt.outer.view import REMEDY, CutOff, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
 
 logger = logging.getLogger("commopt")

@@ -23,14 +23,15 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim.agreement import StepRefused, first_difference, within
+from commopt.optim import calls
+from commopt.optim.agreement import first_difference, within
+from commopt.optim.calls import FIELDS, StepRefused
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
 from commopt.optim.replicas import reaching_others
 from commopt.optim.state_bucket import StateBucket
 
-FIELDS = 8
 ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 """Bytes of the rows that each rank all-gathers at a synchronisation: before it, and when all has come."""
 _OF_TERMS = 2**32
@@ -85,8 +86,9 @@ class RoundReport:
     def row(self) -> list[float]:
         """What the others are told."""
         both = self.terms + _OF_TERMS * self.frozen
-        row = (self.error is not None, self.finite, self.square_norm, self.step, self.number, both, self.moved)
-        return [float(x) for x in (*row, self.checks + 2 * self.packed)]
+        word, told = calls.word_of(calls.ROUND, self.error is not None), self.checks + 2 * self.packed
+        row = (word, self.finite, self.square_norm, self.step, self.number, both, self.moved, told)
+        return [float(x) for x in row]
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,12 @@ def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Ten
 def decide(topology: Topology, table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
     """Decision that follows from the reports of all ranks, by rank; raises as :func:`agree` does."""
     squares, numbers = [table[rank][2] for rank in topology.same_part()], topology.numbers
+    calls.refuse_other_calls(table, topology.backend, where)
     if mine.error is not None:
         raise mine.error
-    for rank, (failed, *_) in enumerate(table):
-        if failed:
-            raise StepRefused(f"{where}: rank {numbers[rank]} cannot take this step; its own error says why")
+    for rank, row in zip(numbers, table):
+        if calls.cannot(row):
+            raise StepRefused(f"{where}: rank {rank} cannot take this step; its own error says why")
     first = table[0]
     for rank, (_, _, _, step, number, terms, *_) in enumerate(table):
         if (step, number) != (first[3], first[4]):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from commopt.comm import LocalBackend, MessageDamaged, NodesBackend, all_reduce_bytes
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
-from commopt.optim.agreement import OutOfStep, StepRefused
+from commopt.optim.calls import OutOfStep, StepRefused
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
 from commopt.train.config import Config
