@@ -261,20 +261,19 @@ class Diagnostics:
 
     def unmoved(
         self,
-        params: Sequence[Tensor],
-        groups: Sequence[dict[str, Any]],
+        names: Sequence[str],
         steps: Sequence[Any],
         longer: str,
         back: str,
         goes_back: bool,
     ) -> None:
-        """A tenth or more of the elements of ``params``, of ``groups``, or of some that other ranks know of, have
+        """A tenth or more of the elements of the parameters of these ``names``, of what some rank has of them, have
         gradients now, and had none before their variance was frozen (``steps``). The rest as in
         :meth:`frozen_too_early`."""
         if self.rank or not (goes_back or self._once("unmoved")):
             return
         which = ", ".join(map(str, dict.fromkeys(steps)))
-        whose = f"{len(params)} parameters ({listed(params, groups)})" if params else "parameters of other ranks"
+        whose = f"{len(names)} parameters ({first_of(names)})"
         follows = back if goes_back else f'nothing moves them. Take {longer}, or thaw="always": then {back}'
         logger.warning(
             "%s: a tenth or more of the elements of %s have gradients now, and had none before the variance was "
@@ -345,7 +344,12 @@ def tell_if_never_settled(optimizer: str, run: Mapping[str, Any]) -> None:
 def listed(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> str:
     """The names of the first three of ``params``, of ``groups``."""
     names = names_of(groups)
-    return ", ".join(names[p] for p in params[:3]) + (" ..." if len(params) > 3 else "")
+    return first_of([names[p] for p in params])
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first three of ``names``."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:

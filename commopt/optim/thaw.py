@@ -45,8 +45,8 @@ stay below 1; the others pass 2 before they are lost.
 
 At the looks ranks tell, too, whether elements have gradients that do not move them, since there were none when v was
 frozen (:mod:`commopt.optim.unmoved`): a third way, by which all go back after it has been told three times in a row. It
-is counted apart, up to 8: what has had no gradient yet is no error of the rule, but where those of the ranks cancel, v
-stays 0 whatever is done.
+is counted apart, up to 8: what has had no gradient yet is no error of the rule. Where going back has not helped, as the
+gradients of ranks cancel, it is not done again.
 
 The key of a group that says when v is frozen (``freeze_step``, ``variance_stop``) is "auto" again then, and ``thawed``
 the step. Whether it goes back is ``thaw`` of the group:
@@ -66,6 +66,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from commopt.compress import Compressor
 from commopt.optim import settling, unmoved
 from commopt.optim.host import numbers_of
 from commopt.optim.rules import square_sums
@@ -109,9 +110,9 @@ DEFAULTS = {
     "thaws": 0,
 }
 """Of a group: looks since the switch, A0, A, lr at the switch, or where it was above 0 for the first time after it (0:
-it is not watched yet), looks at b, B0, B, looks in a row that have found elements which nothing moves, whether "auto"
-has chosen the step, how often it has gone back for such elements, the step after which it has last gone back (0: it has
-not), and how often it has for what has grown."""
+it is not watched yet), looks at b, B0, B, looks in a row that have found elements which nothing moves (-1: going back
+has not helped them), whether "auto" has chosen the step, how often it has gone back for such elements, the step after
+which it has last gone back (0: it has not), and how often it has for what has grown."""
 
 
 def defaults(when: Any) -> dict[str, Any]:
@@ -177,10 +178,17 @@ class Watch:
         words: what the optimizer calls it; its buckets have ``exp_avg`` and ``exp_avg_sq``.
         corrects_bias: whether v is used over 1 - b2^t.
         measures_updates: whether it looks at b, too.
+        sent_by: what gradients are sent by while v moves; None if they are exact.
     """
 
-    def __init__(self, words: Words, corrects_bias: bool = True, measures_updates: bool = False) -> None:
-        self.words = words
+    def __init__(
+        self,
+        words: Words,
+        corrects_bias: bool = True,
+        measures_updates: bool = False,
+        sent_by: Compressor | None = None,
+    ) -> None:
+        self.words, self.sent_by = words, sent_by
         self.corrects_bias, self.measures_updates = corrects_bias, measures_updates
         self.looked: list[dict[str, Any]] = []  # groups, in this step
         self.at_length = False
@@ -197,7 +205,7 @@ class Watch:
         self.at_length = self.measures_updates and any(is_look_at_length(group, key) for group in watched)
         self.looked = watched if self.at_length or any(is_look(group, key) for group in watched) else []
         buckets = optimizer.compressed_buckets(self.looked)
-        self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale)
+        self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale, self.sent_by)
         return length(buckets) if self.at_length else growth(buckets, unscale)
 
     def unmoved_kinds(self) -> int:
@@ -243,8 +251,8 @@ class Watch:
         helped = [group for group in watched if may_help(group)] if any(map(may_help, self.reached)) else []
         for groups, helps in ((helped, True), ([g for g in self.reached if not may_help(g)], False)):
             if groups:
-                params, stood = [p for p, kind in late if kind == helps], [group[words.key] for group in groups]
-                tell(params, optimizer.param_groups, stood, words.longer, words.back, helps)
+                names = unmoved.names(optimizer, [p for p, kind in late if kind == helps])
+                tell(names, [group[words.key] for group in groups], words.longer, words.back, helps)
         for group in helped:
             begin(group, group["chosen"])
         self._thaw(optimizer, helped, "late")
@@ -305,9 +313,11 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
     return total / count if count else math.nan
 
 
-def unmoved_of(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) -> list[tuple[Tensor, bool]]:
+def unmoved_of(
+    watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float, sent_by: Compressor | None
+) -> list[tuple[Tensor, bool]]:
     """Parameters of what is ``watched`` that have gradients of this rank which move nothing, as v is 0, each with
-    :func:`may_help` of its group."""
+    :func:`may_help` of its group; see :func:`commopt.optim.unmoved.unmoved`."""
     found: list[tuple[Tensor, bool]] = []
     for helps in (True, False):
         shares = [
@@ -315,7 +325,7 @@ def unmoved_of(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: flo
             for bucket, group in watched
             if float(group["lr"]) != 0 and may_help(group) == helps
             for share in unmoved.unmoved(
-                bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group)
+                bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group), sent_by
             )
         ]
         found += [(p, helps) for p in unmoved.enough(shares)]

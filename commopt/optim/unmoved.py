@@ -4,22 +4,36 @@ The rows of positions in the second half of a run that begins with short sequenc
 layer that was frozen. Where ``SHARE`` of a tensor or more are such, in ``LOOKS`` looks in a row
 (:mod:`commopt.optim.thaw`), it is no row of a rare word: all ranks go back to where the variance moves, as they do
 where gradients have outgrown it, or a warning names the tensor.
+
+Where the warm-up was compressed, an element whose gradient is small beside those that it shares a scale with has never
+been sent, and v stays 0 whatever is done: there only those count that the warm-up's compressor would send. And what is
+so at the first look after a group went back for it is not late, whatever it is (gradients that cancel among the ranks):
+such elements count no more until the variance stands anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from commopt.compress import Compressor
+from commopt.optim.diagnostics import names_of
 from commopt.optim.host import numbers_of
+from commopt.optim.setup import gather_texts
 from commopt.optim.state_bucket import StateBucket
+
+if TYPE_CHECKING:
+    from commopt.optim.base import CommOptimizer
 
 SHARE = 0.1
 """Of the elements of a tensor, of what a rank has of it."""
 LOOKS = 3
 """In which ``SHARE`` of a tensor's elements have gradients that do not move them."""
+NOT_HELPED = -1
+"""In place of the looks of a group: going back has not helped what is unmoved in it."""
 TIMES = 8
 """Times that a group goes back at most for such elements."""
 LEAST = 1e-15
@@ -27,7 +41,7 @@ LEAST = 1e-15
 
 
 def unmoved(
-    bucket: StateBucket, with_zeros: Sequence[int], scale: float, of_parameters: bool
+    bucket: StateBucket, with_zeros: Sequence[int], scale: float, of_parameters: bool, sent_by: Compressor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """The parameters of ``bucket`` that have gradients of this rank where v is 0, each with the share of its elements,
     0-d. Gradients are to be multiplied by ``scale``.
@@ -35,15 +49,28 @@ def unmoved(
     Args:
         with_zeros: the indices of those in whose v there are zeros; others are not looked at.
         of_parameters: whether those count that have had no gradient at all.
+        sent_by: what the gradients of the warm-up are sent by; None if they are exact.
     """
     variances, counts = bucket.tensors("exp_avg_sq"), bucket.numbers["variance_step"].tolist()
+    sent = bucket.views(_as_sent(bucket, scale, sent_by)) if with_zeros and sent_by is not None else None
     found = []
     for i in with_zeros:
         g, v = bucket.gradient(i), variances[i]
         if g is not None and v.numel() and (counts[i] or of_parameters):
             late = (v == 0).logical_and_(g.abs() > LEAST / scale)
+            if sent is not None:
+                late.logical_and_(sent[i] != 0)
             found.append((bucket.params[i], late.sum() / v.numel()))
     return found
+
+
+def _as_sent(bucket: StateBucket, scale: float, compressor: Compressor) -> Tensor:
+    """What ``compressor`` makes of this rank's gradients of ``bucket``, (padded,)."""
+    flat = bucket.pack_gradients(scale).view(1, -1)
+    payload = flat.new_empty(1, compressor.nbytes(flat.shape[1], flat.dtype), dtype=torch.uint8)
+    compressor.compress(flat, payload)
+    compressor.decompress(payload, flat)
+    return flat.view(-1)
 
 
 def enough(found: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -52,9 +79,19 @@ def enough(found: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [p for (p, _), share in zip(found, shares) if share >= SHARE]
 
 
+def names(optimizer: CommOptimizer, found: Sequence[Tensor]) -> list[str]:
+    """The names of the parameters that any rank has ``found``, the same on all of them. All ranks call it."""
+    known = names_of(optimizer.param_groups)
+    texts = gather_texts(optimizer.agrees_over.inner, "\n".join(known[p] for p in found))  # not counted: rare
+    return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
+
+
 def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> list[dict[str, Any]]:
     """Counts a look at ``groups``; of each whether some rank has ``found`` such parameters in groups of its kind.
     Returns those for which it is the one at which something follows."""
     for group, has in zip(groups, found):
-        group["watch_unmoved"] = group["watch_unmoved"] + 1 if has else 0
+        if has and group["late"] and not group["watch_looks"]:
+            group["watch_unmoved"] = NOT_HELPED
+        elif group["watch_unmoved"] != NOT_HELPED:
+            group["watch_unmoved"] = group["watch_unmoved"] + 1 if has else 0
     return [group for group in groups if group["watch_unmoved"] == LOOKS]

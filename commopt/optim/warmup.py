@@ -87,7 +87,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._frozen = thaw.Watch(WORDS, self.corrects_bias, self.measures_updates)
+        self._frozen = thaw.Watch(WORDS, self.corrects_bias, self.measures_updates, self.warmup_compressor)
         self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
