@@ -118,7 +118,9 @@ def test_all_ranks_are_told_which_call_each_is_in() -> None:
     of_ranks = on_processes(WORLD, differ)
     for (*_, usual, odd), told in zip(PAIRS, zip(*of_ranks), strict=True):
         for message, kept, groups in told:
-            assert f": rank 1 is in {odd}, rank 0 in {usual}; all ranks must make the same calls" in message
+            assert (
+                f": rank 1 is in another call ({odd}), rank 0 in {usual}; all ranks must make the same calls" in message
+            )
             assert kept
             assert groups == 1
 
@@ -141,7 +143,9 @@ def test_with_overlap_too() -> None:
     for told in on_processes(2, differ_in_overlap):
         named = [calls.GIVING_UP, calls.GIVING_UP, calls.GIVING_UP, "consolidate_state_dict()"]
         for message, odd in zip(told, named, strict=True):
-            assert f": rank 1 is in {odd}, rank 0 in step(); all ranks must make the same calls" in message
+            assert (
+                f": rank 1 is in another call ({odd}), rank 0 in step(); all ranks must make the same calls" in message
+            )
 
 
 def test_words_of_all_calls_differ() -> None:

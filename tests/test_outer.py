@@ -13,6 +13,7 @@ from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits,
 from commopt import DiLoCo, Guard, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Int8, Sign
+from commopt.optim.calls import FIELDS
 from commopt.outer import RandomSign, RandomSignOrZero
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.outer.signs import uniform
@@ -761,7 +762,7 @@ def test_the_mean_model_is_shown_and_taken_back(cls):
             with optimizer.averaged():
                 if optimizer.replicas_differ:
                     sent = sum(all_reduce_bytes(4 * bucket.padded, 3) for bucket in optimizer.buckets)
-                    agreement = all_reduce_bytes(4, 3)
+                    agreement = 2 * 8 * FIELDS
                     confirmed = len(optimizer.buckets) * 2 * CONFIRMATION_BYTES
                     assert optimizer.comm_stats()["total"]["bytes"] - total == sent + agreement + confirmed
                 torch.testing.assert_close([p.double() for p in params_of(model)], mean, rtol=1e-6, atol=1e-7)

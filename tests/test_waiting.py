@@ -287,7 +287,7 @@ class Drill:
         self.meet("killed", self.world - 1)
 
     def calls(self) -> None:
-        """Rank 1 takes a step less, and asks for the mean model."""
+        """Rank 1 takes a step less, and averages something over the same ranks."""
         group = dist.new_group(list(range(self.world)), timedelta(seconds=TIMEOUT))
         model = Used()
         optimizer = LocalSGD(model.parameters(), lr=0.1, period=2, process_group=group)
@@ -295,8 +295,8 @@ class Drill:
 
         def go_on() -> None:
             train(model, optimizer, range(2, 4 - self.rank), self.rank, self.world)
-            with optimizer.averaged(model):
-                pass
+            if self.rank == 1:
+                wait(optimizer.topology.backend.all_reduce(torch.zeros(1)), "evaluation, mean loss")
 
         with notices(0.3) as lines:
             self.out["calls"] = {"error": failure(go_on), "said": lines}
@@ -527,14 +527,14 @@ def test_a_rank_that_waits_in_another_call_is_named_with_it(mine: str, theirs: s
 
 def test_over_gloo_ranks_in_different_calls_are_told_which() -> None:
     outs, _, _ = drill("calls", world=2)
-    calls = ["LocalSGD, synchronisation 2", "averaged(), whether all ranks can"]
+    calls = ["LocalSGD, synchronisation 2", "evaluation, mean loss"]
     for rank in range(2):
         error = outs[rank]["calls"]["error"]
         assert error.startswith(calls[rank])
         assert f"rank {1 - rank} is in another call ({calls[1 - rank]}" in error
         assert "all ranks must make the same calls" in error
-        assert error.endswith("; nothing is lost")
-    assert any("rank 1 is in another call (averaged()" in line for line in outs[0]["calls"]["said"])
+    assert outs[0]["calls"]["error"].endswith("; nothing is lost")
+    assert any("rank 1 is in another call (evaluation, mean loss" in line for line in outs[0]["calls"]["said"])
 
 
 # what it costs --------------------------------------------------------------------------------------------------------

@@ -574,7 +574,7 @@ class CommOptimizer(PackedOptimizer):
         may_begin = self.overlap and self.topology.copies > 1 and not self._all_on_one_channel()
         if ranks is None or not may_begin or not self._looked:
             return begun
-        return any(calls.begin(ranks, calls.GIVING_UP, int(begun)))
+        return any(calls.begin(ranks.inner, calls.GIVING_UP, int(begun)))
 
     @property
     def agrees_over(self) -> CountingBackend:

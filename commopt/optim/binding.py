@@ -196,7 +196,7 @@ def register_groups(
     """
     params = [p for group in groups for p in group["params"]]
     topology, device = optimizer.topology, optimizer.control_device(params)
-    calls.begin(optimizer.agrees_over, calls.REGISTRATION)
+    calls.begin(optimizer.agrees_over, calls.REGISTRATION if optimizer._ready else calls.CONSTRUCTION)
     agree_on_setup(topology.world, device, *_setup(groups, settings, error, device), topology.stages)
     held: dict[Replicas, list[Tensor]] = {}
     for p in params:

@@ -18,11 +18,13 @@ FIELDS = 8
 STEP = "step()"
 FIRST_STEP = "the first step() of an optimizer"
 ROUND = "the end of a round"
-REGISTRATION = "add_param_group(), rebind() or the construction of an optimizer"
+CONSTRUCTION = "construction of the optimizer"
+REGISTRATION = "add_param_group() or rebind()"
 GIVING_UP = "add_param_group(), rebind() or load_state_dict()"
 
 CALLS = (
-    STEP, FIRST_STEP, ROUND, REGISTRATION, GIVING_UP, "averaged()", "synchronize()", "consolidate_state_dict()",
+    STEP, FIRST_STEP, ROUND, CONSTRUCTION, REGISTRATION, GIVING_UP, "averaged()", "synchronize()",
+    "consolidate_state_dict()",
 )  # fmt: skip
 """All calls, in words; a new one goes to the end."""
 
@@ -51,19 +53,21 @@ def cannot(row: Sequence[float]) -> bool:
 
 def refuse_other_calls(table: Sequence[Sequence[float]], backend: Backend, where: str) -> None:
     """Raises CallsDiffer, on all ranks of ``backend``, if first words in ``table``, by rank, are of different calls.
-    ``where`` begins the error."""
+    ``where`` begins the error. Receipts forget the call then: ranks may go on as if it had not been."""
     made = [CALLS[int(row[0]) // 2] for row in table]
     for rank, call in enumerate(made):
         if call != made[0]:
             numbers = numbers_in_world(backend)
+            if isinstance(backend, CountingBackend):
+                backend.receipt.clear()
             raise CallsDiffer(
-                f"{where}: rank {numbers[rank]} is in {call}, rank {numbers[0]} in {made[0]}; all ranks must make the "
-                "same calls, equally often and in the same order"
+                f"{where}: rank {numbers[rank]} is in another call ({call}), rank {numbers[0]} in {made[0]}; all "
+                "ranks must make the same calls, equally often and in the same order"
             )
 
 
-def begin(backend: CountingBackend, call: str, number: int = 0) -> list[int]:
-    """Begins ``call`` on all ranks: one all-gather of 64 bytes a rank, which is not counted.
+def begin(backend: Backend, call: str, number: int = 0) -> list[int]:
+    """Begins ``call`` on all ranks: one all-gather of 64 bytes a rank.
 
     Args:
         backend: the ranks, on the channel on which they agree on a step.
@@ -84,10 +88,9 @@ def begin(backend: CountingBackend, call: str, number: int = 0) -> list[int]:
     return [int(row[1]) for row in table]
 
 
-def tell(backend: CountingBackend, call: str, number: int = 0, cannot: bool = False) -> list[list[float]]:
-    """First words of all ranks, by rank; this one's is of ``call``, with ``number``, and whether it ``cannot``. Neither
-    counts nor receipts know of it: ranks that were in different calls go on as if they had not been."""
+def tell(backend: Backend, call: str, number: int = 0, cannot: bool = False) -> list[list[float]]:
+    """First words of all ranks, by rank; this one's is of ``call``, with ``number``, and whether it ``cannot``."""
     row = torch.tensor([word_of(call, cannot), number, *[0] * (FIELDS - 2)], dtype=torch.float64, device="cpu")
-    told = gather_rows(backend.inner, row.to(message_device(backend)), f"{call}, whether all ranks can")
+    told = gather_rows(backend, row.to(message_device(backend)), f"{call}, whether all ranks can")
     table: list[list[float]] = told.tolist()
     return table

@@ -60,7 +60,7 @@ def agree(
         with reaching_others(topology, buckets, what):
             table = calls.tell(over, what, cannot=error is not None)
     topology.traffic.leave_out()
-    calls.refuse_other_calls(table, topology.backend, what)
+    calls.refuse_other_calls(table, over, what)
     if error is not None:
         raise error
     for rank, row in zip(topology.numbers, table):

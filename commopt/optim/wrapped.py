@@ -78,7 +78,7 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
     if not _may_be_wrapped(optimizer) and not in_backward:
         return
     there = found(optimizer)
-    ranks = optimizer.agrees_over
+    ranks = optimizer.agrees_over.inner
     mine = int(in_backward or callable(there)) + 2 * int(isinstance(there, Obstacle))
     found_by = calls.begin(ranks, calls.FIRST_STEP, mine)
     everywhere = all(number == 1 for number in found_by)
@@ -88,7 +88,7 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
         there = there(False)
     optimizer._obstacle = there if isinstance(there, Obstacle) else None
     if all(found_by):
-        everywhere = all(gather_number(ranks.inner, int(optimizer._obstacle is not None)))
+        everywhere = all(gather_number(ranks, int(optimizer._obstacle is not None)))
         if optimizer._obstacle is not None:
             optimizer._obstacle.everywhere = everywhere
 

@@ -139,7 +139,7 @@ def tell(backend: Backend, device: torch.device, mine: RoundReport) -> tuple[Ten
 def decide(topology: Topology, table: list[list[float]], mine: RoundReport, where: str) -> RoundDecision:
     """Decision that follows from the reports of all ranks, by rank; raises as :func:`agree` does."""
     squares, numbers = [table[rank][2] for rank in topology.same_part()], topology.numbers
-    calls.refuse_other_calls(table, topology.backend, where)
+    calls.refuse_other_calls(table, topology.world, where)
     if mine.error is not None:
         raise mine.error
     for rank, row in zip(numbers, table):
