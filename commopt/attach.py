@@ -129,6 +129,7 @@ class Attachment:
         """It was made after the backward of this step, in which DDP has averaged all gradients."""
         self._late = True
 
+    @torch._disable_dynamo
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Averages DDP's bucket if the next step wants that for any parameter in it, and if the optimizer has gone;
         else leaves it local."""

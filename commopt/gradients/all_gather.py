@@ -79,6 +79,7 @@ class GroupWeights:
         """Memory for the weights of all ranks."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """output <- the rows of all ranks, of which ``input`` is this rank's. As FSDP does it, if fewer ranks have them

@@ -59,6 +59,7 @@ class DDPHook:
         """Leaves the averages to DDP again."""
         self.mean = None
 
+    @torch._disable_dynamo
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """For DDP."""
         if self.mean is None:

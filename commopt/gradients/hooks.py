@@ -27,6 +27,7 @@ class _End:
     def __init__(self, mean: GradientMean) -> None:
         self._mean = mean
 
+    @torch._disable_dynamo
     def __call__(self) -> None:
         mean, self._mean = self._mean, None
         assert mean is not None

@@ -176,6 +176,7 @@ class GroupMean:
         """Memory for what goes in, and for what comes out."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -58,6 +59,7 @@ def remove_all(handles: dict[int, Any]) -> None:
 def _hook_of(watches: Callable[[], Watches | None]) -> Callable[[Tensor], None]:
     lock = threading.RLock()
 
+    @torch._disable_dynamo  # torch.compile would trace it where it compiles the step as a whole
     def arrived(p: Tensor) -> None:
         watching = watches()
         if watching is not None:
