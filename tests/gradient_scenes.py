@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from trainer_runs import assert_same
 
 import commopt
-from commopt.compress import Identity, PowerSGD, Sign
+from commopt.compress import Identity, Int4, PowerSGD, Sign
 from commopt.sharding import local
 
 
@@ -411,4 +411,29 @@ def copied(rank: int, world_size: int) -> dict[str, Any]:
     again = commopt.compress_gradients(copies["deepcopy"], Sign(16))
     copies["deepcopy"](batch(0, rank), False).square().mean().backward()
     out["steps"] = again.comm_stats()["steps"]
+    return out
+
+
+def compiled_as_a_whole(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
+    """Parameters after steps that torch.compile has got whole, backward and optimizer in them, and after plain ones."""
+    out: dict[str, list[list[Tensor]]] = {}
+    for kind in ("bare", "ddp", "fsdp2"):
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            inner = Deep()
+            net = DDP(inner) if kind == "ddp" else fully_shard(inner) if kind == "fsdp2" else inner
+            commopt.compress_gradients(net, Int4())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+            def step(x: Tensor, net: nn.Module = net, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = net(x, False).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            call = torch.compile(step, backend="aot_eager") if compiles else step
+            for i in range(4):
+                call(batch(i, rank))
+            out.setdefault(kind, []).append([local(p.detach()).clone() for p in net.parameters()])
     return out

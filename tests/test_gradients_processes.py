@@ -118,3 +118,10 @@ def test_copies_of_a_compressed_ddp_model_are_averaged_by_ddp(pool):
         for way in ("deepcopy", "file", "average"):
             assert same_bits(found[way], found["exact"])
         assert found["steps"] == 1
+
+
+def test_a_step_that_is_compiled_as_a_whole(pool):
+    for found in pool.over_gloo(2, gradient_scenes.compiled_as_a_whole):
+        for plain, compiled in found.values():
+            for a, b in zip(plain, compiled):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
