@@ -7,6 +7,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_number(value: Any) -> bool:
-    """True if ``value`` is a finite int or float (and no bool)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """True if ``value`` is a finite number, one of numpy's too (and no bool)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:

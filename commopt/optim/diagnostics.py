@@ -117,7 +117,8 @@ class Diagnostics:
         self._tell_of_equal(
             why,
             "the gradients are equal on all ranks. Either a DistributedDataParallel averages them in every step (call "
-            "commopt.attach(ddp_model, optimizer), or train the bare module), or all ranks train on the same data.",
+            "commopt.attach(ddp_model, optimizer), or train the bare module), or compress_gradients() does (call "
+            "remove() on its handle), or all ranks train on the same data.",
         )
 
     def local_step_skipped(self, count: int) -> None:

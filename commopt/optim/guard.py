@@ -104,6 +104,10 @@ class Guard:
         remedy = "go on from the last checkpoint"
         if right is not None:
             remedy += ", or let guard=Guard(on_difference='repair') give such a rank what the majority has"
+        remedy += (
+            ". If they soon differ again, something changes parameters on each rank by itself, such as SAM that "
+            "subtracts what it has added, in place of putting copies back, or Embedding(max_norm=)"
+        )
         raise ReplicasDiffer(f"{where}: {describe_difference(table, names, ranks)}; {remedy}")
 
 

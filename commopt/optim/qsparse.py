@@ -57,6 +57,8 @@ class QSparseLocalSGD(CSER):
                 f"QSparseLocalSGD has no reset_compressor, got {others['reset_compressor']!r}: what a reset sends is "
                 "compressor= here, and nothing is sent between two"
             )
+        if compressor is None:
+            raise ValueError("compressor must be a RandomBlocks or a Compressor such as Sign(), got None")
         super().__init__(params, lr, momentum, compressor=None, reset_compressor=compressor, **others)
 
     @property

@@ -106,10 +106,13 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
 
 
 def _named(key: str, value: Any) -> Any:
-    """``value`` of ``key``; {name: Int4, args: {}} for Int4 where a class may be named."""
+    """``value`` of ``key``; {name: Int4, args: {}} for Int4, and for {name: Int4}, where a class may be named: its
+    arguments are those that it was named with, not those of a class that was named before."""
     hint = keys().get(key)
     is_name = isinstance(value, str) and value.replace(".", "_").isidentifier() and value not in ("null", "None")
     optional = type(None) in typing.get_args(hint) and _section(hint) is not None
+    if optional and isinstance(value, Mapping) and "name" in value and "args" not in value:
+        return {**value, "args": {}}
     return {"name": value, "args": {}} if is_name and optional else value
 
 
@@ -251,7 +254,8 @@ def _plain(key: str, value: str) -> Any:
 
 def _override(key: str, value: str = "") -> str:
     """The word of the command line that gives ``key`` a value."""
-    named = _named(key, value)
+    mapping = _plain(key, value) if value.lstrip().startswith("{") else None
+    named = _named(key, mapping) if isinstance(mapping, Mapping) and "args" not in mapping else _named(key, value)
     return f"--{key}={value if named is value else _one_line(named)}"
 
 
