@@ -12,6 +12,7 @@ from torch import nn
 from worlds import on_processes, same_bits
 
 import commopt
+from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.optim import calls
 from commopt.optim.calls import CallsDiffer
 
@@ -151,4 +152,7 @@ def test_with_overlap_too() -> None:
 def test_words_of_all_calls_differ() -> None:
     words = {calls.word_of(call, cannot) for call in calls.CALLS for cannot in (False, True)}
     assert len(words) == 2 * len(calls.CALLS)
+    for damaged in (-1.0, 2.0 * len(calls.CALLS), float("inf"), float("nan")):
+        with pytest.raises(CallsDiffer, match=r"another call \(one that begins with .*, which none does"):
+            calls.refuse_other_calls([[0.0], [damaged]], ThreadBackend(ThreadWorld(2), 0), "step 3")
     assert [calls.cannot([calls.word_of(calls.ROUND, cannot)]) for cannot in (False, True)] == [False, True]

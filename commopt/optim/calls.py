@@ -46,6 +46,12 @@ def word_of(call: str, cannot: bool) -> float:
     return float(2 * CALLS.index(call) + cannot)
 
 
+def _call_of(word: float) -> str:
+    """The call that begins with ``word``."""
+    known = {word_of(call, cannot): call for call in CALLS for cannot in (False, True)}
+    return known.get(word, f"one that begins with {word}, which none does: what came is not what was sent")
+
+
 def cannot(row: Sequence[float]) -> bool:
     """True if the rank of this first word cannot make the call."""
     return row[0] % 2 == 1
@@ -54,7 +60,9 @@ def cannot(row: Sequence[float]) -> bool:
 def refuse_other_calls(table: Sequence[Sequence[float]], backend: Backend, where: str) -> None:
     """Raises CallsDiffer, on all ranks of ``backend``, if first words in ``table``, by rank, are of different calls.
     ``where`` begins the error. Receipts forget the call then: ranks may go on as if it had not been."""
-    made = [CALLS[int(row[0]) // 2] for row in table]
+    if all(row[0] // 2 == table[0][0] // 2 for row in table):
+        return
+    made = [_call_of(row[0]) for row in table]
     for rank, call in enumerate(made):
         if call != made[0]:
             numbers = numbers_in_world(backend)
