@@ -32,6 +32,7 @@ from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
 from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
+from commopt.optim.calls import FIELDS
 from commopt.optim.own_tensor import OwnTensor, Place
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "period": 3}
@@ -473,7 +474,7 @@ def test_bytes_sent_are_those_of_the_ledger(world_size, c2, c1):
         after = optimizer.comm_stats()
         assert after["step"] == before["step"]
         sent = after["total"]["bytes"] - before["total"]["bytes"]
-        agreement = all_reduce_bytes(4, world_size)
+        agreement = (world_size - 1) * 8 * FIELDS
         confirmed = (world_size - 1) * CONFIRMATION_BYTES
         assert sent == all_reduce_bytes(model_bytes, world_size) + agreement + confirmed
 
