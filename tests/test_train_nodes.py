@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_port
@@ -66,8 +67,13 @@ def test_nodes_that_cannot_be_are_refused_on_both_ranks(
     assert not (tmp_path / "run").exists()
 
 
-def test_one_node_of_all_ranks_compresses_nothing(pair: Pair, tiny: Make, tmp_path: Path) -> None:
-    first, second = pair.run(run, tiny(tmp_path / "run", comm={"ranks_per_node": 2}))
+@pytest.mark.parametrize("compress", [None, {"name": "Int4", "inside": "Int8"}], ids=["optimizer", "gradients"])
+def test_one_node_of_all_ranks_compresses_nothing(
+    pair: Pair, tiny: Make, tmp_path: Path, compress: dict[str, str] | None
+) -> None:
+    given: dict[str, Any] = {} if compress is None else {"optim": {"name": "AdamW", "lr": 1e-3, "args": {}}}
+    comm = {"ranks_per_node": 2, "compress": compress}
+    first, second = pair.run(run, tiny(tmp_path / "run", comm=comm, **given))
     assert first["heldout_loss"] == second["heldout_loss"]
     lines = (tmp_path / "run/metrics.jsonl").read_text()
     assert '"plain"' in lines

@@ -187,9 +187,9 @@ class DataParallel:
 
     @property
     def phase(self) -> str:
-        """Always the same."""
-        if self.gradients is not None and not self.alone:
-            return "compressed"
+        """Always the same; "plain" where there is one node, or one rank, and nothing to compress."""
+        if self.gradients is not None:
+            return "compressed" if self.gradients.nodes > 1 else "plain"
         return "plain" if self.alone else "ddp"
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
