@@ -52,6 +52,15 @@ def averaged(optimizer: Any, net: nn.Module, rank: int) -> None:
         pass
 
 
+def averaged_with_the_model(optimizer: Any, net: nn.Module, rank: int) -> None:
+    net.register_buffer("count", torch.zeros(2))
+    try:
+        with optimizer.averaged(net):
+            pass
+    finally:
+        del net.count
+
+
 def synchronize(optimizer: Any, net: nn.Module, rank: int) -> None:
     optimizer.synchronize()
 
@@ -82,6 +91,7 @@ PAIRS: list[tuple[Callable[..., Any], Call, Call, str, str]] = [
     (onebit_adam, step, rebind, calls.STEP, calls.REGISTRATION),
     (onebit_adam, step, consolidate, calls.STEP, "consolidate_state_dict()"),
     (onebit_adam, step, step_of_a_copy, calls.STEP, calls.FIRST_STEP),
+    (onebit_adam, step, averaged_with_the_model, calls.STEP, "averaged()"),
     (onebit_adam, consolidate, add, "consolidate_state_dict()", calls.REGISTRATION),
     (diloco, steps, add, calls.ROUND, calls.REGISTRATION),
     (diloco, steps, averaged, calls.ROUND, "averaged()"),
@@ -124,6 +134,24 @@ def test_all_ranks_are_told_which_call_each_is_in() -> None:
             )
             assert kept
             assert groups == 1
+
+
+def differ_at_first(rank: int, world: int) -> tuple[str, list[torch.Tensor]]:
+    """The error where rank 0 takes its first step, and the others add a group; and what all have, three steps later."""
+    net = model()
+    optimizer = onebit_adam(net)
+    with pytest.raises(CallsDiffer) as caught:
+        (step if rank == 0 else add)(optimizer, net, rank)
+    steps(optimizer, net, rank)
+    return str(caught.value), state_of(optimizer, net)
+
+
+def test_a_first_step_may_be_taken_again() -> None:
+    first, *others = on_processes(WORLD, differ_at_first)
+    assert f"rank 1 is in another call ({calls.REGISTRATION}), rank 0 in {calls.FIRST_STEP}" in first[0]
+    for message, state in others:
+        assert "is in another call" in message
+        assert same_bits(first[1], state)
 
 
 def differ_in_overlap(rank: int, world: int) -> list[str]:

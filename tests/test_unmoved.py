@@ -214,6 +214,9 @@ def test_gradients_that_cancel_among_ranks_bring_all_back_once(caplog):
 
     with caplog.at_level(logging.WARNING):
         assert on_threads(2, run) == [(1, unmoved.NOT_HELPED, "compressed")] * 2
+    given_up = [r.getMessage() for r in caplog.records if "still have gradients" in r.getMessage()]
+    assert len(given_up) == 1
+    assert "of 1 parameters (table)" in given_up[0]
     assert len([r for r in caplog.records if "have gradients now" in r.getMessage()]) == 1
 
 
@@ -259,6 +262,24 @@ def test_what_a_compressed_warm_up_never_sends_brings_nobody_back(cls, compresso
     assert 200 < thawed <= 215
     assert other == (late, thawed, zeros)
     assert len([r for r in caplog.records if "of 1 parameters (bias) have gradients now" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(("compressor", "size"), [(Int8(), 0.01), (Int4(), 0.1)], ids=str)
+def test_small_rows_that_come_later_bring_all_back_to_a_compressed_warm_up_that_sends_them_in_time(compressor, size):
+    def run(backend):
+        params, optimizer = make(backend, warmup_compressor=compressor)
+        for t in range(1, 301):
+            draw = torch.Generator().manual_seed(100 * t + backend.rank)
+            table, vector = (torch.randn(p.shape, generator=draw) for p in params)
+            table[LATE:] *= size if t > 100 else 0
+            params[0].grad, params[1].grad = table, vector
+            optimizer.step()
+        return optimizer.param_groups[0]["late"], float((optimizer.state[params[0]]["exp_avg_sq"][LATE:] > 0).sum())
+
+    (late, moved), other = on_threads(2, run)
+    assert other == (late, moved)
+    assert late == 1
+    assert moved > 0.9 * 8 * (ROWS - LATE)
 
 
 def test_gradients_whose_squares_are_nothing_are_none():

@@ -38,7 +38,9 @@ class OutOfStep(StepRefused):
 
 
 class CallsDiffer(OutOfStep):
-    """The ranks are in different calls, none of which has changed anything."""
+    """The ranks are in different calls. None of them has changed anything but what is each rank's own: an outer
+    optimizer has counted the local step before the round, and with ``overlap=True`` some ranks have begun the step.
+    These go on with a state that is loaded, the others as if nothing had been."""
 
 
 def word_of(call: str, cannot: bool) -> float:

@@ -282,6 +282,17 @@ class Diagnostics:
             self.optimizer, whose, which, follows,
         )  # fmt: skip
 
+    def unmoved_for_good(self, names: Sequence[str]) -> None:
+        """Going back has not helped elements of the parameters of these ``names``, which still have gradients that move
+        nothing."""
+        if self.rank == 0:
+            logger.warning(
+                "%s: elements of %d parameters (%s) still have gradients, and a variance of 0, though all ranks went "
+                "back to where it moves: their gradients cancel among the ranks, or are too small to be sent. Nothing "
+                "moves them; no more is done about that, and such elements that come now are not looked for",
+                self.optimizer, len(names), first_of(names),
+            )  # fmt: skip
+
     def new_phase(self, old: str, new: str, step: int, groups: Sequence[int] | None, sends: str) -> None:
         """A phase has ended after ``step``, for the parameter groups given, or for all; the new one ``sends`` so."""
         if self.rank == 0:

@@ -412,6 +412,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         self.refuse_inside_averaged("synchronize()")
         rest = replicas.rest_of(self, model, buffers)
+        replicas.begin_with(self, model, "synchronize()")
         if self.replicas_differ:
             self._of_ranks = None
             self.agree_to("synchronize()")

@@ -96,8 +96,17 @@ def agree_inside(
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
-    with rest_of(optimizer, model, buffers).same(), _averaged_parameters(optimizer):
+    rest = rest_of(optimizer, model, buffers)
+    begin_with(optimizer, model, "averaged()")
+    with rest.same(), _averaged_parameters(optimizer):
         yield
+
+
+def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, call: str) -> None:
+    """Begins ``call`` on all ranks, if they tell each other the buffers of ``model`` in it."""
+    if model is not None:
+        calls.begin(optimizer.agrees_over, call)
+        optimizer.topology.traffic.leave_out()
 
 
 def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Rest:

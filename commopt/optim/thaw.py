@@ -195,6 +195,7 @@ class Watch:
         self.unmoved: list[tuple[Tensor, bool]] = []  # of which this rank has gradients where v is 0; :func:`may_help`
         self.heard_unmoved = 0  # the kinds of such that some rank has
         self.reached: list[dict[str, Any]] = []  # groups that have had them for long enough
+        self.given_up = False  # going back has not helped some
         self.mean = 0.0
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
@@ -229,7 +230,11 @@ class Watch:
                 begin(group, group["chosen"])
         watched, self.looked = self.looked, []
         late, self.unmoved = self.unmoved, []
-        if not watched or (why := self._why(watched)) is None:
+        why = self._why(watched) if watched else None
+        if self.given_up:
+            self.given_up = False
+            optimizer._diagnostics.unmoved_for_good(unmoved.names(optimizer, [p for p, _ in late]))
+        if why is None:
             return
         if why == "unmoved":
             self._let_move(optimizer, watched, late)
@@ -271,7 +276,7 @@ class Watch:
         if self.at_length:
             return "long" if are_too_long(watched, self.words.key, self.mean) else None
         kinds = [1 if may_help(group) else 2 for group in watched]
-        self.reached = unmoved.count(watched, [bool(kind & self.heard_unmoved) for kind in kinds])
+        self.reached, self.given_up = unmoved.count(watched, [bool(kind & self.heard_unmoved) for kind in kinds])
         if not math.isnan(self.mean) and has_outgrown(watched, self.mean):
             return "grown"
         return "unmoved" if self.reached else None

@@ -5,10 +5,11 @@ layer that was frozen. Where ``SHARE`` of a tensor or more are such, in ``LOOKS`
 (:mod:`commopt.optim.thaw`), it is no row of a rare word: all ranks go back to where the variance moves, as they do
 where gradients have outgrown it, or a warning names the tensor.
 
-Where the warm-up was compressed, an element whose gradient is small beside those that it shares a scale with has never
-been sent, and v stays 0 whatever is done: there only those count that the warm-up's compressor would send. And what is
+Where a warm-up was compressed by a scale for each block, an element whose gradient is very small beside those that it
+shares a scale with has never been sent, and v stays 0 whatever is done: there only those count that the compressor
+would send if they were ``KEPT_BACK`` times as large, which is what error feedback adds up to in a warm-up. And what is
 so at the first look after a group went back for it is not late, whatever it is (gradients that cancel among the ranks):
-such elements count no more until the variance stands anew.
+the log says so, and nothing is done about it until the variance stands anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commopt.compress import Compressor
+from commopt.compress.scaled import Scaled
 from commopt.optim.diagnostics import names_of
 from commopt.optim.host import numbers_of
 from commopt.optim.setup import gather_texts
@@ -36,6 +38,8 @@ NOT_HELPED = -1
 """In place of the looks of a group: going back has not helped what is unmoved in it."""
 TIMES = 8
 """Times that a group goes back at most for such elements."""
+KEPT_BACK = 10.0
+"""Gradients of an element that error feedback adds up to before they are sent, of either sign: some hundred steps."""
 LEAST = 1e-15
 """Smaller gradients have a square that is 0 in float32."""
 
@@ -52,7 +56,7 @@ def unmoved(
         sent_by: what the gradients of the warm-up are sent by; None if they are exact.
     """
     variances, counts = bucket.tensors("exp_avg_sq"), bucket.numbers["variance_step"].tolist()
-    sent = bucket.views(_as_sent(bucket, scale, sent_by)) if with_zeros and sent_by is not None else None
+    sent = bucket.views(_as_sent(bucket, scale, sent_by)) if with_zeros and isinstance(sent_by, Scaled) else None
     found = []
     for i in with_zeros:
         g, v = bucket.gradient(i), variances[i]
@@ -65,8 +69,11 @@ def unmoved(
 
 
 def _as_sent(bucket: StateBucket, scale: float, compressor: Compressor) -> Tensor:
-    """What ``compressor`` makes of this rank's gradients of ``bucket``, (padded,)."""
-    flat = bucket.pack_gradients(scale).view(1, -1)
+    """What ``compressor`` makes of this rank's gradients of ``bucket``, (padded,), after ``KEPT_BACK`` of those where v
+    is 0."""
+    flat = bucket.pack_gradients(scale)
+    torch.where(bucket["exp_avg_sq"] == 0, flat * KEPT_BACK, flat, out=flat)
+    flat = flat.view(1, -1)
     payload = flat.new_empty(1, compressor.nbytes(flat.shape[1], flat.dtype), dtype=torch.uint8)
     compressor.compress(flat, payload)
     compressor.decompress(payload, flat)
@@ -86,12 +93,13 @@ def names(optimizer: CommOptimizer, found: Sequence[Tensor]) -> list[str]:
     return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
 
 
-def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> list[dict[str, Any]]:
+def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> tuple[list[dict[str, Any]], bool]:
     """Counts a look at ``groups``; of each whether some rank has ``found`` such parameters in groups of its kind.
-    Returns those for which it is the one at which something follows."""
+    Returns those for which it is the one at which something follows, and whether going back has not helped some."""
+    given_up = False
     for group, has in zip(groups, found):
         if has and group["late"] and not group["watch_looks"]:
-            group["watch_unmoved"] = NOT_HELPED
+            group["watch_unmoved"], given_up = NOT_HELPED, True
         elif group["watch_unmoved"] != NOT_HELPED:
             group["watch_unmoved"] = group["watch_unmoved"] + 1 if has else 0
-    return [group for group in groups if group["watch_unmoved"] == LOOKS]
+    return [group for group in groups if group["watch_unmoved"] == LOOKS], given_up

@@ -80,7 +80,11 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
     there = found(optimizer)
     ranks = optimizer.agrees_over.inner
     mine = int(in_backward or callable(there)) + 2 * int(isinstance(there, Obstacle))
-    found_by = calls.begin(ranks, calls.FIRST_STEP, mine)
+    try:
+        found_by = calls.begin(ranks, calls.FIRST_STEP, mine)
+    except calls.CallsDiffer:
+        optimizer._looked = False
+        raise
     everywhere = all(number == 1 for number in found_by)
     if in_backward:
         optimizer._attachment.agreed = everywhere
