@@ -332,6 +332,11 @@ def test_a_keyword_with_a_letter_wrong(make, name, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (
+            lambda p: QSparseLocalSGD(p, compressor=None),
+            ValueError,
+            "^compressor must be a RandomBlocks or a Compressor",
+        ),
         (lambda p: OneBitAdam(p, compressor=RandomBlocks(4)), ValueError, "which is for CSER and QSparseLocalSGD"),
         (
             lambda p: DiLoCo(p, compressor=PowerSGD(2)),

@@ -101,10 +101,10 @@ class Replicas:
         return channel_of(backend, self._traffic, self._receipt, world)
 
 
-def gather_number(backend: Backend, number: int, where: str = "numbers of the ranks") -> list[int]:
-    """The ``number`` of each of the ranks of ``backend``, by rank; ``where`` begins errors."""
+def gather_number(backend: Backend, number: int) -> list[int]:
+    """The ``number`` of each of the ranks of ``backend``, by rank."""
     row = torch.tensor([number], device=message_device(backend))
-    numbers: list[int] = gather_rows(backend, row, where).flatten().tolist()
+    numbers: list[int] = gather_rows(backend, row, "numbers of the ranks").flatten().tolist()
     return numbers
 
 

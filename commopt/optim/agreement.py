@@ -223,10 +223,8 @@ class Agreement:
         calls.refuse_other_calls(table, backend, self._where)
         if report.error is not None:
             raise report.error
-        for rank, row in enumerate(table):
-            if calls.cannot(row):
-                number = numbers_in_world(backend)[rank]
-                raise StepRefused(f"rank {number} cannot take this step; its own error says why")
+        if (number := calls.first_that_cannot(table, backend)) is not None:
+            raise StepRefused(f"rank {number} cannot take this step; its own error says why")
         stages: Sequence[int] = [0] * len(table) if self._holders is None else self._holders.stages
         counts: dict[int, tuple[int, int]] = {}  # of each stage: parameters, and a rank that has so many
         for rank, (stage, row) in enumerate(zip(stages, table)):

@@ -59,6 +59,13 @@ def cannot(row: Sequence[float]) -> bool:
     return row[0] % 2 == 1
 
 
+def first_that_cannot(table: Sequence[Sequence[float]], backend: Backend) -> int | None:
+    """The number in the world of the first rank of ``backend`` whose first word, in ``table`` by rank, says that it
+    cannot make the call; None if all can."""
+    rank = next((rank for rank, row in enumerate(table) if cannot(row)), None)
+    return None if rank is None else numbers_in_world(backend)[rank]
+
+
 def refuse_other_calls(table: Sequence[Sequence[float]], backend: Backend, where: str) -> None:
     """Raises CallsDiffer, on all ranks of ``backend``, if first words in ``table``, by rank, are of different calls.
     ``where`` begins the error. Receipts forget the call then: ranks may go on as if it had not been."""

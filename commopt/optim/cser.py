@@ -173,11 +173,14 @@ class CSER(CommOptimizer):
 
     knows_nodes = False
 
+    name_of_reset = "reset_compressor"
+    """Argument that gives what a reset sends by, for errors."""
+
     def check_settings(self) -> None:
         checks.check_partial("compressor", self.compressor)
-        checks.check_partial("reset_compressor", self.reset_compressor)
+        checks.check_partial(self.name_of_reset, self.reset_compressor)
         if isinstance(self.reset_compressor, RandomBlocks) and math.isinf(self.reset_compressor.ratio):
-            raise ValueError(f"reset_compressor must keep something, got {self.reset_compressor}")
+            raise ValueError(f"{self.name_of_reset} must keep something, got {self.reset_compressor}")
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
         checks.check_reduction(self.reduction)
 

@@ -40,6 +40,7 @@ class QSparseLocalSGD(CSER):
         all others: as for :class:`CSER`.
     """
 
+    name_of_reset = "compressor"
     rank_local_buffers = ("momentum_buffer", "error_buffer")
     ever_rank_local = (PARAMETER, *rank_local_buffers)
 
@@ -57,8 +58,6 @@ class QSparseLocalSGD(CSER):
                 f"QSparseLocalSGD has no reset_compressor, got {others['reset_compressor']!r}: what a reset sends is "
                 "compressor= here, and nothing is sent between two"
             )
-        if compressor is None:
-            raise ValueError("compressor must be a RandomBlocks or a Compressor such as Sign(), got None")
         super().__init__(params, lr, momentum, compressor=None, reset_compressor=compressor, **others)
 
     @property

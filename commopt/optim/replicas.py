@@ -55,17 +55,14 @@ def agree(
         commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
-    table = [[calls.word_of(what, error is not None)]]
-    if over.world_size > 1:
-        with reaching_others(topology, buckets, what):
-            table = calls.tell(over, what, cannot=error is not None)
+    with reaching_others(topology, buckets, what):
+        table = calls.tell(over, what, cannot=error is not None)
     topology.traffic.leave_out()
     calls.refuse_other_calls(table, over, what)
     if error is not None:
         raise error
-    for rank, row in zip(topology.numbers, table):
-        if calls.cannot(row):
-            raise StepRefused(f"{what}: rank {rank} cannot take part; its own error says why")
+    if (failed := calls.first_that_cannot(table, over)) is not None:
+        raise StepRefused(f"{what}: rank {failed} cannot take part; its own error says why")
 
 
 def agree_inside(

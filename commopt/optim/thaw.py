@@ -194,8 +194,7 @@ class Watch:
         self.at_length = False
         self.unmoved: list[tuple[Tensor, bool]] = []  # of which this rank has gradients where v is 0; :func:`may_help`
         self.heard_unmoved = 0  # the kinds of such that some rank has
-        self.reached: list[dict[str, Any]] = []  # groups that have had them for long enough
-        self.given_up = False  # going back has not helped some
+        self.reached: list[dict[str, Any]] = []  # groups that have had them for long enough, or still
         self.mean = 0.0
 
     def growth(self, optimizer: CommOptimizer, frozen: Sequence[dict[str, Any]], unscale: float) -> float:
@@ -230,11 +229,7 @@ class Watch:
                 begin(group, group["chosen"])
         watched, self.looked = self.looked, []
         late, self.unmoved = self.unmoved, []
-        why = self._why(watched) if watched else None
-        if self.given_up:
-            self.given_up = False
-            optimizer._diagnostics.unmoved_for_good(unmoved.names(optimizer, [p for p, _ in late]))
-        if why is None:
+        if not watched or (why := self._why(watched)) is None:
             return
         if why == "unmoved":
             self._let_move(optimizer, watched, late)
@@ -253,8 +248,11 @@ class Watch:
     ) -> None:
         """Lets the groups go back for which that may help elements that have gradients now; warns of the others."""
         words, tell = self.words, optimizer._diagnostics.unmoved
-        helped = [group for group in watched if may_help(group)] if any(map(may_help, self.reached)) else []
-        for groups, helps in ((helped, True), ([g for g in self.reached if not may_help(g)], False)):
+        reached = [group for group in self.reached if group["watch_unmoved"] != unmoved.NOT_HELPED]
+        if len(reached) < len(self.reached):
+            optimizer._diagnostics.unmoved_for_good(unmoved.names(optimizer, [p for p, _ in late]))
+        helped = [group for group in watched if may_help(group)] if any(map(may_help, reached)) else []
+        for groups, helps in ((helped, True), ([g for g in reached if not may_help(g)], False)):
             if groups:
                 names = unmoved.names(optimizer, [p for p, kind in late if kind == helps])
                 tell(names, [group[words.key] for group in groups], words.longer, words.back, helps)
@@ -276,7 +274,7 @@ class Watch:
         if self.at_length:
             return "long" if are_too_long(watched, self.words.key, self.mean) else None
         kinds = [1 if may_help(group) else 2 for group in watched]
-        self.reached, self.given_up = unmoved.count(watched, [bool(kind & self.heard_unmoved) for kind in kinds])
+        self.reached = unmoved.count(watched, [bool(kind & self.heard_unmoved) for kind in kinds])
         if not math.isnan(self.mean) and has_outgrown(watched, self.mean):
             return "grown"
         return "unmoved" if self.reached else None

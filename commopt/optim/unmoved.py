@@ -93,13 +93,15 @@ def names(optimizer: CommOptimizer, found: Sequence[Tensor]) -> list[str]:
     return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
 
 
-def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> tuple[list[dict[str, Any]], bool]:
+def count(groups: Sequence[dict[str, Any]], found: Sequence[bool]) -> list[dict[str, Any]]:
     """Counts a look at ``groups``; of each whether some rank has ``found`` such parameters in groups of its kind.
-    Returns those for which it is the one at which something follows, and whether going back has not helped some."""
-    given_up = False
+    Returns those for which it is the one at which something follows: they have ``LOOKS`` such looks, or NOT_HELPED."""
+    reached = []
     for group, has in zip(groups, found):
         if has and group["late"] and not group["watch_looks"]:
-            group["watch_unmoved"], given_up = NOT_HELPED, True
+            group["watch_unmoved"] = NOT_HELPED
+            reached.append(group)
         elif group["watch_unmoved"] != NOT_HELPED:
             group["watch_unmoved"] = group["watch_unmoved"] + 1 if has else 0
-    return [group for group in groups if group["watch_unmoved"] == LOOKS], given_up
+            reached += [group] if group["watch_unmoved"] == LOOKS else []
+    return reached

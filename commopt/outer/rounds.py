@@ -142,9 +142,8 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
     calls.refuse_other_calls(table, topology.world, where)
     if mine.error is not None:
         raise mine.error
-    for rank, row in zip(numbers, table):
-        if calls.cannot(row):
-            raise StepRefused(f"{where}: rank {rank} cannot take this step; its own error says why")
+    if (failed := calls.first_that_cannot(table, topology.world)) is not None:
+        raise StepRefused(f"{where}: rank {failed} cannot take this step; its own error says why")
     first = table[0]
     for rank, (_, _, _, step, number, terms, *_) in enumerate(table):
         if (step, number) != (first[3], first[4]):

@@ -254,9 +254,9 @@ def _plain(key: str, value: str) -> Any:
 
 def _override(key: str, value: str = "") -> str:
     """The word of the command line that gives ``key`` a value."""
-    mapping = _plain(key, value) if value.lstrip().startswith("{") else None
-    named = _named(key, mapping) if isinstance(mapping, Mapping) and "args" not in mapping else _named(key, value)
-    return f"--{key}={value if named is value else _one_line(named)}"
+    given = _plain(key, value) if value.lstrip().startswith("{") else value
+    named = _named(key, given)
+    return f"--{key}={value if named is given else _one_line(named)}"
 
 
 def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
