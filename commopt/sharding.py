@@ -24,6 +24,15 @@ def is_sharded(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def tensors_in(params: Any) -> list[Any]:
+    """The parameters among what an optimizer is given: parameters, (name, parameter) pairs, or groups of them."""
+    found: list[Any] = []
+    for entry in params if isinstance(params, (list, tuple)) else ():
+        inside = entry.get("params", ()) if isinstance(entry, dict) else [entry]
+        found += [inside] if isinstance(inside, Tensor) else inside
+    return [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in found]
+
+
 def local(t: Tensor) -> Tensor:
     """This rank's piece of ``t``: the same memory, without gradient; ``t`` itself if it is a plain tensor."""
     if not is_sharded(t):

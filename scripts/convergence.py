@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from typing import Any
 from convergence_tasks import TASKS
 from loss_tables import compare, summary
 from marked import markdown, put
+from netbed import exit_on_signals
+from torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = ROOT / "scripts" / "convergence_rank.py"
@@ -34,6 +35,21 @@ FIGURES = ROOT / "benchmarks" / "convergence.json"
 MARKS = "<!-- convergence: made by scripts/convergence.py --update-docs -->", "<!-- /convergence -->"
 
 Record = dict[str, Any]
+
+
+def follow(process: subprocess.Popen[Any], out: Path, runs: int) -> int:
+    """Says what is written to ``out`` as soon as it is; returns the exit code of ``process``."""
+    shown, began = 0, time.monotonic()
+    while True:
+        code = process.poll()
+        for record in map(json.loads, out.read_text().splitlines()[shown:]):
+            where = f"{record['task']}, {record['method']}, seed {record['seed']}"
+            took = f"{shown + 1} of {runs}, {time.monotonic() - began:.0f} s"
+            print(f"{where}: held-out loss {record['heldout_loss']:.4f} ({took})", file=sys.stderr, flush=True)
+            shown += 1
+        if code is not None:
+            return code
+        time.sleep(0.2)
 
 
 def launch(
@@ -50,28 +66,9 @@ def launch(
     spec, out = folder / "runs.json", folder / "out.jsonl"
     spec.write_text(json.dumps(runs))
     out.touch()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [*program, str(spec), str(out), str(folder)]
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=log, stderr=log)
-        shown, began = 0, time.monotonic()
-        try:
-            while True:
-                code = process.poll()
-                lines = out.read_text().splitlines()
-                for record in map(json.loads, lines[shown:]):
-                    where = f"{record['task']}, {record['method']}, seed {record['seed']}"
-                    took = f"{shown + 1} of {len(runs)}, {time.monotonic() - began:.0f} s"
-                    print(f"{where}: held-out loss {record['heldout_loss']:.4f} ({took})", file=sys.stderr, flush=True)
-                    shown += 1
-                if code is not None:
-                    break
-                time.sleep(0.2)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+    program = [*program, str(spec), str(out), str(folder)]
+    with (folder / "log.txt").open("w") as log, torchrun(ranks, program, stdout=log, stderr=log) as process:
+        code = follow(process, out, len(runs))
     if code:
         said = (folder / "log.txt").read_text().partition("ChildFailedError")[0]
         raise RuntimeError(f"a rank failed, exit code {code}:\n{said[-3000:]}")
@@ -176,6 +173,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
+    exit_on_signals()
     args = arguments()
     if args.update_docs:
         update_docs(json.loads(FIGURES.read_text())["rows"])

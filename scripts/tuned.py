@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +26,8 @@ from typing import Any
 from convergence_tasks import TASKS, Method
 from loss_tables import compare, share, summary
 from marked import markdown, put
+from netbed import exit_on_signals
+from torchrun import torchrun
 from tuned_methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,10 +167,11 @@ def launch(runs: list[Record], ranks: int, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder, "runs.json")
         spec.write_text(json.dumps(runs))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(ROOT / "scripts" / "tuned_rank.py"), str(spec), str(out), folder]
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, check=True)
+        program = [str(ROOT / "scripts" / "tuned_rank.py"), str(spec), str(out), folder]
+        with torchrun(ranks, program) as process:
+            code = process.wait()
+    if code:
+        raise RuntimeError(f"a rank failed, exit code {code}")
 
 
 def table(found: list[Record]) -> str:
@@ -236,6 +236,7 @@ def update_docs(records: list[Record], root: Path = ROOT) -> None:
 
 
 def main() -> None:
+    exit_on_signals()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TUNINGS, default="gpt", help="(default: gpt)")
     parser.add_argument("--methods", help="with commas (default: all of the task)")

@@ -298,8 +298,9 @@ def test_a_compressor_is_a_name_or_name_and_args(tmp_path: Path) -> None:
     for compressor in ("Int4", "commopt.compress.Int4"):
         optim = parse([str(path), f"--optim.compressor={compressor}"]).optim
         assert optim.compressor == CompressorConfig(compressor)  # nothing is left of the other one's
-        optim = parse([str(path), f"--optim.compressor={{name: {compressor}}}"]).optim
-        assert optim.compressor == CompressorConfig(compressor)
+        for word in (f"compressor={{name: {compressor}}}", f"={{compressor: {compressor}}}"):
+            optim = parse([str(path), f"--optim.{word}".replace(".=", "=")]).optim
+            assert (optim.compressor, optim.lr) == (CompressorConfig(compressor), 3e-4)
     assert parse([str(path), "--optim.name=AdamW"]).comm.compress == GradientsConfig("Sign")
     path.write_text("optim: {lr: 3e-4, compressor: Int4}\ncomm: {compress: Int8, timeout: 1e2}\n")
     config = parse([str(path), "--comm.compress.feedback=false"])

@@ -554,6 +554,7 @@ def test_what_every_torch_optimizer_refuses_and_takes(name):
         make([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match=r"of layout torch\.sparse"):
         make([nn.Parameter(torch.zeros(2, 2).to_sparse())])
+    assert len(make([{"params": nn.Parameter(torch.ones(()))}]).param_groups[0]["params"]) == 1
     p = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="more than one parameter group"):
         make([{"params": [p]}, {"params": [p]}])

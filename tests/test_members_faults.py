@@ -231,6 +231,29 @@ def test_inf_or_nan_on_one_rank_does_not_count_and_is_healed_and_on_all_is_skipp
     assert found[0] == found[1] == found[2]
 
 
+def test_a_rank_that_has_joined_skips_a_local_step_of_nan_and_says_so(caplog):
+    """Its number was 0 of one rank when it was made."""
+    world, late = Rendezvous(), threading.Event()
+
+    def first():
+        _, params, optimizer = averaging(world, 0, ranks=1)
+        go(params, optimizer, 0)
+        late.set()
+        until(lambda: optimizer.members.roster.client.add("tickets", 0) == 2)
+        go(params, optimizer, 0, 3)
+
+    def second():
+        late.wait(30)
+        _, params, optimizer = averaging(world, 1)
+        go(params, optimizer, 1)
+        params[0].grad = torch.full_like(params[0], float("nan"))
+        optimizer.step()
+        return optimizer.skipped_steps
+
+    assert run_ranks([first, second])[1] == 1
+    assert "LocalSGD: rank 1 skipped its local step: inf, NaN" in caplog.text
+
+
 def test_the_mean_of_the_replicas_is_of_those_that_are_there():
     world = Rendezvous()
 

@@ -28,7 +28,7 @@ from worlds import (
 
 from commopt import Guard, LocalSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
-from commopt.compress import Compressor, Identity, Int4, Sign
+from commopt.compress import Compressor, Identity, Int4, Int8, Sign
 from commopt.optim.agreement import AGREEMENT_BYTES
 
 WORLDS = (1, 2, 3, 4)
@@ -183,6 +183,21 @@ def test_a_warm_up_that_is_compressed_in_pieces_is_that_in_one():
     assert set(once) == {1}
     assert set(often) == {6}
     assert same_bits([whole], [pieces])
+
+
+def test_a_later_freeze_step_lets_what_had_no_variance_move_at_once_in_a_compressed_warm_up():
+    def run(backend):
+        p = nn.Parameter(torch.zeros(64))
+        optimizer = OneBitAdam([p], lr=1e-2, freeze_step=2, thaw="never", warmup_compressor=Int8(32), backend=backend)
+        for step in range(4):
+            if step == 3:
+                optimizer.param_groups[0]["freeze_step"] = 10
+            p.grad = torch.ones(64)
+            p.grad[32:] = float(step == 3)
+            optimizer.step()
+        return optimizer.phase, bool((optimizer.state[p]["exp_avg_sq"] > 0).all())
+
+    assert on_threads(2, run) == [("warmup", True)] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -501,9 +516,9 @@ def test_a_warm_up_shorter_than_the_window_of_the_variance_is_reported(caplog, f
 
 def test_a_warm_up_that_does_not_end_is_reported_after_100_steps_and_at_the_end_of_the_run(caplog):
 
-    def run(backend):
+    def run(backend, **settings):
         p = nn.Parameter(torch.ones(4))
-        optimizer = OneBitAdam([p], betas=(0.9, 0.5), backend=backend)
+        optimizer = OneBitAdam([p], betas=(0.9, 0.5), backend=backend, **settings)
         for t in range(120):
             p.grad = torch.full_like(p, 1.1**t * (1 + backend.rank))
             optimizer.step()
@@ -513,8 +528,11 @@ def test_a_warm_up_that_does_not_end_is_reported_after_100_steps_and_at_the_end_
     on_threads(2, run)
     said = "the variance has not settled (the squares of a tensor's gradients have changed by a factor of 45"
     assert caplog.text.count("the variance has not settled") == caplog.text.count(said) == 1  # 1.1^40, at step 100
+    assert "everything is still sent in full precision" in caplog.text
     gc.collect()
-    assert caplog.text.count("the run ends after 120 steps, and none was compressed") == 1
+    assert caplog.text.count("the run ends after 120 steps, all of them of its warm-up") == 1
+    on_threads(2, lambda backend: run(backend, warmup_compressor=Int8()))
+    assert f"everything is still sent by {Int8()}; freeze_step=<an int>" in caplog.text
 
 
 def test_the_end_of_a_run_that_was_compressed_says_nothing(caplog):

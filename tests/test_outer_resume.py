@@ -626,6 +626,27 @@ def test_a_base_that_fails_at_a_synchronisation_stops_all_ranks():
     assert same_bits(a, b)
 
 
+def test_state_that_is_deleted_before_a_synchronisation_stops_all_ranks():
+    def run(backend):
+        model = Toy()
+        optimizer = make(LocalSGD, model, backend, period=2)
+        train(model, optimizer, range(1), backend.rank, 2)
+        backward(model, 1, backend.rank, 2)
+        p, kept = model.embedding, dict(optimizer.state[model.embedding])
+        if backend.rank == 1:
+            optimizer.state[p].clear()
+        error, message = (ValueError, "state") if backend.rank == 1 else (StepRefused, "rank 1 cannot take this step")
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        optimizer.state[p].update(kept)
+        train(model, optimizer, range(2, 3), backend.rank, 2)
+        assert not optimizer.replicas_differ
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
 # a group that shrinks -------------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,25 @@ def test_one_norm_of_all_parts_clips_them(name):
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
 
 
+def test_a_rank_that_cannot_take_a_local_step_stops_those_that_hold_a_replica_with_it():
+    def ours(backend: Any) -> str:
+        replica, part = divmod(backend.rank, PARTS)
+        _, optimizer = run(backend.sharded(PARTS), part, replica, "DiLoCo", True, 1, period=4)
+        give(optimizer.params, own_grads(part, 1, replica, True))
+        if backend.rank == 1:
+            optimizer.max_grad_norm = -1.0
+        try:
+            optimizer.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "taken"
+
+    said = on_threads(2 * PARTS, ours)
+    assert said[0].startswith("StepRefused: DiLoCo, local step 2: rank 1 of this replica cannot take this step")
+    assert said[1].startswith("ValueError: max_grad_norm must be")
+    assert said[2:] == ["taken", "taken"]
+
+
 def test_the_variance_of_all_parts_decides_when_it_has_settled():
     """freeze_step="auto": one part settles long before the other."""
 

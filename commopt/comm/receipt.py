@@ -22,6 +22,7 @@ from torch import Tensor
 
 from commopt.comm.backend import Backend, Work, message_device
 from commopt.comm.pipeline import gather_rows
+from commopt.comm.torch import numbers_in_world
 
 if TYPE_CHECKING:
     from commopt.comm.counting import CountingBackend
@@ -180,7 +181,8 @@ def refuse_damaged(
         raise MessageDamaged(f"{where}: {told}. Memory or the network damages messages. {remedy}")
     bad = [rank for rank, (_, fine) in enumerate(rows) if not fine]
     if bad:
-        ranks = ", ".join(map(str, bad))
+        numbers = numbers_in_world(backend)
+        ranks = ", ".join(str(numbers[rank]) for rank in bad)
         raise MessageDamaged(
             f"{where}: what rank {ranks} received holds inf, NaN or a scale that cannot be, as it was sent. {remedy}"
         )
@@ -188,7 +190,7 @@ def refuse_damaged(
 
 def _tell(entries: Sequence[Entry], backend: Backend) -> str:
     """Names the message that was damaged, as far as it can be told."""
-    world = backend.world_size
+    world, numbers = backend.world_size, numbers_in_world(backend)
     lengths = [(entry.sent.numel(), entry.received.numel()) for entry in entries]
     sums = [t.to(message_device(backend)) for entry in entries for t in (_padded(entry.sent, world), entry.received)]
     told = "what was received is not what was sent"
@@ -203,14 +205,14 @@ def _tell(entries: Sequence[Entry], backend: Backend) -> str:
             continue
         if entry.received.numel() == world and entry.collective in ("all_to_all", "all_gather", "exchange"):
             wrong = (sent != received.T).nonzero().tolist()  # sent[s, r] is for r, received[r, s] from s
-            pairs = ", ".join(f"rank {r} received from rank {s}" for s, r in wrong[:3])
+            pairs = ", ".join(f"rank {numbers[r]} received from rank {numbers[s]}" for s, r in wrong[:3])
             return f"{entry.collective}: what {pairs} is not what was sent"
         if entry.collective == "all_reduce":
             results = received[:, 0].tolist()
-            odd = [rank for rank, result in enumerate(results) if 2 * results.count(result) <= world]
+            odd = [str(numbers[rank]) for rank, result in enumerate(results) if 2 * results.count(result) <= world]
             if len(odd) == world:
                 return "all_reduce: the ranks received different results"
-            return f"all_reduce: the result on rank {', '.join(map(str, odd))} is another than on the others"
+            return f"all_reduce: the result on rank {', '.join(odd)} is another than on the others"
         return f"{entry.collective}: {told}"
     return told
 

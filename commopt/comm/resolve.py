@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from commopt.comm.backend import Backend, LocalBackend, check_backend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.torch import TorchBackend
-from commopt.sharding import is_sharded, left_dims
+from commopt.sharding import is_sharded, left_dims, tensors_in
 
 logger = logging.getLogger("commopt")
 
@@ -55,11 +55,7 @@ def _mesh_of(params: Any) -> DeviceMesh | None:
     shards."""
     if isinstance(params, torch.optim.Optimizer):
         params = params.param_groups
-    if not isinstance(params, (list, tuple)):
-        return None
-    entries = [p for entry in params for p in (entry.get("params", ()) if isinstance(entry, dict) else [entry])]
-    tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in entries]
-    cut: list[Any] = [p for p in tensors if is_sharded(p)]
+    cut = [p for p in tensors_in(params) if is_sharded(p)]
     meshes: list[DeviceMesh] = [p.device_mesh._get_root_mesh() for p in cut]
     if all(left_dims(p) and p.device_mesh.size() < mesh.size() for p, mesh in zip(cut, meshes)):
         meshes = [p.device_mesh for p in cut]  # with the replicas that FSDP2 averaged over, and no further ranks

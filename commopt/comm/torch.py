@@ -255,11 +255,15 @@ def ranks_of(backend: Any) -> list[int] | None:
 
 def numbers_in_world(backend: Any) -> Sequence[int]:
     """The numbers that a user knows the ranks of ``backend`` by: those of the default process group, if it is a process
-    group's, else its own."""
+    group's, or a channel's of one, else its own."""
     size = backend.world_size
     while hasattr(backend, "inner"):
         backend = backend.inner
+    if isinstance(backend, GlooChannel):
+        return backend.meeting.ranks
     with contextlib.suppress(Exception):  # the group has been destroyed
+        if isinstance(backend, GroupChannel):
+            return dist.get_process_group_ranks(backend.group)
         return ranks_of(backend) or range(size)
     return range(size)
 

@@ -201,7 +201,7 @@ def _sentence(roll: Roll, how_long: str) -> str:
 
 
 def named(ranks: list[int]) -> str:
-    """ "rank 2", "ranks 1 and 2", "ranks 1, 2, 3 and 5 more"."""
+    """ "rank 2", "ranks 1 and 2", "ranks 0, 1, ... (eight of them) and 5 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:

@@ -28,6 +28,7 @@ from commopt.compress import Compressor, Int4
 from commopt.gradients.fsdp import Group
 from commopt.gradients.shard_group import ShardGroup
 from commopt.ops.checks import REAL
+from commopt.optim.checks import check_compressor
 
 FAR = 0.1
 """Share of its norm by which a piece may have moved, to be sent as a difference."""
@@ -52,10 +53,7 @@ class Differences:
     compressor: Compressor = field(default_factory=lambda: Int4(block=2048))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(
-                f"compressor must be a commopt.compress.Compressor such as Int4(), got {self.compressor!r}"
-            )
+        check_compressor(self.compressor)
 
 
 class GroupWeights:

@@ -39,11 +39,12 @@ class DDPHook:
     DDP holds this for good; it holds the model weakly. Without a ``mean`` DDP averages by itself.
     """
 
+    mean: GradientMean | None
+
     def __init__(self, model: DistributedDataParallel, mean: GradientMean) -> None:
         self._model, self._group = weakref.ref(model), model.process_group
         self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.mean: GradientMean | None = mean
-        mean.zeros_are_absent = model.find_unused_parameters
+        self.serve(mean)
         model.register_comm_hook(self, DDPHook.hook)
 
     def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.comm import CountingBackend, Receipt, gather_rows, message_device, refuse_damaged
+from commopt.comm import CountingBackend, Receipt, gather_rows, message_device, numbers_in_world, refuse_damaged
 from commopt.optim.checks import check_int
 from commopt.optim.digest import digest_of_all
 from commopt.optim.guard import Guard, ReplicasDiffer
@@ -60,7 +60,7 @@ class Watch:
         refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}", self._entries, _REMEDY)
         where = f"compress_gradients(), before mean {number}"
         try:
-            Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, range(len(pairs)))
+            Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, numbers_in_world(backend))
         except ReplicasDiffer as error:
             raise ReplicasDiffer(f"{error}. {_APART}") from None
 

@@ -83,7 +83,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Outcome of the agreement; equal on every rank, but for ``already_equal``.
+    """Outcome of the agreement; equal on every rank, but for ``already_equal`` and ``alike``.
 
     Attributes:
         non_finite: the ranks on which some gradient was inf or NaN, or their norm above LARGEST_NORM; the step is

@@ -309,7 +309,6 @@ class CommOptimizer(PackedOptimizer):
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.topology.backend, type(self).__name__)
-        loss = None
         binding.rebind_if_new(self)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
@@ -459,7 +458,7 @@ class CommOptimizer(PackedOptimizer):
         averaged = self._attachment.averaged if self._attachment is not None else {}
         wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
-        square = self.square_norm_of([p for p in fresh if p.grad is not None])
+        square = self.square_norm_of(fresh)
         square += sum(numbers_of(list(averaged.values())))
         unaveraged = any(id(p) in wanting for p in fresh)
 

@@ -197,7 +197,8 @@ def register_groups(
     params = [p for group in groups for p in group["params"]]
     topology, device = optimizer.topology, optimizer.control_device(params)
     calls.begin(optimizer.agrees_over, calls.REGISTRATION if optimizer._ready else calls.CONSTRUCTION)
-    agree_on_setup(topology.world, device, *_setup(groups, settings, error, device), topology.stages)
+    facts, counts = _setup(groups, settings, device)
+    agree_on_setup(topology.world, device, facts, error, counts, topology.stages)
     held: dict[Replicas, list[Tensor]] = {}
     for p in params:
         held.setdefault(topology.held(p)[0], []).append(p)
@@ -222,18 +223,15 @@ def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[A
         ValueError: on every rank, if they differ.
     """
     device = message_device(backend)
-    agree_on_setup(backend, device, *_setup(groups, settings, None, device, with_frozen=False))
+    facts, counts = _setup(groups, settings, device, with_frozen=False)
+    agree_on_setup(backend, device, facts, None, counts)
 
 
 def _setup(
-    groups: list[dict[str, Any]],
-    settings: list[Any],
-    error: Exception | None,
-    device: torch.device,
-    with_frozen: bool = True,
-) -> tuple[dict[str, str], Exception | None, str]:
-    """Facts that ranks compare, as :func:`commopt.optim.setup.agree_on_setup` takes them; a rank without parameters
-    has those of ``device``."""
+    groups: list[dict[str, Any]], settings: list[Any], device: torch.device, with_frozen: bool = True
+) -> tuple[dict[str, str], str]:
+    """Facts that ranks compare, and counts, as :func:`commopt.optim.setup.agree_on_setup` takes them; a rank without
+    parameters has the facts of ``device``."""
     params = [p for group in groups for p in group["params"]]
     # providers may differ in the last bit of an update; instruction sets of one provider do not
     devices = sorted({p.device.type for p in params} or {device.type})
@@ -244,7 +242,7 @@ def _setup(
         "names of the parameters": str([group.get("param_names") for group in groups]),
         "settings or kernel providers": str([*settings, ops.providers(devices)]),
     }
-    return facts, error, f"{counts_of(params)} in {len(groups)} groups"
+    return facts, f"{counts_of(params)} in {len(groups)} groups"
 
 
 def report_unaveraged(optimizer: PackedOptimizer) -> None:

@@ -58,6 +58,12 @@ def check_within(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
 
 
+def check_outer(group: dict[str, Any]) -> None:
+    """Checks a parameter group of an outer step with a momentum."""
+    check_at_least("outer_lr", group["outer_lr"], 0)
+    check_within("outer_momentum", group["outer_momentum"], 0, 1)
+
+
 def check_lamb(group: dict[str, Any], bounded: bool = True) -> None:
     """Checks a parameter group of LAMB. bounded: whether max_coeff must be a number; it may be None otherwise."""
     check_lr(group["lr"])

@@ -117,8 +117,8 @@ class CSER(CommOptimizer):
     hyperparams_used_in_backward = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "period")
     known_options = OF_SGD
     step_counters = ("step",)
-    rank_local_buffers: tuple[str, ...] = ("momentum_buffer",)
     ever_rank_local: tuple[str, ...] = (PARAMETER, "momentum_buffer")
+    rank_local_buffers: tuple[str, ...] = ("momentum_buffer",)
     """Flat buffers of which every rank has its own."""
     compressor: Any
     _SETTINGS = (*CommOptimizer._SETTINGS, "reset_compressor")

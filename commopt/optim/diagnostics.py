@@ -331,12 +331,11 @@ def by_a_door() -> str:
 
 
 def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:
-    """At the end of a run: that all its steps were in full precision, if it had a warm-up of ``run["enough"]`` steps or
-    more."""
+    """At the end of a run: that its warm-up has not ended, if that had ``run["enough"]`` steps or more."""
     if not run["compressed"] and run["warmup"] >= run["enough"]:
         logger.warning(
-            "%s: the run ends after %d steps, and none was compressed: its warm-up, freeze_step=%r, has not ended. A "
-            "fifth of the steps of a run is usual",
+            "%s: the run ends after %d steps, all of them of its warm-up, which freeze_step=%r has not ended. A fifth "
+            "of the steps of a run is usual",
             optimizer, run["warmup"], run["freeze_step"],
         )  # fmt: skip
 

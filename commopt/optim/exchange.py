@@ -50,6 +50,7 @@ def averaged_gradients(
     All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
     """
     if compressor is not None and bucket.feedback is not None:
+        bucket.active = None  # that of a variance that stood
         g_i = yield from _local(bucket, bucket["exp_avg"], 0.0, 1 - beta, ctx)
         mean = yield from compressed_mean_of(g_i, bucket, compressor, ctx, variance_moves=True)
         bucket.active = None
@@ -180,38 +181,37 @@ class Received:
 
 
 def start_mean(
-    local: Momentum | None,
+    local: Momentum,
     feedback: Feedback,
     bucket: StateBucket,
     compressor: Compressor,
     send: Channel,
     reply: Channel,
-    active: Tensor | None,
+    active: Tensor,
     scaling: Tensor | None = None,
 ) -> Generator[Work, None, list[InFlightChunk]]:
     """Compresses ``local`` + residual at once, starts to send it, and returns the task that takes the mean and brings
     it to all ranks: :func:`commopt.comm.compressed_mean` between the nodes, and to all ranks of each.
 
     Args:
-        local: what this rank compresses, (padded / local_world_size,); None for 0. The task does not hold it.
+        local: what this rank compresses, (padded / local_world_size,). The task does not hold it.
         feedback: the residuals.
         bucket: what this is of.
         compressor: the same on every rank.
         send, reply: the ranks, on the channels for what goes out, and for what comes back.
-        active: bit mask of what takes part, (padded / 8,), or None for all.
+        active: bit mask of what takes part, (padded / 8,).
         scaling: as for :func:`compressed_mean_of`. Residuals are divided by k as soon as they are written, so that
             whatever fails later leaves none k times too large.
     """
     nodes = send.inter_node.world_size
-    mask = None if active is None else bucket.part(active)
-    rows = None if mask is None else mask.view(nodes, -1)
+    mask = bucket.part(active)
+    rows = mask.view(nodes, -1)
 
     def compress(payload: Tensor, chunk: Chunk) -> None:
         worker, after = feedback.worker_rows(nodes)
         if scaling is None:
             compressor.compress_momentum(local, worker, payload, rows, after, chunk)
             return
-        assert local is not None, "a residual alone has no units to bring it to"
         k = bucket.part(scaling).view(nodes, -1)
         _multiply(local, worker, k, after, chunk)
         compressor.compress_momentum(None, after, payload, rows, after, chunk)

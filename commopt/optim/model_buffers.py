@@ -96,7 +96,8 @@ def _differing(topology: Topology, params: Sequence[Tensor]) -> list[Tensor]:
         return []
     device = message_device(topology.backend)
     mine = torch.stack([digest(p).to(device) for p in params])
-    table = gather_rows(topology.world, mine, f"averaged(), {len(params)} parameters that the optimizer does not hold")
+    where = f"the rest of the model, {len(params)} parameters that the optimizer does not hold"
+    table = gather_rows(topology.world, mine, where)
     return [p for p, same in zip(params, (table == mine).all(0).tolist()) if not same]
 
 
@@ -132,7 +133,7 @@ def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -
     """The mean is rank 0's buffer plus the mean of how far the others are from it: of what is the same everywhere, such
     as a mask of -inf, it is that, to the bit. Two collectives for all, which are on one device: another one is what is
     sent from if the backend cannot from there."""
-    where = f"averaged(), {len(buffers)} tensors of the model"
+    where = f"the rest of the model, {len(buffers)} tensors"
     here, devices = buffers[0].device, sends_from(topology.backend)
     over = here if devices is None or here.type in devices else message_device(topology.backend)
     as_bytes = [b.flatten().view(torch.uint8) for b in buffers]

@@ -25,7 +25,7 @@ from torch import Tensor
 from commopt.optim import checks, foreign
 from commopt.optim.closure import loss_of
 from commopt.optim.saving import check_shape, check_tensor
-from commopt.sharding import cut, is_sharded, local, settle
+from commopt.sharding import cut, is_sharded, like, local, settle
 
 ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -200,7 +200,7 @@ def _orthogonalized(todo: Sequence[_Matrix]) -> list[Tensor]:
         elif len(cuts) == 1:
             shared.setdefault((p.device_mesh, cuts[0]), []).append(i)  # type: ignore[attr-defined]
         else:
-            out[i] = cut(matrix.orthogonal(_put_together(matrix)), p)
+            out[i] = cut(matrix.orthogonal(like(matrix.update, p).full_tensor()), p)  # type: ignore[attr-defined]
     for (mesh, dim), numbers in shared.items():
         group = mesh.get_group(dim)
         for i, piece in zip(numbers, _by_owners([todo[i] for i in numbers], group, dim)):
@@ -216,19 +216,9 @@ def _cuts(p: Tensor) -> list[int]:
     return [d for d, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(d) > 1]
 
 
-def _put_together(matrix: _Matrix) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    p: Any = matrix.param
-    placed = DTensor.from_local(
-        matrix.update, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-    return placed.full_tensor()
-
-
 def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: int) -> list[Tensor]:
     """This rank's part of X of ``matrices``, all cut over the ranks of ``group``: two exchanges."""
-    ranks, rank, like = group.size(), group.rank(), matrices[0].update
+    ranks, rank, first = group.size(), group.rank(), matrices[0].update
     owners = owners_of([m.param.shape for m in matrices], ranks)
     dims: list[int] = [m.param.placements[mesh_dim].dim for m in matrices]  # type: ignore[attr-defined]
     # of each matrix, how far its pieces go
@@ -241,7 +231,7 @@ def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: 
     sent = [sum(matrices[i].update.numel() for i in theirs) for theirs in to_owners]
     received = [sum(shape.numel() for shape in shapes) for shapes in per_rank]
 
-    got = _exchange([matrices[i].update for theirs in to_owners for i in theirs], sent, received, group, like)
+    got = _exchange([matrices[i].update for theirs in to_owners for i in theirs], sent, received, group, first)
     pieces: list[list[Tensor]] = [[] for _ in mine]
     for shapes, part in zip(per_rank, got):
         for own, piece in zip(pieces, part.split([shape.numel() for shape in shapes])):
@@ -251,7 +241,7 @@ def _by_owners(matrices: Sequence[_Matrix], group: dist.ProcessGroup, mesh_dim: 
         whole = torch.cat([part.view(per_rank[r][number]) for r, part in enumerate(parts)], dims[i])
         for r, piece in enumerate(matrices[i].orthogonal(whole).split(sizes[i], dims[i])):
             back[r].append(piece)
-    returned = _exchange([piece for pieces in back for piece in pieces], received, sent, group, like)
+    returned = _exchange([piece for pieces in back for piece in pieces], received, sent, group, first)
     out: list[Tensor] = [torch.empty(0, device="cpu")] * len(matrices)
     for theirs, part in zip(to_owners, returned):
         for i, piece in zip(theirs, part.split([matrices[i].update.numel() for i in theirs])):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,11 +38,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, foreign.WHOSE: foreign.name_of_ours(type(self))})
         check_torch_options(type(self), torch_options, self.known_options, self.param_groups)
 
-    @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError if a hyper-parameter of ``group`` is out of range."""
+        raise NotImplementedError
 
-    @abstractmethod
     def update(
         self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
@@ -55,6 +53,7 @@ class PlainOptimizer(torch.optim.Optimizer):
             states: exp_avg, exp_avg_sq and step (this one included) of each.
             group: its hyper-parameters.
         """
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

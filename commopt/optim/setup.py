@@ -63,7 +63,7 @@ def agree_on_setup(
     Args:
         backend: the ranks. With one rank, ``error`` is raised and that is all.
         device: where the message is put, a device that the backend can communicate from.
-        facts: at most 14 things that must be equal on all ranks, by name, in words of any length.
+        facts: at most 15 things that must be equal on all ranks, by name, in words of any length.
         error: what this rank has found wrong with its own arguments.
         counts: a short description of this rank's parameters, for the message.
         stages: of each rank, which parameters it has at all; what differs between ranks of different stages is no

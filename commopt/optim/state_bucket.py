@@ -124,8 +124,7 @@ class StateBucket(Bucket):
         """``elements``, of the shape of the piece of parameter ``i`` or of one element, of this replica if they
         ``differ`` between replicas, else of all."""
         row, rows = self.replicas.rank, self.world_size
-        piece = self.shapes[i] if elements.shape == self.shapes[i] else elements.shape
-        place = Place.of(self.params[i], piece, 0, row, rows, not differ)
+        place = Place.of(self.params[i], elements.shape, 0, row, rows, not differ)
         if elements.shape != self.shapes[i]:
             place = replace(place, shape=tuple(elements.shape), offset=(0,) * elements.dim())
         return OwnTensor.make(elements, place)

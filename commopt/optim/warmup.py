@@ -31,9 +31,12 @@ from commopt.optim.exchange import averaged_gradients
 from commopt.optim.in_flight import StepContext
 from commopt.optim.state_bucket import StateBucket
 
-UNTIL = "everything is still sent in full precision; freeze_step=<an int> ends the warm-up at a step of your choice"
-
-WORDS = thaw.Words("freeze_step", UNTIL, "a larger freeze_step", "all ranks go back to the warm-up")
+WORDS = thaw.Words(
+    "freeze_step",
+    "everything is still sent in full precision; freeze_step=<an int> ends the warm-up at a step of your choice",
+    "a larger freeze_step",
+    "all ranks go back to the warm-up",
+)
 
 
 def warmup_defaults(freeze_step: Any, thaw_when: Any, min_variance: float) -> dict[str, Any]:
@@ -87,7 +90,9 @@ class WarmupOptimizer(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._frozen = thaw.Watch(WORDS, self.corrects_bias, self.measures_updates, self.warmup_compressor)
+        until = WORDS.until.replace("in full precision", f"by {self.warmup_compressor}")
+        words = WORDS if self.warmup_compressor is None else WORDS._replace(until=until)
+        self._frozen = thaw.Watch(words, self.corrects_bias, self.measures_updates, self.warmup_compressor)
         self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
@@ -122,7 +127,7 @@ class WarmupOptimizer(CommOptimizer):
         return (self.compressed if compresses else self.warmup)(bucket, group, ctx)
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        """One step of the algorithm on exact averages."""
+        """One step of the algorithm on means of the gradients."""
         raise NotImplementedError
 
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:

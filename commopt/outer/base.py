@@ -377,10 +377,10 @@ class OuterOptimizer(PackedOptimizer):
             self._attachment.refuse_scaler()
         error = None
         loss = loss_of(closure)
-        self.follow()
         self.flights.progress()
-        self.adopt_values()
         try:
+            self.follow()
+            self.adopt_values()
             local_steps.step(self)
         except Exception as caught:
             if not self._ends_with_next_step():

@@ -56,7 +56,7 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
         error: on the rank that has one; the others raise StepRefused.
         commopt.comm.CollectiveError: a collective failed.
     """
-    topology, entries = optimizer.topology, optimizer.entries(fragments)
+    topology = optimizer.topology
     where = where_of(optimizer, None if whole else fragments[0])
     due = [(base_state.due(optimizer.state_period, optimizer.round_of(p) + 1), p) for p in fragments]
     error = error or base_state.lacking(optimizer.base, [name for names, _ in due for name in names])
@@ -64,6 +64,7 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
     decision = agreed(optimizer, report(optimizer, error, checks), where)
     if decision is None:
         return False
+    entries = optimizer.entries(fragments)
     frozen = frozen_of(optimizer) if decision.alike_frozen else ()
     own = mean_buffers(optimizer, where) if whole and optimizer.is_eager else []
     means = optimizer.means_of(entries, [pseudo_gradient(bucket) for bucket, _ in entries])

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def step(optimizer: OuterOptimizer) -> None:
     """A step of the base, unless a gradient is inf or NaN."""
-    checks.check_common(optimizer.max_grad_norm, optimizer.bucket_mb, overlap=False)  # it may have been set
+    error: Exception | None = None
+    try:
+        checks.check_common(optimizer.max_grad_norm, optimizer.bucket_mb, overlap=False)  # it may have been set
+    except ValueError as caught:
+        error = caught  # ranks that hold a replica with this one are about to wait for it
     topology = optimizer.topology
     if topology.is_sharded:
         optimizer.settle()
@@ -27,7 +31,9 @@ def step(optimizer: OuterOptimizer) -> None:
         optimizer._diagnostics.idle("on this rank")
     unscale = 1 / float(getattr(optimizer, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
     where = f"{type(optimizer).__name__}, local step {optimizer.param_groups[0]['round_step'] + 1}"
-    square, _ = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, None, where)
+    square, error = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, error, where)
+    if error is not None:
+        raise error
     finite = is_usable(square)
     optimizer._square = square if finite else 0.0
     optimizer._local_skips = 0 if finite else optimizer._local_skips + 1

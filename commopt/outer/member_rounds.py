@@ -37,7 +37,7 @@ from commopt.outer.means import receive_means
 from commopt.outer.members import Members
 from commopt.outer.rounds import RoundReport, pseudo_gradient
 from commopt.outer.view import REMEDY, LeftOut, Report, View
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, tensors_in
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
@@ -62,9 +62,7 @@ def check_members(
     for name, value in others.items():
         if value:
             raise ValueError(f"{name}={value!r} does not fit members=; with it, it must be None")
-    entries = params if isinstance(params, list) else []
-    tensors = [p for entry in entries for p in (entry.get("params", ()) if isinstance(entry, dict) else [entry])]
-    if any(is_sharded(p[1] if isinstance(p, tuple) else p) for p in tensors):
+    if any(map(is_sharded, tensors_in(params))):
         raise ValueError("sharded parameters (DTensors) do not fit members=: each rank must hold the whole model")
 
 
@@ -258,7 +256,7 @@ def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
     topology = Topology(backend)
     topology.traffic.go_on_from(optimizer.topology.traffic)
     optimizer.topology, optimizer.flights = topology, Flights(topology)
-    optimizer._diagnostics.rank = topology.rank
+    optimizer._diagnostics.rank, optimizer._diagnostics.numbers = topology.rank, topology.numbers
     joining.pack_anew(optimizer, optimizer.packed())
     for bucket in optimizer.buckets:
         if bucket.feedback is None:

@@ -114,8 +114,7 @@ class NoLoCo(GossipOptimizer):
         return {**super().own_settings(), "seed": self.seed}
 
     def check_group(self, group: dict[str, Any]) -> None:
-        checks.check_at_least("outer_lr", group["outer_lr"], 0)
-        checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
+        checks.check_outer(group)
 
     def _partner(self, bucket: StateBucket) -> int:
         ranks = bucket.replicas

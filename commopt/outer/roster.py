@@ -50,7 +50,7 @@ class Roster:
         max_z: as of :func:`commopt.outer.view.mad_ones`.
 
     Attributes:
-        ticket: of this rank; None before it has drawn one.
+        ticket: of this rank; -1 before it has drawn one.
         view: the last one that this rank was in.
         now: what ``now`` was when this rank last looked.
     """

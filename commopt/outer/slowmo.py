@@ -100,8 +100,7 @@ class SlowMo(OuterOptimizer):
         )  # fmt: skip
 
     def check_group(self, group: dict[str, Any]) -> None:
-        checks.check_at_least("outer_lr", group["outer_lr"], 0)
-        checks.check_within("outer_momentum", group["outer_momentum"], 0, 1)
+        checks.check_outer(group)
 
     def outer_step(self, bucket: StateBucket, group: dict[str, Any], pseudo_gradient: Tensor, ctx: Round) -> None:
         x, u = bucket.buffers["anchor"], bucket.buffers["outer_momentum"]

@@ -14,7 +14,7 @@ from commopt.optim.base import CommOptimizer
 from commopt.optim.binding import in_a_list
 from commopt.optim.checks import arguments_of, nearest
 from commopt.optim.packed import PackedOptimizer
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, tensors_in
 
 Where = tuple[torch.dtype, torch.device]
 
@@ -60,13 +60,11 @@ def make_base(
 
 def _refuse_sharded(params: Any, base: type) -> None:
     """Raises ValueError if some of ``params``, or of what is in groups of them, is sharded."""
-    for entry in params if isinstance(params, list) else ():
-        for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
-            if is_sharded(p[1] if isinstance(p, tuple) else p):
-                raise ValueError(
-                    f"{base.__name__} communicates by itself where parameters are sharded, so that it cannot be the "
-                    "base of an outer step there; allowed are optimizers of torch, such as torch.optim.AdamW"
-                )
+    if any(map(is_sharded, tensors_in(params))):
+        raise ValueError(
+            f"{base.__name__} communicates by itself where parameters are sharded, so that it cannot be the base of an "
+            "outer step there; allowed are optimizers of torch, such as torch.optim.AdamW"
+        )
 
 
 def _check_arguments(base: Callable[..., Any], arguments: dict[str, Any], outer: type) -> None:

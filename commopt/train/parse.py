@@ -255,8 +255,8 @@ def _plain(key: str, value: str) -> Any:
 def _override(key: str, value: str = "") -> str:
     """The word of the command line that gives ``key`` a value."""
     given = _plain(key, value) if value.lstrip().startswith("{") else value
-    named = _named(key, given)
-    return f"--{key}={value if named is given else _one_line(named)}"
+    whole = _whole({key: given})[key]
+    return f"--{key}={value if whole == given else _one_line(whole)}"
 
 
 def _settings_of(chosen: str, settings: Mapping[str, Any]) -> list[str]:
