@@ -45,7 +45,7 @@ def main() -> None:
         optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 3e-3, "freeze_step": 20, "max_grad_norm": 1.0}),
         callbacks=[CommoptCallback()],
     )
-    trainer.train()  # resume_from_checkpoint=True goes on to the bit
+    trainer.train()  # with checkpoints (save_strategy), resume_from_checkpoint=True goes on to the bit
     loss = trainer.evaluate()["eval_loss"]
     stats = trainer.optimizer.optimizer.comm_stats()
     if trainer.is_world_process_zero():

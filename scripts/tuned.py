@@ -85,7 +85,7 @@ class Tuning:
             at = [statistics.mean(losses) for losses in out.values()]
             if min(at) == at[0] and first > 0:
                 first -= 1
-            elif min(at) == at[-1] and first + SIZE < len(found):
+            elif min(at) == at[-1] < at[0] and first + SIZE < len(found):
                 first += 1
             else:
                 return out
@@ -139,7 +139,7 @@ class Tuning:
                 "seeds": {run["seed"]: run["heldout_loss"] for run in runs},
                 "loss": statistics.mean(losses),
                 "spread": max(losses) - min(losses) if min(losses) < math.inf else math.inf,
-                "sent": sum(run["bytes"] for run in whole) / sum(run["fp32_bytes"] for run in whole),
+                "sent": sum(r["bytes"] for r in whole) / sum(r["fp32_bytes"] for r in whole) if whole else math.nan,
             }
             other = out.get(of.counterpart or "")
             if other is not None:

@@ -386,23 +386,30 @@ def test_a_damaged_message_is_an_error_on_all_ranks_before_the_next_mean(verb):
 
 @pytest.mark.parametrize(("every", "seen"), [(1, 2), (3, 3), (100, None), (None, None)])
 def test_parameters_that_differ_are_an_error_on_all_ranks_when_they_are_compared(every, seen):
-    def run(backend: ThreadBackend) -> None:
+    def run(backend: ThreadBackend) -> list[Tensor | None]:
         model = Given()
-        commopt.compress_gradients(model, Int8(), backend=backend, check_every=every)
+        commopt.compress_gradients(model, Int8(), backend=backend, check_every=every, bucket_mb=2e-4)
+        first = next(model.parameters()).detach()
+        right = first.clone()
         for step in range(6 if seen is None else seen):
             if step == 1 and backend.rank == 1:
-                with torch.no_grad():
-                    next(model.parameters()).view(-1)[0] += every != 1
+                first.view(-1)[0] += every != 1
             model.backward(some_grads(SIZES, step, backend.rank))
         if seen is not None:
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[0] += backend.rank == 1
+            first.view(-1)[0] += backend.rank == 1
             with pytest.raises(
                 ReplicasDiffer, match=f"mean {seen + 1}: rank 1 differs from all others in the para.*check_every=None"
-            ):
+            ) as error:
                 model.backward(some_grads(SIZES, seen, backend.rank))
+            assert "guard=" not in str(error.value)
+            first.copy_(right)
+            model.zero_grad()
+            model.backward(some_grads(SIZES, seen + 1, backend.rank))  # all have sent the same of the one before
+            return model.take()
+        return []
 
-    on_threads(3, run)
+    ranks = on_threads(3, run)
+    assert all(same_bits(found, ranks[0]) for found in ranks)
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
@@ -785,6 +792,8 @@ def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
         handle = commopt.compress_gradients(model, Sign(16), backend=backend)
         with pytest.raises(ValueError, match="compressed already"):
             commopt.compress_gradients(model, Sign(16), backend=LocalBackend())
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+            copy.deepcopy(handle)
         copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         for other in (copied, pickled):
             other(tokens(0, backend.rank, 2)).backward()
@@ -836,8 +845,9 @@ class Failing(torch.autograd.Function):
         return gradient, None
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("compressor", [Sign(64), Identity()], ids=repr)
-def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(compressor):
+def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(compressor, set_to_none):
     """Whatever was on its way by then."""
 
     def run(backend: ThreadBackend) -> None:
@@ -848,7 +858,7 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
             return layers, commopt.compress_gradients(layers, compressor, backend=backend, bucket_mb=0.0165)
 
         def backward(layers: nn.ModuleList, step: int, fails: bool = False) -> list[Tensor]:
-            layers.zero_grad()
+            layers.zero_grad(set_to_none)
             x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + backend.rank))
             x = Failing.apply(layers[0](x), fails)
             for layer in layers[1:]:

@@ -54,7 +54,8 @@ class DDPHook:
         """Averages by ``mean`` from now on."""
         self.mean = mean
         model = self._model()
-        mean.zeros_are_absent = model is not None and model.find_unused_parameters
+        # of both, what was not used comes as zeros
+        mean.zeros_are_absent = model is not None and (model.find_unused_parameters or model.static_graph)
 
     def remove(self) -> None:
         """Leaves the averages to DDP again."""

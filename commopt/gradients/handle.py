@@ -73,6 +73,12 @@ class CompressedGradients:
         name = "a model that has gone" if model is None else type(model).__name__
         return f"CompressedGradients({name}, {self.compressor!r}, ranks={ranks}, steps={self.mean.steps})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "the handle of compress_gradients() cannot be copied or pickled: save its state_dict(), keep it out of "
+            "what is copied (it lives as long as the model), and call compress_gradients() for a copy of the model"
+        )
+
     @property
     def nodes(self) -> int:
         """The ``nodes`` that :func:`commopt.optim.join_state_dict` wants for this handle."""

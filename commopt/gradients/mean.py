@@ -23,6 +23,7 @@ from commopt.comm import (
     STARTED,
     Channel,
     CollectiveError,
+    MessageDamaged,
     Pipeline,
     Task,
     Topology,
@@ -38,6 +39,7 @@ from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, Method, Part, Received, packed
 from commopt.gradients.watching import ROW_BYTES, Watch
 from commopt.optim import checks
+from commopt.optim.guard import ReplicasDiffer
 from commopt.optim.host import numbers_of
 from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
@@ -68,7 +70,7 @@ class GradientMean:
         loaded_residuals: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay
             none where one node compresses nothing.
         scale: that of the loss, which residuals have.
-        zeros_are_absent: whether a gradient of zeros counts as none, as of a parameter that DDP has found unused.
+        zeros_are_absent: whether a gradient of zeros counts as none: DDP gives one to a parameter that was not used.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class GradientMean:
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
         self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
+        self._streams: set[torch.cuda.Stream] = set()
         self.topology.receipt.clear()
         self._begun = self._forgotten = False
 
@@ -175,6 +178,7 @@ class GradientMean:
                 "backward passes at once, or in a checkpoint that is run again. Put all but the last backward() in "
                 "`with handle.no_sync():` (DDP: model.no_sync())"
             )
+        self.follow(gradient)
         self._gradients[id(p)] = gradient
         if stays:
             self._versions[id(p)] = version_of(gradient)
@@ -184,6 +188,12 @@ class GradientMean:
         with self._as_written():
             self._pipeline.progress()
             self._start_complete(len(self.buckets) - 1)
+
+    def follow(self, x: Tensor) -> None:
+        """:meth:`finish` waits for the stream that makes ``x``. FSDP2 has streams of its own, for which nobody else
+        waits in a backward that is not its last (``set_is_last_backward(False)``)."""
+        if x.is_cuda:
+            self._streams.add(torch.cuda.current_stream(x.device))
 
     def _start_complete(self, stop: int) -> None:
         """Starts the buckets before ``stop`` whose turn it is, if all their gradients are there, and if they may be
@@ -205,6 +215,8 @@ class GradientMean:
             commopt.optim.ReplicasDiffer: the parameters of the ranks differ.
         """
         try:
+            for stream in self._streams:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
             with self._as_written():
                 self._finish()
         finally:
@@ -314,13 +326,24 @@ class GradientMean:
         table = table.cpu()
         self._refuse_failed(table[:, 0])
         if self._watch is not None:
-            self._watch.check(self._control, table[:, len(self._here) :], self.steps + 1)
+            try:
+                self._watch.check(self._control, table[:, len(self._here) :], self.steps + 1)
+            except (MessageDamaged, ReplicasDiffer):
+                self._run_down()
+                raise
         for p, present in zip(self._here, table.any(0).tolist()):
             if not present:
                 self._nowhere.add(id(p))
             elif id(p) not in self._gradients and p.grad is not None:  # that of earlier passes
                 settle([p])
                 self._gradients[id(p)] = local(p.grad)
+
+    def _run_down(self) -> None:
+        """Ends a mean that all ranks refuse, so that all have started the same collectives. Writes nothing."""
+        self._forgotten = True
+        while self._started < len(self.buckets):
+            self._start_next([])
+        self._pipeline.finish()
 
     def _start_next(self, absent: Sequence[int]) -> None:
         index = self._started
@@ -342,6 +365,9 @@ class GradientMean:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:
             received = yield from self.method.mean(bucket, brought, absent, send, reply)
+        if self._forgotten:  # where it would be written, the next gradients may be
+            received.let_go()
+            return
         self._received.append((received, self._written(received)))
 
     def _in_full(

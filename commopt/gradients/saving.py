@@ -100,19 +100,25 @@ def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor
     if origin is not None and origin[0] != MERGED and nodes != nodes_of(mean, sharded):
         why = f"of {nodes} nodes, and there are {nodes_of(mean, sharded)} here; they start again from 0"
         origin = (MIXED, *origin[1:])  # of another part, or not the same on all ranks of a node
+    before = dict(mean.loaded_residuals)
     mean.loaded_residuals.clear()
 
     def fold(p: Tensor, residual: Tensor) -> None:
         if residual.any():
             mean.loaded_residuals[id(p)] = mean.loaded_residuals.get(id(p), torch.zeros_like(residual)) + residual
 
-    mean.scale.loaded(given["param_groups"][0].get(SCALE))
-    left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
     weights: Sequence[Any] = ()
-    if sharded is not None:
-        known = origin is not None and (origin == here or origin[0] == MERGED)
-        some_left, weights = sharded.load(mean.params, entries, known, mine=origin == here)
-        left_out = left_out or some_left
+    try:
+        left_out = mean.method.load(mean.buckets, entries, origin, here, fold)
+        if sharded is not None:
+            known = origin is not None and (origin == here or origin[0] == MERGED)
+            some_left, weights = sharded.load(mean.params, entries, known, mine=origin == here)
+            left_out = left_out or some_left
+    except BaseException:
+        mean.loaded_residuals.clear()
+        mean.loaded_residuals.update(before)
+        raise
+    mean.scale.loaded(given["param_groups"][0].get(SCALE))
     if left_out:
         logger.warning("compress_gradients: the residuals in the loaded state are %s.", why)
     return weights

@@ -116,8 +116,11 @@ class ShardedDoor:
 
     @property
     def sound(self) -> Tensor | None:
-        taken = [mean.sound for mean in self.means if mean.sound is not None]
-        return torch.stack(taken).all() if taken else None
+        means = [mean for mean in self.means if mean.sound is not None]
+        for stream in {mean.stream for mean in means if mean.stream is not None}:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        taken = [mean.sound for mean in means] + [mean.in_range() for mean in means]
+        return torch.stack([flag for flag in taken if flag is not None]).all() if taken else None
 
     def end(self, sound: bool) -> None:
         for mean in self.means:

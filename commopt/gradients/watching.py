@@ -60,7 +60,8 @@ class Watch:
         refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}", self._entries, _REMEDY)
         where = f"compress_gradients(), before mean {number}"
         try:
-            Guard().decide([[digest] for _, digest in pairs], ["the parameters"], where, numbers_in_world(backend))
+            digests, ranks = [[digest] for _, digest in pairs], numbers_in_world(backend)
+            Guard().decide(digests, ["the parameters"], where, ranks, repairs=False)
         except ReplicasDiffer as error:
             raise ReplicasDiffer(f"{error}. {_APART}") from None
 

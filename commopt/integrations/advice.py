@@ -32,7 +32,8 @@ def for_transformers(args: Any, optimizer: PackedOptimizer, model: Any) -> None:
 
 def for_lightning(gradient_clip_val: float, optimizer: PackedOptimizer) -> None:
     """Warns of a Trainer's, on rank 0 of several."""
-    if optimizer.topology.world_size > 1 and optimizer.topology.rank == 0:
+    several = optimizer.topology.world_size > 1
+    if several and optimizer.topology.rank == 0 and isinstance(optimizer, CommOptimizer):  # as above
         name = type(optimizer).__name__
         logger.warning(
             "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from commopt.comm import Topology, gather_rows, message_device
+from commopt.optim.host import as_number
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.state import StateDict, join_state_dict, split_state_dict
 
@@ -45,16 +46,16 @@ def join(
             read.
     """
     joined: StateDict = state_dict
-    error: ValueError | None = None
+    error: Exception | None = None
     try:
         joined = _found(optimizer.topology, state_dict, Path(folder), index)
-    except ValueError as raised:
+    except Exception as raised:
         error = raised
     _agree(optimizer.topology, joined is not state_dict, error, folder)
     return joined
 
 
-def _agree(topology: Topology, found: bool, error: ValueError | None, folder: str | os.PathLike[str]) -> None:
+def _agree(topology: Topology, found: bool, error: Exception | None, folder: str | os.PathLike[str]) -> None:
     """Makes sure that all ranks have ``found`` their parts, or none."""
     where = f"own parts of an optimizer's state from {folder}"
     mine = torch.tensor([float(found), float(error is not None)], device=message_device(topology.backend))
@@ -127,5 +128,7 @@ def load(optimizer: PackedOptimizer, file: Path) -> None:
 
 
 def _moment(state_dict: StateDict) -> int:
-    """A checksum of the groups, which are the same on all ranks and others after each step."""
-    return zlib.crc32(str(state_dict["param_groups"]).encode())
+    """A checksum of the groups, which are the same on all ranks and others after each step; wherever tensors among
+    their values are."""
+    groups = [{k: as_number(v) for k, v in group.items()} for group in state_dict["param_groups"]]
+    return zlib.crc32(str(groups).encode())

@@ -82,7 +82,12 @@ class Guard:
         return self.max_skipped is not None and skipped >= self.max_skipped
 
     def decide(
-        self, table: Sequence[Sequence[int]], names: Sequence[str], where: str, ranks: Sequence[int]
+        self,
+        table: Sequence[Sequence[int]],
+        names: Sequence[str],
+        where: str,
+        ranks: Sequence[int],
+        repairs: bool = True,
     ) -> int | None:
         """Consequence of the digests of ranks that must hold the same: None if they agree, or the place in ``table`` of
         that whose replica the others are to get after the step.
@@ -92,6 +97,7 @@ class Guard:
             names: of what they are the digests.
             where: begins the message.
             ranks: the numbers that a user knows them by.
+            repairs: whether somebody could repair them.
 
         Raises:
             ReplicasDiffer: they do not agree, and no rank is to be repaired, or none can be.
@@ -102,7 +108,7 @@ class Guard:
         if self.on_difference == "repair" and right is not None:
             return right
         remedy = "go on from the last checkpoint"
-        if right is not None:
+        if right is not None and repairs:
             remedy += ", or let guard=Guard(on_difference='repair') give such a rank what the majority has"
         remedy += (
             ". If they soon differ again, something changes parameters on each rank by itself, such as SAM that "

@@ -23,6 +23,7 @@ from commopt.probe.clock import Step
 from commopt.probe.compressors import FINE, error, label
 from commopt.probe.fit import Line
 from commopt.probe.measure import FACTOR
+from commopt.probe.options import MOST_MB
 from commopt.probe.predict import whole_run
 from commopt.probe.rounds import Round
 
@@ -155,10 +156,11 @@ def cannot_tell(link: Mapping[str, Line], largest: float, bucket: float) -> str 
     enough = largest
     while enough < bucket:
         enough *= FACTOR
+    most = MOST_MB * 2**20
+    again = f"; run it again with --max-mb={min(enough, most) / 2**20:g}" if largest < most else ""
     return (
         f"none: messages of up to {largest / 1e6:.2g} MB were too small to tell the bandwidth of "
-        f"{', '.join(unknown)}, and this model sends {bucket / 1e6:.2g} MB at once; run it again with "
-        f"--max-mb={enough / 2**20:g}"
+        f"{', '.join(unknown)}, and this model sends {bucket / 1e6:.2g} MB at once{again}"
     )
 
 

@@ -9,14 +9,13 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from commopt.bucket import bucket_bytes
-from commopt.comm import CollectiveError, TorchBackend, gather_number
+from commopt.comm import CollectiveError, TorchBackend, gather_number, wait
 from commopt.compress import Sign
 from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
@@ -45,13 +44,11 @@ from commopt.probe.measure import (
 )  # fmt: skip
 from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.model import Model
-from commopt.probe.options import HOW_TO_START, Options, ProbeError, make_parser, parse
+from commopt.probe.options import HOW_TO_START, PATIENCE, Options, ProbeError, make_parser, parse
 from commopt.probe.predict import break_even, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
 from commopt.probe.rounds import Round, predict_rounds
 
-PATIENCE = timedelta(minutes=2)
-"""Time that a rank waits for another before it gives up."""
 VERBS = ("all_reduce", "all_to_all", "all_gather")
 """Collectives whose bandwidths a recommendation goes by."""
 
@@ -139,7 +136,7 @@ def meet(mistake: str | None) -> Iterator[TorchBackend]:
         raise ProbeError(mistake or f"the ranks cannot meet: {in_one_line(failed)}") from failed
     try:
         yield TorchBackend()
-        dist.barrier()
+        wait(dist.barrier(async_op=True), "the end of the probe")
     except CollectiveError as lost:
         raise ProbeError(f"a rank was lost or the network failed: {in_one_line(lost)}") from lost
     finally:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
 from commopt.probe.measure import Stand, links, sizes_up_to
 from commopt.probe.messages import ON_MACHINES, Shapes, columns_of, part_bytes
 from commopt.probe.model import BACKWARD, Model, adamw_seconds
-from commopt.probe.options import Options
+from commopt.probe.options import PATIENCE, Options
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,6 @@ ON_NODES = {
     )
 }
 """With machines as nodes. The last is SDP4Bit's, but for its rotation and rounding."""
-
-PATIENCE = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)

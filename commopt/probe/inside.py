@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.probe.fit import Line
-from commopt.probe.measure import Sample, Stand, links, sizes_up_to
+from commopt.probe.measure import Sample, Stand, finish, links, sizes_up_to
 from commopt.probe.options import Options
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,8 +74,8 @@ def collectives(stand: Stand, verb: str, sizes: Sequence[int], group: dist.Proce
         part = torch.zeros(size // 4 // ranks, device=stand.device)
         whole = torch.zeros(ranks * part.numel(), device=stand.device)
         do: dict[str, Callable[[], object]] = {
-            "all_gather": lambda: ALL_GATHER(whole, part, group=group),
-            "reduce_scatter": lambda: REDUCE_SCATTER(part, whole, group=group),
+            "all_gather": lambda: finish([ALL_GATHER(whole, part, group=group, async_op=True)]),
+            "reduce_scatter": lambda: finish([REDUCE_SCATTER(part, whole, group=group, async_op=True)]),
         }
         return (ranks - 1) * part.nbytes, do[verb]
 

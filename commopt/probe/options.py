@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -23,6 +24,12 @@ BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
 """Backends by kind of device, the default first."""
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+PATIENCE = timedelta(minutes=2)
+"""Time that a rank waits for another before it gives up."""
+MOST_MB = 1024
+"""Of a message that is timed, in 2**20 bytes."""
 
 
 class ProbeError(ValueError):
@@ -147,8 +154,8 @@ def check(options: Options) -> None:
         raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
     if options.width is not None and options.width < 1:
         raise ProbeError(f"--width: {options.width} is not allowed, it must be at least 1")
-    if not 0.0625 <= options.max_mb <= 1024:
-        raise ProbeError(f"--max-mb: {options.max_mb:g} is not allowed, it must be from 0.0625 to 1024")
+    if not 0.0625 <= options.max_mb <= MOST_MB:
+        raise ProbeError(f"--max-mb: {options.max_mb:g} is not allowed, it must be from 0.0625 to {MOST_MB}")
     if options.backend not in BACKENDS[options.device]:
         allowed = " or ".join(BACKENDS[options.device])
         raise ProbeError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -107,6 +107,14 @@ def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_s
     _sync(final.parent)
 
 
+def _remove_old(checkpoints: Sequence[Path]) -> None:
+    for old in checkpoints:
+        try:
+            _remove(old)
+        except OSError as error:  # the new one is there all the same
+            log.warning("checkpoint %s is old, and cannot be removed: %s", old, explain(error))
+
+
 def save(
     folder: Path,
     step: int,
@@ -140,8 +148,7 @@ def save(
     def finish() -> None:
         files = {name: entry for part in parts for name, entry in part.items()}
         _publish(aside, final, files, step, world.size)
-        for old in list_steps(folder)[:-keep]:
-            _remove(old)
+        _remove_old(list_steps(folder)[:-keep])
 
     try:
         world.once(begin)

@@ -114,7 +114,8 @@ class DataConfig:
     shared."""
 
     def __post_init__(self) -> None:
-        empty = self.corpus in ("", "hf:", [])
+        listed = [self.corpus] if isinstance(self.corpus, str) else self.corpus
+        empty = not listed or "" in listed or self.corpus == "hf:"
         _check("data.corpus", self.corpus, not empty, "stdlib, a path, a list of paths or hf:NAME")
         _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size < 2**32, "in [261, 4294967295]")
         _check("data.seq_len", self.seq_len, self.seq_len >= 8, ">= 8")
@@ -181,7 +182,7 @@ class OptimConfig:
     warmup_power: float = 1.0
     """The warm-up is lr * (step / warmup_steps) ** warmup_power, > 0: 1 is a straight line, 2 starts more slowly."""
     decay: Literal["cosine", "linear", "exponential"] = "cosine"
-    """Decay of what is above min_lr_ratio after the warm-up. cosine, linear: to 0 at the last step. exponential:
+    """Decay of what is above min_lr_ratio after the warm-up. cosine, linear: to 0 after the last step. exponential:
     times decay_rate every decay_every steps."""
     decay_rate: float | None = None
     """Factor of the exponential decay, in (0, 1]; null for the others."""

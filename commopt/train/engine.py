@@ -207,7 +207,7 @@ class DataParallel:
         Raises:
             DivergedError: on all ranks, when ``max_skipped`` steps in a row have been skipped.
         """
-        gradients = [(name, p.grad) for name, p in self.module.named_parameters()]
+        gradients = [(name, p.grad) for name, p in self._named()]
         norm = self.clip()
         self.skipped = not torch.isfinite(norm)
         if not self.skipped:
@@ -226,8 +226,12 @@ class DataParallel:
             nn.utils.clip_grads_with_norm_(self.module.parameters(), self.limit, norm)
         return norm
 
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The parameters, by their names in the model that DDP has wrapped."""
+        return [(name.removeprefix("module."), p) for name, p in self.module.named_parameters()]
+
     def _give_up(self, gradients: list[str]) -> None:
-        weights = bad(list(self.module.named_parameters()))
+        weights = bad(self._named())
         places = [f"the gradients of {in_short(gradients)}"] if gradients else ["the norm of the gradients"]
         places += [f"the weights of {in_short(weights)}"] if weights else []
         raise DivergedError(

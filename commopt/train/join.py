@@ -46,10 +46,12 @@ def join(kind: str, timeout: float, stop: StopSignal) -> None:
         ) from None
     where = f"the ranks' meeting at {place[0]}:{place[1]}"
     deadline = time.monotonic() + timeout
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agents
     try:
         store = _while_looking(lambda: _open_store(place, serves, size, timeout), stop)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # a store of the agents outlives an attempt; ours does not, and agents that came later count fewer attempts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"
         store = dist.PrefixStore(f"/commopt/attempt_{attempt}", store)
         _meet(store, size, serves, deadline, stop, where)
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

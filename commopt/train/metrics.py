@@ -200,18 +200,20 @@ class RunRecorder(Recorder):
 
     def close(self) -> None:
         """Flush, and draw the curves of the whole run; what cannot be written is said, for the run is over."""
-        from commopt.train.plot import draw_curves
-
         if self.bar is not None:
             self.bar.close()
-        try:
-            self.file.close()
-            self.events.close()
-            records = read_metrics(self.run_dir)
-            if records:
-                draw_curves(records, self.run_dir / CURVES)
-        except OSError as error:
-            log.warning("%s: curves and events are not complete: %s", self.run_dir, explain(error))
+        for end in (self.file.close, self.events.close, self._draw):
+            try:
+                end()
+            except (OSError, ImportError) as error:
+                log.warning("%s: curves and events are not complete: %s", self.run_dir, explain(error))
+
+    def _draw(self) -> None:
+        from commopt.train.plot import draw_curves
+
+        records = read_metrics(self.run_dir)
+        if records:
+            draw_curves(records, self.run_dir / CURVES)
 
 
 @contextlib.contextmanager

@@ -65,6 +65,8 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
 
     Raises ConfigError, with the nearest valid name, where there is none.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"{key}={name!r} is not allowed: it must be a name")
     if "." in name:
         found = import_dotted(name, key)
     else:
@@ -90,6 +92,8 @@ def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping
     taken = taken or {}
     parameters, any_other = arguments_of(cls)
     for name in args:
+        if not isinstance(name, str):
+            raise ConfigError(f"{key} has the key {name!r}, and keys must be words")
         if name in taken:
             raise ConfigError(f"{key}.{name}: set {taken[name]} instead")
         if name == "params":

@@ -56,9 +56,10 @@ def make_named(name: str, args: Mapping[str, Any], key: str, module: ModuleType,
 def make_given(given: Any, key: str, module: ModuleType, base: type | UnionType) -> Any:
     """As :func:`make_named`, of an argument of an optimizer: a name, or name and args."""
     named: Any = {"name": given} if isinstance(given, str) else given
-    if not isinstance(named, Mapping) or not {"name"} <= named.keys() <= {"name", "args"}:
+    args = named.get("args", {}) if isinstance(named, Mapping) else None
+    if not isinstance(args, Mapping) or not {"name"} <= named.keys() <= {"name", "args"}:
         raise ConfigError(f"{key}={given!r} is not allowed: it must be a name, or name and args")
-    return make_named(named["name"], named.get("args", {}), key, module, base)
+    return make_named(named["name"], args, key, module, base)
 
 
 def takes_guard(cls: type) -> bool:
@@ -166,7 +167,8 @@ def plan_exchange(given: Any, key: str, differences: bool) -> Compressor | Diffe
         if isinstance(args, Mapping) and "compressor" in args:
             inner = make_given(args["compressor"], f"{key}.args.compressor", commopt.compress, Compressor)
             args = {**args, "compressor": inner}
-        made: Differences = make_given({"name": name, "args": args}, key, commopt.gradients, Differences)
+        whole = {**given, "args": args} if isinstance(given, Mapping) else given
+        made: Differences = make_given(whole, key, commopt.gradients, Differences)
         return made
     compressor: Compressor = make_given(given, key, commopt.compress, Compressor)
     return compressor

@@ -33,8 +33,14 @@ def points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[Any,
 
 def phase_switch(records: list[dict[str, Any]]) -> int | None:
     """Step after which everything is compressed, if the run has steps before and after it."""
-    step, compressed = records[-1]["step"], records[-1]["compressed_steps"]
-    return step - compressed if 0 < compressed < step else None
+    last = later = records[-1]
+    for before in [*reversed(records[:-1]), {"step": 0, "compressed_steps": 0}]:
+        compressed = later["compressed_steps"] - before["compressed_steps"]
+        if compressed < later["step"] - before["step"]:
+            step: int = later["step"] - compressed
+            return step if 0 < step < last["step"] else None
+        later = before
+    return None
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:

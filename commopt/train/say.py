@@ -38,20 +38,23 @@ def say(line: str, about: str | None = None) -> None:
 @contextlib.contextmanager
 def _said(words: str) -> Iterator[bool]:
     """True if another rank has said them; nobody else asks meanwhile. Where that cannot be known: no."""
+    with contextlib.ExitStack() as stack:
+        before = False
+        with contextlib.suppress(OSError):  # no temporary folder, or nothing can be written there
+            handle = _open(words)
+            stack.callback(os.close, handle)
+            before = _enter(handle)
+        yield before
+
+
+def _open(words: str) -> int:
+    """The file for ``words``."""
     folder = Path(tempfile.gettempdir())
     job = f"{os.getuid()}-{os.getppid()}-"
     _clear(folder, job)
     key = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')} {os.environ.get('MASTER_PORT')} {words}"
     path = folder / f"{PREFIX}{job}{hashlib.sha256(key.encode()).hexdigest()[:20]}"
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _enter(handle)
-    finally:
-        os.close(handle)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _enter(handle: int) -> bool:
@@ -62,8 +65,9 @@ def _enter(handle: int) -> bool:
     mine = str(started.rank()).encode()
     ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
     before = bool(ranks) and ours and mine not in ranks and time.time() - about.st_mtime < FRESH
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, b" ".join([*ranks, mine] if before else [mine]), 0)
+    with contextlib.suppress(OSError):  # the disk is full: another rank will say it, too
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, b" ".join([*ranks, mine] if before else [mine]), 0)
     return before
 
 

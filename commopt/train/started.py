@@ -9,7 +9,11 @@ import os
 
 
 def _read(*names: str, default: int) -> int:
-    return int(next((os.environ[name] for name in names if name in os.environ), default))
+    """The first of ``names`` that is there; ``default``, too, where it is no number, which :mod:`.join` says."""
+    try:
+        return int(next((os.environ[name] for name in names if name in os.environ), default))
+    except ValueError:
+        return default
 
 
 def launched() -> bool:
