@@ -38,7 +38,8 @@ flavours, masks = st.sampled_from(FLAVOURS), st.sampled_from(MASKS)
 
 
 def test_the_providers_are_those_of_cupy():
-    assert {by_device["cuda"] for by_device in ops.report().values()} == {"cupy"}
+    casts = {"bf16_compress_momentum", "bf16_reduce", "bf16_decompress_to"}  # torch's own do, on a GPU
+    assert {name for name, by_device in ops.report().items() if by_device.get("cuda") != "cupy"} == casts
 
 
 @many

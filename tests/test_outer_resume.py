@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
-from commopt import DiLoCo, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, attach
+from commopt import DiLoCo, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming, attach
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, replicas, split_state_dict
@@ -86,16 +86,20 @@ def test_at_another_world_size_the_mean_of_what_is_each_ranks_own_is_kept(cls, o
         model = Toy(torch.float64, seed=4)
         optimizer = make(cls, model, backend, compressor=Sign(block=64), bucket_mb=None if old == new else 3e-4)
         optimizer.load_state_dict(join_state_dict(saved[0][1], parts, backend.rank, new))
-        start = params_of(model)
-        anchors = [optimizer.state[p]["anchor"].clone() for p in model.parameters() if p.requires_grad]
+        start, state = params_of(model), saved[0][1]["state"]
+        folded = [  # one rank has no residuals: they have moved anchor and parameter alike
+            optimizer.state[p]["anchor"] - state[i]["anchor"] if p in optimizer.state else torch.zeros_like(p)
+            for i, p in enumerate(model.parameters())
+        ]
         moments = [t.clone() for t in all_tensors(optimizer.base.state_dict()["state"])]
         residuals = [t.clone() for t in all_tensors([list(e.values()) for e in optimizer.residuals.values()])]
         train(model, optimizer, range(6, 8), backend.rank, new)
         assert not optimizer.replicas_differ
-        return start, moments, params_of(model), residuals, anchors
+        return start, moments, params_of(model), residuals, folded
 
     loaded = on_threads(new, load)
-    mean = [torch.stack(group).mean(0) for group in zip(*(s[0] for s in saved))]
+    assert any(bool(f.any()) for f in loaded[0][4]) == (new == 1)
+    mean = [torch.stack(group).mean(0) + f for group, f in zip(zip(*(s[0] for s in saved)), loaded[0][4])]
     now = [torch.stack(group).mean(0) for group in zip(*(x[0] for x in loaded))]
     torch.testing.assert_close(now, mean, rtol=1e-12, atol=1e-15)
     old_moments = [all_tensors(part["base"]["state"]) for part in parts]
@@ -645,6 +649,55 @@ def test_state_that_is_deleted_before_a_synchronisation_stops_all_ranks():
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("merge", ["corrected", "eager"])
+def test_a_base_that_fails_when_a_fragment_is_sent_is_told_once_and_its_steps_count_later(merge):
+    def run(backend):
+        model = Toy()
+        streaming = Streaming(2, 1) if merge == "corrected" else Streaming(2, merge="eager")
+        optimizer = make(LocalSGD, model, backend, period=4, streaming=streaming)
+        train(model, optimizer, range(5), backend.rank, 2)
+        backward(model, 5, backend.rank, 2)
+        if backend.rank == 1:
+            model.embedding.grad = model.embedding.grad.to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+        else:
+            optimizer.step()  # it hears of it when the fragment comes
+        told = []
+        for step in range(6, 16):
+            backward(model, step, backend.rank, 2)
+            try:
+                optimizer.step()
+            except (StepRefused, RuntimeError) as error:
+                told.append(isinstance(error, StepRefused))
+        optimizer.synchronize()
+        assert not optimizer.replicas_differ
+        return params_of(model), told
+
+    (a, told), (b, too) = on_threads(2, run)
+    assert same_bits(a, b)
+    assert (told, too) == ([True], [False])
+
+
+def test_the_state_of_the_base_follows_a_model_that_is_cast_after_a_load():
+    def run(backend):
+        model = Toy()
+        optimizer = make(LocalSGD, model, backend, period=2)
+        train(model, optimizer, range(4), backend.rank, 2)
+        fresh = Toy()
+        resumed = make(LocalSGD, fresh, backend, period=2)
+        fresh.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        copied, again = copy.deepcopy((fresh, resumed))
+        for m, o in ((fresh, resumed), (copied, again)):
+            m.double()
+            train(m, o, range(4, 6), backend.rank, 2)
+            moments = [t for entry in o.base.state.values() for n, t in entry.items() if n != "step"]
+            assert {t.dtype for t in moments} == {torch.float64}
+
+    on_threads(2, run)
 
 
 # a group that shrinks -------------------------------------------------------------------------------------------------

@@ -253,12 +253,13 @@ def _each_batch(rows: list[Structure], tile: int) -> Iterator[tuple[list[Structu
 
 def _square_sum(xs: list[Tensor]) -> Tensor:
     # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
-    device, total = xs[0].device, torch.zeros((), dtype=torch.float64, device=xs[0].device)
+    device = xs[0].device
     rows = [
         t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype])
         for x in xs
         if x.numel() and _readable(x)
     ]
+    total = (torch.empty if rows else torch.zeros)((), dtype=torch.float64, device=device)
     if rows:
         partials = torch.empty((sum(-(-r.n // SUM_TILE) for r in rows), 2), dtype=torch.float64, device=device)
         done = 0

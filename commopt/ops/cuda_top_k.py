@@ -125,7 +125,7 @@ class Soundness(Structure):
 def _topk_find_unsound(
     wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    if dtype != torch.float32 or not wire.is_contiguous():
+    if dtype != torch.float32 or not wire.is_contiguous() or wire.data_ptr() % 4:
         return reference.topk_find_unsound(wire, sound, n, k, chunk, bits, dtype)
     row = TopKRow(n, k, chunk, bits)
     if n and wire.shape[0]:

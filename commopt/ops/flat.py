@@ -112,7 +112,7 @@ def frozen_adam_apply_(
         decay: factor on p, that is 1 - lr * weight_decay.
 
     Raises:
-        ValueError: the lists differ in length, or a shape, dtype or device is not as above.
+        ValueError: the lists differ in length, a shape, dtype or device is not as above, or there are several devices.
     """
     lengths = {len(params), len(exp_avgs), len(exp_avg_sqs), len(step_sizes), len(sqrt_bias_corrections2)}
     if len(lengths) != 1:
@@ -124,6 +124,8 @@ def frozen_adam_apply_(
                 "p must be floating, m and v both float32 or both float64, of one shape and device, got "
                 f"{describe(p)}, {describe(m)} and {describe(v)}"
             )
+    if any(p.device != params[0].device for p in params):
+        raise ValueError(f"all p must be on one device, got {sorted({str(p.device) for p in params})}")
     if params:
         _ops.frozen_adam_apply_.default(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2, eps, decay)
 

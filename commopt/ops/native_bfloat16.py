@@ -66,7 +66,7 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
             return reference.bf16_decompress_to(wire, outs, offsets, numel, live, start, stop)
         shape = wire.shape[0], numel // wire.shape[0], start, stop
         call("bf16_decompress_to", wire.data_ptr(), address(runs), len(outs), pointer(live), *shape)
-        torch.autograd.graph.increment_version(outs)
+        torch.autograd.graph.increment_version(outs)  # as in native.py
 
     functions = bf16_compress_momentum, bf16_reduce, bf16_decompress_to
     return {function.__name__: function for function in functions}

@@ -5,7 +5,7 @@ Written to be read. Speed is the native providers' business, but temporaries sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def scatter_entries(place: Tensor, value: Tensor, out: Tensor, live: Tensor | No
 def mean_of_entries(place: Tensor, value: Tensor, out: Tensor) -> None:
     """out, (n,), <- the mean over the rows, as for :func:`scatter_entries`, in their order."""
     dense = out.new_zeros(out.shape[0] + 1)
-    for at, share in zip(place, value / len(value)):
+    for at, share in zip(place, value / value.new_full((), len(value))):
         dense.scatter_(0, at, dense.gather(0, at) + share)
     out.copy_(dense[:-1])
 
@@ -74,7 +74,7 @@ def _scales(z: Tensor, mask: Tensor | None, block: int, norm: int) -> Tensor:
     masks = [None] * 2 if mask is None else _per_block(mask, block)
     for part, live in zip(_per_block(z, block), masks):
         wide = part.double()
-        count = part.shape[-1] if live is None else live.sum(-1).clamp(min=1)
+        count = wide.new_full((), part.shape[-1]) if live is None else live.sum(-1).clamp(min=1)
         mean = (wide.square() if norm == 2 else wide.abs()).sum(-1) / count
         out.append(mean.sqrt() if norm == 2 else mean)
     return torch.cat(out, dim=1).float()
@@ -146,7 +146,7 @@ def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1
     """(r, nbytes) -> (r, n) of ``dtype``: +-scale / world for each element, the quotient rounded in ``dtype``."""
     head = 4 * (-(-n // block))
     scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
-    share = _spread(scales if world == 1 else scales / world, n, block)
+    share = _spread(scales if world == 1 else scales / scales.new_full((), world), n, block)
     return torch.where(unpack_bits(wire[:, head : head + (n + 7) // 8], n), share, -share)
 
 
@@ -195,22 +195,41 @@ def views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> li
 
 def write_columns(values: Tensor, outs: Sequence[Tensor], offsets: Sequence[int], n: int, start: int) -> None:
     """Writes ``values`` (r, k), the columns from ``start`` on of rows of ``n`` elements, to those ``outs`` that lie
-    there: of any floating dtype and layout, each from its offset on in the rows end to end."""
+    there: of any floating dtype and layout, each from its offset on in the rows end to end. What lies elsewhere is not
+    touched."""
     rows, k = values.shape
     if outs and k == n and values.is_contiguous():
         torch._foreach_copy_(list(outs), views(values.view(-1), outs, offsets))
         return
+    places: list[Tensor] = []
+    parts: list[Tensor] = []
+    strided: list[tuple[Tensor, Tensor]] = []
     for out, offset in zip(outs, offsets):
+        here = list(_of_columns(offset, out.numel(), rows, n, start, k))
+        if not here:
+            continue
         flat = out.reshape(-1)  # a copy where out is strided
-        for row in range(offset // n if n else rows, rows):
+        for row, low, high in here:
             first = row * n + start
-            low, high = max(offset, first), min(offset + out.numel(), first + k)
-            if offset + out.numel() <= row * n:
-                break
-            if low < high:
-                flat[low - offset : high - offset] = values[row, low - first : high - first]
+            places.append(flat[low - offset : high - offset])
+            parts.append(values[row, low - first : high - first])
         if not out.is_contiguous():
-            out.copy_(flat.view(out.shape))
+            strided.append((out, flat))
+    if places:
+        torch._foreach_copy_(places, parts)
+    for out, flat in strided:
+        out.copy_(flat.view(out.shape))
+
+
+def _of_columns(offset: int, numel: int, rows: int, n: int, start: int, k: int) -> Iterator[tuple[int, int, int]]:
+    """What lies of ``numel`` elements from ``offset`` on in the columns from ``start`` on: row, first and end."""
+    for row in range(offset // n if n else rows, rows):
+        first = row * n + start
+        low, high = max(offset, first), min(offset + numel, first + k)
+        if offset + numel <= row * n:
+            return
+        if low < high:
+            yield row, low, high
 
 
 def sign_decompress_adam_(

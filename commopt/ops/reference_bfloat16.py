@@ -49,7 +49,7 @@ def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, li
     mean = torch.zeros_like(error)
     for row in wires.view(torch.bfloat16)[:, :n]:
         mean += row
-    mean /= len(wires)
+    mean /= mean.new_full((), len(wires))  # a tensor: on CUDA, not its reciprocal
     _send(masked((mean + error)[None], None if live is None else live[None]), new_error[None], own[None])
 
 

@@ -78,7 +78,7 @@ def _select(z: Tensor, k: int, rounds: int) -> Tensor:
     wilds = wild.sum(1, keepdim=True)
     size = size.where(~wild, torch.inf)
     tame = size.where(~wild, 0)
-    mean = (_sum(tame) / z.shape[1]).unsqueeze(1)
+    mean = (_sum(tame) / tame.new_full((), z.shape[1])).unsqueeze(1)  # a tensor: on CUDA, not its reciprocal
     low, high = _bracket(size, mean, tame.amax(1, keepdim=True), k, rounds)
     crowded = wilds > k
     low = torch.where(wilds > 0, torch.where(crowded, torch.inf, 0.0), low)

@@ -158,7 +158,8 @@ def _scales_of(value: Tensor, row: TopKRow) -> Tensor:
         scales = torch.stack([total / count.clamp(min=1) for total, count in halves], -1).float()
     else:
         largest = _magnitude(_grouped(value, row)).max(-1, keepdim=True).values.view(value.dtype)
-        scales = (largest.double() / 127).float()
+        wide = largest.double()
+        scales = (wide / wide.new_full((), 127)).float()  # a tensor: on CUDA, not its reciprocal
     return scales.where(~scales.isnan(), torch.nan)  # one NaN for all
 
 

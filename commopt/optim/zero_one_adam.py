@@ -320,12 +320,13 @@ class ZeroOneAdam(CommOptimizer):
     def after_step(self) -> None:
         """Counts the local steps since the last round. Stops a variance that has settled, and lets it move again where
         it had not (``stop="auto"``)."""
-        self._count_local_steps()
+        kinds = {id(group): self._kind(group, group["step"]) for group in self.param_groups}  # before an interval ends
         for group in self.param_groups:
-            group["raised"] = self._kind(group, group["step"]) != "exact"
+            self._count_local_step(group, kinds[id(group)])
+            group["raised"] = kinds[id(group)] != "exact"
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
-        self._wait([group for group in refreshing if self._asks(group)])
+        self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
         self._frozen.stop_where_settled(self, [group for group in refreshing if not _has_begun_anew(group)])
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
@@ -333,12 +334,12 @@ class ZeroOneAdam(CommOptimizer):
             self._run["waited"] += 1
             self._run["enough"] = min(round(1 / (1 - max(waiting))), 100)
 
-    def _asks(self, group: dict[str, Any]) -> bool:
-        """True if ranks ask each other after this step whether a parameter of ``group`` waits: after an exact step that
-        is not one of the first ones, which all are, and before the variance may stop."""
+    def _asks(self, group: dict[str, Any], kind: str) -> bool:
+        """True if ranks ask each other after this step, of that ``kind``, whether a parameter of ``group`` waits: after
+        an exact step that is not one of the first ones, which all are, and before the variance may stop."""
         step = group["step"]
         may_stop = group["variance_stop"] == "auto" and settling.is_look(step)
-        return step >= group["variance_kappa"] and (may_stop or self._kind(group, step) == "exact")
+        return step >= group["variance_kappa"] and (may_stop or kind == "exact")
 
     def _wait(self, groups: list[dict[str, Any]]) -> None:
         """Lets T_v of those of ``groups`` begin only now in which a parameter waits for its first refresh, or in whose
@@ -349,15 +350,14 @@ class ZeroOneAdam(CommOptimizer):
             elif _is_end_of_first(group, group["step"]):
                 self.report_outsized([group])
 
-    def _count_local_steps(self) -> None:
-        for group in self.param_groups:
-            if self._kind(group, group["step"]) == "local":
-                now = next_interval(group)
-                group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
-                group.update(local_betas=now.betas, local_eps=now.eps)
-                self._parted = True
-            else:
-                self._end_interval([group])
+    def _count_local_step(self, group: dict[str, Any], kind: str) -> None:
+        if kind == "local":
+            now = next_interval(group)
+            group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
+            group.update(local_betas=now.betas, local_eps=now.eps)
+            self._parted = True
+        else:
+            self._end_interval([group])
 
     # the step ---------------------------------------------------------------------------------------------------------
 

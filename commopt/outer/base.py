@@ -97,6 +97,7 @@ class OuterOptimizer(PackedOptimizer):
     compressor: Compressor | None  # type: ignore[assignment]
     skipped_rounds: int
     members: Members | None
+    _where: dict[Tensor, Where]  # of each parameter, where the state of the base is
 
     step_counters = ()
     group_counters = ("rounds", "round_step")
@@ -168,6 +169,7 @@ class OuterOptimizer(PackedOptimizer):
         with joining.beginning(self):
             self.register_new(construct)
             self._ready = True
+        self._where = follow_casts(self.base, self.params, {})
 
     def _check_state_period(self) -> None:
         base_state.check_state_period(self.state_period)
@@ -198,7 +200,7 @@ class OuterOptimizer(PackedOptimizer):
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
         self._moved = self._loaded_anchors = False
-        self._where: dict[Tensor, Where] = {}
+        self._where = {}
         self._check_next = True  # digests, at the next synchronisation
         self._skipped_in_a_row = self._local_skips = 0
         self._square = 0.0
@@ -379,8 +381,6 @@ class OuterOptimizer(PackedOptimizer):
         loss = loss_of(closure)
         self.flights.progress()
         try:
-            self.follow()
-            self.adopt_values()
             local_steps.step(self)
         except Exception as caught:
             if not self._ends_with_next_step():
@@ -454,6 +454,14 @@ class OuterOptimizer(PackedOptimizer):
             self.end_round(None)
         else:
             streams.synchronize(self)
+
+    @binding.on_itself
+    def synchronize(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> None:
+        if model is not None:
+            member_rounds.refuse(self, "synchronize(model)")
+        super().synchronize(model, buffers)
+
+    synchronize.__doc__ = PackedOptimizer.synchronize.__doc__
 
     @binding.on_itself
     def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
@@ -679,6 +687,7 @@ class OuterOptimizer(PackedOptimizer):
             for key, default in self.defaults.items():
                 group.setdefault(key, old.get(key, default))
             group[WHOSE] = self.saved_as()
+        self._where = follow_casts(self.base, self.params, {})  # where its state is now
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """An anchor that is lacking is the parameter."""
@@ -689,7 +698,8 @@ class OuterOptimizer(PackedOptimizer):
         return False  # it may be of a run without a compressor
 
     def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
-        local(self.state[p]["anchor"]).sub_(residual)
+        for x in (local(self.state[p]["anchor"]), local(p.detach())):  # both, or it would be taken for local steps
+            x.sub_(residual)
 
     _SETTINGS: tuple[str, ...] = (
         "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming",
@@ -700,6 +710,7 @@ class OuterOptimizer(PackedOptimizer):
         check_base(state["base"])
         self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
+        self._where = follow_casts(self.base, self.params, {})
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Flight:
         table: the reports of all ranks, by rank, when they have come.
         confirmed: what all ranks say about what they have received, when that has come.
         landed: whether all has.
+        refused: whether all ranks have raised what one of them had met: what was sent never counts.
     """
 
     fragment: int
@@ -75,6 +76,7 @@ class Flight:
     table: list[list[float]] | None = None
     confirmed: list[list[int]] | None = None
     landed: bool = False
+    refused: bool = False
 
     def agree(self, backend: CountingBackend) -> Iterator[Work]:
         """Tells the ranks what they decide by."""

@@ -77,7 +77,7 @@ def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> N
         elif view is not None and roster.ticket in view.joiners and now.split()[1] == "done":
             roster.enter(view, now)
             roster.client.set(f"joins/{view.epoch}/{roster.ticket}", "")
-            if roster.client.wait(f"called/{view.epoch}/{roster.ticket}", busy * len(view.joiners)):
+            if _is_called(roster, view, busy * len(view.joiners)):
                 return
             forsake(roster)
         elif view is not None and roster.ticket < view.drawn and roster.ticket not in view.joiners:
@@ -87,6 +87,16 @@ def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> N
         f"no member has taken this rank in within {seconds:g} s: a rank joins where a round of the others ends; are "
         "they running, on the same store?"
     )
+
+
+def _is_called(roster: Roster, view: View, seconds: float) -> bool:
+    """True if a member is ready to give this rank the state within so many seconds; the members may have given up that
+    it comes meanwhile."""
+    left = until(seconds)
+    while left() and roster.given_up() is None:
+        if roster.client.wait(f"called/{view.epoch}/{roster.ticket}", min(1.0, seconds)):
+            return True
+    return False
 
 
 def forsake(roster: Roster) -> None:

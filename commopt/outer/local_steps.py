@@ -20,8 +20,10 @@ def step(optimizer: OuterOptimizer) -> None:
     """A step of the base, unless a gradient is inf or NaN."""
     error: Exception | None = None
     try:
+        optimizer.follow()
+        optimizer.adopt_values()
         checks.check_common(optimizer.max_grad_norm, optimizer.bucket_mb, overlap=False)  # it may have been set
-    except ValueError as caught:
+    except Exception as caught:
         error = caught  # ranks that hold a replica with this one are about to wait for it
     topology = optimizer.topology
     if topology.is_sharded:

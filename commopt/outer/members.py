@@ -190,9 +190,10 @@ class Members:
             raise ValueError(
                 "members= must be of one optimizer alone: make other Members, over a PrefixStore, for each"
             )
-        self._taken = True
         if self.ranks is None or not lobby.found(self.roster, self.ranks, self.timeout):
+            self._taken = True
             return LocalBackend()
+        self._taken = True
         assert self.roster.view is not None
         self.among = list(self.roster.view.members)
         try:

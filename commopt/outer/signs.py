@@ -67,7 +67,7 @@ class SignRule(ABC):
         Args:
             u: of one parameter, float32 or float64; unchanged.
             number: of the round.
-            start: position of its first element in the model.
+            start: position of its first element in the model, or in what this rank holds of it.
 
         Returns:
             like u, of -1, 0 and 1.
@@ -90,7 +90,8 @@ class RandomSign(SignRule):
 
     Args:
         seed: of the draws, the same on all ranks.
-        bound: B > 0; larger elements count as B. None is the largest |u_j| of the parameter.
+        bound: B > 0; larger elements count as B. None is the largest |u_j| of the parameter; where that is sharded, of
+            this rank's piece of it.
 
     Raises:
         ValueError: for a bound or seed out of range.

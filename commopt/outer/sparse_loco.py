@@ -163,4 +163,5 @@ class SparseLoCo(OuterOptimizer):
         bucket.buffers["anchor"].sub_(pseudo_gradient, alpha=group["outer_lr"])
 
     def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
-        local(self.state[p]["anchor"]).sub_(residual, alpha=self.group_of()[id(p)]["outer_lr"])
+        for x in (local(self.state[p]["anchor"]), local(p.detach())):  # both, or it would be taken for local steps
+            x.sub_(residual, alpha=self.group_of()[id(p)]["outer_lr"])

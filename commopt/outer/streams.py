@@ -6,7 +6,8 @@ rank's own. A copy, or a run that is resumed, sends it once more with its first 
 come, with the same bits.
 
 Ranks agree by a row that travels with the fragment, and look at it when they merge. If some rank had inf or NaN in the
-fragment then, none merges: the round counts as never ended, and its steps with the next one. The first row after all
+fragment then, or an error, which all raise, none merges: the round counts as never ended, and its steps with the next
+one. The first row after all
 replicas were equal is waited for, since parameters may have been loaded before it. Digests, which ranks compare now and
 then, are not: they are sent at one merge, and looked at in the next.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commopt.optim.agreement import is_usable
+from commopt.optim.calls import StepRefused
 from commopt.optim.rules import square_norm
 from commopt.outer import ending, freezing
 from commopt.outer.flight import Flight
@@ -99,22 +101,37 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """True if the ranks merge a flight that has landed; if not, it counts as never sent."""
-    decision = optimizer.flights.decide(flight)
+    if flight.refused:
+        settle(optimizer)
+        flight.frozen = ()
+        _take_back(optimizer, flight)
+        return False
+    try:
+        decision = optimizer.flights.decide(flight)
+    except Exception as error:
+        flight.refused = error is flight.report.error or isinstance(error, StepRefused)
+        raise
     settle(optimizer)
     if not decision.alike_frozen:
         flight.frozen = ()
     if not decision.broken:
         ending.follow(optimizer, decision, flight.where, waits=False)
         return True
-    p = flight.fragment
-    if not optimizer.is_eager:
-        optimizer.flights.done(flight)
-        for group in optimizer.param_groups:
-            steps, lr = group["sent_steps"][p], group["sent_lr"][p]
-            now = {"fragment_steps": group["fragment_steps"][p] + steps, "fragment_lr": group["fragment_lr"][p] + lr}
-            put(group, p, sent_steps=0, sent_lr=0.0, **now)
+    _take_back(optimizer, flight)
     ending.skip(optimizer, decision.broken)
     return False
+
+
+def _take_back(optimizer: OuterOptimizer, flight: Flight) -> None:
+    """Counts steps of a flight as ones of the round under way. What is merged eagerly is sent once more."""
+    if optimizer.is_eager:
+        return
+    p = flight.fragment
+    optimizer.flights.done(flight)
+    for group in optimizer.param_groups:
+        steps, lr = group["sent_steps"][p], group["sent_lr"][p]
+        now = {"fragment_steps": group["fragment_steps"][p] + steps, "fragment_lr": group["fragment_lr"][p] + lr}
+        put(group, p, sent_steps=0, sent_lr=0.0, **now)
 
 
 def settle(optimizer: OuterOptimizer) -> None:

@@ -23,7 +23,7 @@ inline F16 load(const float* p) {
     return each([=](int i) { return vld1q_f32(p + 4 * i); });
 }
 inline F16 load(const uint16_t* p) {
-    return each([=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
+    return each([=](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(p + 4 * i)), 16)); });
 }
 inline void store(float* p, F16 x) {
     for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.part[i]);
