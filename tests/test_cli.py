@@ -121,10 +121,20 @@ def test_whichever_rank_comes_first_says_it(
     assert "optim.lrrr" in capsys.readouterr().err  # something else
 
 
+@pytest.mark.parametrize("what", ["gone", "none", "full", "no locks"])
 def test_it_is_said_again_where_nobody_can_know(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    """Of the folder for temporary files: it is gone, there is none, its disk is full, or locks nothing."""
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if what == "gone":
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    else:
+        name = {"none": "tempfile.gettempdir", "full": "os.pwrite", "no locks": "fcntl.flock"}[what]
+        monkeypatch.setattr(f"commopt.train.say.{name}", fails)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "--optim.lrr=1"]) == 2

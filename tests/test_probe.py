@@ -241,6 +241,8 @@ def test_nothing_is_recommended_where_all_messages_were_too_small_to_tell() -> N
         "none: messages of up to 0.066 MB were too small to tell the bandwidth of all-to-all, and this model sends "
         "3.1 MB at once; run it again with --max-mb=4"
     )
+    assert str(cannot_tell({"all_reduce": unknown}, 2**28, 2**32)).endswith("at once; run it again with --max-mb=1024")
+    assert str(cannot_tell({"all_reduce": unknown}, 2**30, 2**32)).endswith("this model sends 4.3e+03 MB at once")
 
 
 def test_on_a_slow_link_only_bytes_count() -> None:

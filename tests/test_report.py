@@ -16,6 +16,7 @@ from commopt.cli import main
 from commopt.report.page import COLUMNS, final_figures
 from commopt.report.runs import read_runs, short_names
 from commopt.train.errors import UserError
+from commopt.train.plot import phase_switch
 
 
 def write_run(folder: Path, name: str, steps: int = 8, switch: int | None = 4, **changes: Any) -> Path:
@@ -121,6 +122,22 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
     assert dict(zip(*page.rows))["held-out loss"] == dict(zip(*page.rows))["less than fp32"] == "-"
     assert dict(zip(*page.rows))["optimizer"] == "?"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "training.png"]
+
+
+@pytest.mark.parametrize(
+    ("compressed", "step"),
+    [
+        ([0, 0, 10, 20], 20),
+        ([0, 10, 10, 20], 30),  # back in the warm-up meanwhile
+        ([10, 20, 20, 20], None),  # it ends there
+        ([0, 0, 0, 0], None),
+        ([10, 20, 30, 40], None),
+        ([0, 0, 0, 4], 36),
+    ],
+)
+def test_where_all_is_compressed_from_in_the_picture(compressed: list[int], step: int | None) -> None:
+    records = [{"step": 10 * (i + 1), "compressed_steps": n} for i, n in enumerate(compressed)]
+    assert phase_switch(records) == step
 
 
 def test_labels(tmp_path: Path) -> None:

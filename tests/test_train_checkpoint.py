@@ -52,6 +52,16 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [99_999_999, 100_000_000]
 
 
+def test_an_old_one_that_cannot_be_removed_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(39, "Directory not empty")))
+    path = save(tmp_path, 2, keep=1)
+    assert checkpoint.verify(path)["step"] == 2
+    assert "step-00000001 is old, and cannot be removed: OSError: [Errno 39] Directory not empty" in caplog.text
+
+
 def truncate(path: Path) -> None:
     file = path / "shared.pt"
     file.write_bytes(file.read_bytes()[:-100])

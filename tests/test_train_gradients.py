@@ -194,6 +194,19 @@ def test_feedback_on_the_command_line() -> None:
             {"comm": {"compress": {"name": "ACP", "feedback": "LoCo"}}},
             r"comm\.compress\.feedback='LoCo' is not allowed with comm\.compress\.name=ACP: it must be true or false",
         ),
+        (
+            {"comm": {"compress": {"feedback": {"name": "LoCo", "args": None}}}},
+            r"feedback={'name': 'LoCo', 'args': None} is not allowed: it must be a name, or name and args",
+        ),
+        ({"comm": {"compress": {"feedback": {"name": 3}}}}, r"comm\.compress\.feedback\.name=3 is not allowed"),
+        (
+            {"comm": {"compress": {"weights": {"name": "Differences", "block": 64}}}, "parallel": {"shard": 2}},
+            r"weights={'name': 'Differences', 'block': 64.* is not allowed: it must be a name, or name and args",
+        ),
+        (
+            {"optim": {"name": "DiLoCo", "args": {"base_args": {1: 2}}}},
+            r"optim\.args\.base_args has the key 1, and keys must be words",
+        ),
         ({"comm": {"compress": {"name": "TopBlocks", "args": {"density": 2}}}}, r"density must be .*, got 2"),
         (
             {"optim": {"name": "OneBitAdam", "compressor": {"name": "TopBlocks"}}},
