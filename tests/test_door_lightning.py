@@ -18,9 +18,10 @@ from forks import python
 from listening import listening
 from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
+from worlds import Used, on_processes, on_threads, params_of, same_bits, tensors_in, tokens
 
-from commopt import OneBitAdam, attach
+from commopt import DiLoCo, OneBitAdam, attach
+from commopt.integrations import advice
 
 NAMES = ("OneBitAdam", "ZeroOneAdam", "CSER", "DiLoCo")
 APART = NAMES[1:]
@@ -369,6 +370,17 @@ def test_clipping_by_each_rank_is_reported_once(ranks: list[Any]) -> None:
     assert [len(lines) for lines in said] == [1, 0]
     assert "Trainer(gradient_clip_val=0.5)" in said[0][0]
     assert "OneBitAdam(..., max_grad_norm=0.5)" in said[0][0]
+
+
+def test_clipping_is_right_for_an_optimizer_that_clips_each_ranks_own_itself(caplog: pytest.LogCaptureFixture) -> None:
+    def run(backend: Any) -> None:
+        for make in (DiLoCo, OneBitAdam):
+            p = torch.nn.Parameter(torch.ones(2))
+            advice.for_lightning(0.5, make([p], lr=0.1, backend=backend))
+
+    on_threads(2, run)
+    (line,) = caplog.messages
+    assert "OneBitAdam(..., max_grad_norm=0.5)" in line
 
 
 def test_several_optimizers_of_one_model_are_refused(ranks: list[Any]) -> None:

@@ -242,6 +242,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="amount must be"):
         members.add_weight(-1)
     for call in (optimizer.consolidate_state_dict, optimizer.rebind, lambda: optimizer.averaged(model),
+                 lambda: optimizer.synchronize(model),
                  lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})):  # fmt: skip
         with pytest.raises(ValueError, match="does not fit members="):
             call()
