@@ -47,7 +47,7 @@ from commopt.train.parse import from_dict, parse
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PAGE = ROOT / "benchmarks" / "time_to_loss.json", ROOT / "docs" / "time_to_loss.md"
 ELSEWHERE = ROOT / "benchmarks" / "time_to_loss_slow.json"
-"""Of another, slower machine."""
+"""Of another machine, later."""
 RECIPE = [str(ROOT / "configs" / "gpt_quick.yaml"), "--train.batch_size=8"]
 """Half the recipe's batch: a step of computing is short against what a step of DDP sends, as it is on a GPU."""
 

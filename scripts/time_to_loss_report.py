@@ -176,7 +176,7 @@ def page(figures: Record | None, elsewhere: Record | None = None) -> str:
     parts += ["![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"]
     commands, runs = [figures["command"]], figures["runs"]
     if elsewhere:
-        parts += [f"Further methods, on another, slower machine: {machine(elsewhere)}.", tables(elsewhere)]
+        parts += [f"With the defaults of today, on another machine: {machine(elsewhere)}.", tables(elsewhere)]
         commands.append(elsewhere["command"])
         runs = [*runs, *elsewhere["runs"]]
     return "\n\n".join([*parts, sources(figures, runs), "```bash\n" + "\n".join(commands) + "\n```"])
