@@ -643,11 +643,13 @@ class OuterOptimizer(PackedOptimizer):
         the anchor. So load the model first. Without the part of any rank (``split_state_dict``), or with a mixture of
         several ranks', parameters are the anchor's and the base starts anew, with one warning; with that of another
         rank they are too, and the base has what that rank's had. The state of the base alone leaves the parameters as
-        they are, and makes them the anchor.
+        they are, and makes them the anchor. What is in flight of a streamed one is waited for, and dropped: all ranks
+        call this at the same point then.
 
         Raises:
             ValueError: if groups, parameters or shapes do not match; nothing is changed then.
             RuntimeError: within :meth:`averaged`.
+            commopt.comm.CollectiveError: what was in flight has failed.
         """
         super().load_state_dict(state_dict)
 
