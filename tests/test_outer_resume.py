@@ -681,6 +681,26 @@ def test_a_base_that_fails_when_a_fragment_is_sent_is_told_once_and_its_steps_co
     assert (told, too) == ([True], [False])
 
 
+@pytest.mark.parametrize("base", [torch.optim.AdamW, OneBitAdam])
+def test_a_group_that_is_refused_is_forgotten_by_the_base_too(base):
+    def run(backend):
+        model, more = Toy(), nn.Parameter(torch.ones(3))
+        optimizer = LocalSGD(model.parameters(), base, lr=1e-2, period=2, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        with pytest.raises(ValueError, match="period must be"):
+            optimizer.add_param_group({"params": [more], "period": 3})
+        train(model, optimizer, range(3, 4), backend.rank, 2)
+        assert more not in optimizer.state
+        assert more not in optimizer.base.state
+        optimizer.add_param_group({"params": [more]})
+        more.grad = torch.ones(3)
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+
+
 def test_the_state_of_the_base_follows_a_model_that_is_cast_after_a_load():
     def run(backend):
         model = Toy()

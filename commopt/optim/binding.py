@@ -84,6 +84,16 @@ def refuse_exchanged(optimizer: PackedOptimizer) -> None:
         )
 
 
+def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
+    """Forgets what was made for groups behind the first ``known``, which are gone again."""
+    gone = [p for params in optimizer._registered[known:] for p in params]
+    ids = {id(p) for p in gone}
+    optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in ids]
+    del optimizer._registered[known:]
+    for p in gone:
+        optimizer.state.pop(p, None)
+
+
 def rebind_if_new(optimizer: PackedOptimizer) -> None:
     """Calls ``optimizer.rebind()`` if parameters were exchanged before its first step."""
     begun = any(group[name] for group in optimizer.param_groups for name in optimizer.group_counters)

@@ -287,7 +287,13 @@ class OuterOptimizer(PackedOptimizer):
             if self.streaming is not None:
                 new["fragment_lr"] = tuple(lr * steps for steps in new["fragment_steps"])
 
-        self.register_new(add)
+        known = len(self.param_groups)
+        try:
+            self.register_new(add)
+        except Exception:
+            if isinstance(self.base, PackedOptimizer):  # it has registered what is refused
+                binding.forget_groups(self.base, known)
+            raise
 
     def _check_new(self, group: dict[str, Any]) -> None:
         binding.check_held(self, group["params"])
