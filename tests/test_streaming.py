@@ -516,7 +516,8 @@ def test_a_fragment_with_nan_on_one_rank_is_not_merged_by_any_and_made_up_for(st
     assert "inf, NaN or a norm above 1e+14 in the parameters of ranks [1]" in caplog.text
 
 
-def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_next_one():
+@pytest.mark.parametrize("steps", [18, 8, 10])
+def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_next_one(steps):
     """Without momentum, by gradients that do not depend on the model: the mean of all that was done, but for the one
     element that was NaN."""
 
@@ -526,7 +527,7 @@ def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_nex
             params, torch.optim.SGD, lr=0.1, period=4, streaming=Streaming(2, merge="eager"), backend=backend
         )
         expected = [p.detach().clone() for p in params]
-        for step in range(18):
+        for step in range(steps):
             for p, g in zip(params, some_grads(SIZES, step, backend.rank)):
                 p.grad = g
             bad = step == 7 and backend.rank == 1
@@ -537,8 +538,9 @@ def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_nex
                 params[2].data[0] = optimizer.state[params[2]]["anchor"][0]
             for x, *both in zip(expected, some_grads(SIZES, step, 0), some_grads(SIZES, step, 1)):
                 x.sub_(sum(both), alpha=0.05)
-        assert optimizer.skipped_rounds == 1
+        assert optimizer.skipped_rounds == (steps > 11)  # looked at when the fragment is sent the next time
         optimizer.synchronize()
+        assert optimizer.skipped_rounds == 1
         params[2].data[0] = expected[2][0]
         torch.testing.assert_close([p.detach() for p in params], expected, rtol=1e-12, atol=1e-12)
 

@@ -290,20 +290,27 @@ def _sent_before(flight: Flight | None, waits: Collection[int]) -> dict[int, tup
 
 
 def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
-    """Takes the outer step with what the others have sent before, for good; how far this rank has come since stays."""
+    """Takes the outer step with what the others have sent before, for good; how far this rank has come since stays. If
+    that does not count, what is left of this rank's share counts as steps since."""
     flight = optimizer.flights.land(fragment)
     entries, squares = flight.means.entries, ending.Squares()
-    if _counts(optimizer, flight):
-        before = _sent_before(flight, freezing.known(optimizer))
-        own = [before[id(bucket)][0] / bucket.world_size for bucket, _ in entries]
+    counts, before = _counts(optimizer, flight), _sent_before(flight, freezing.known(optimizer))
+    own = [before[id(bucket)][0] / bucket.world_size for bucket, _ in entries]
+    if counts:
         drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
         squares = ending.squares_of(entries, flight.means.flats)
         write: ending.Write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
         ending.take_steps(optimizer, entries, along, write, flight.frozen, sent=True)
+    else:
+        for entry, sent, share in zip(entries, flight.sent, own):
+            _add_to_anchor(entry, share - _or_zero(sent) - pseudo_gradient(entry[0]))
     _taken(optimizer, fragment, flight, squares)
     for group in optimizer.param_groups:
-        put(group, fragment, sent_steps=0, sent_lr=0.0)
+        steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
+        if not counts:
+            steps, lr = steps + group["sent_steps"][fragment], lr + group["sent_lr"][fragment]
+        put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_steps=steps, fragment_lr=lr)
 
 
 def _taken(optimizer: OuterOptimizer, fragment: int, flight: Flight | None, squares: ending.Squares) -> None:
