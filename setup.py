@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,14 +23,14 @@ from setuptools.command.build_py import build_py
 # conditions be vectorised, and change no value. Never -march: one binary serves every machine and chooses at run time.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # Of C++ the kernels use templates and headers alone, so that they need no libstdc++ or libgcc where they run.
-ALONE = ["-fno-exceptions", "-static-libgcc", "-Wl,--as-needed"]
+ALONE = ["-static-libgcc", "-Wl,--as-needed"]
 NAME = "commopt.ops.libcommopt_cpu"
 
 log = logging.getLogger("commopt.setup")
 
 
 class BuildLibrary(build_ext):
-    """One compiler call that makes one shared library."""
+    """Compiler calls, as many at once as there are cores, that make one shared library."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """The path without the tag of a Python version: the library is none of Python's business."""
@@ -41,14 +42,26 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compiles the library, or goes on without it."""
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target, objects = Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp)
+        for folder in (target.parent, objects):
+            folder.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX") or os.environ.get("CC") or "c++")
-        extra = shlex.split(os.environ.get("CXXFLAGS", "")) + shlex.split(os.environ.get("LDFLAGS", ""))
-        command = [*compiler, *FLAGS, *ALONE, "-shared", *ext.sources, "-o", str(target), *extra]
-        log.info("%s", shlex.join(command))
-        try:
+        extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+        at_the_end = [*ALONE, "-shared", "-o", str(target), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        made = {source: str(objects / f"{Path(source).stem}.o") for source in ext.sources}
+
+        def call(arguments: list[str]) -> None:
+            command = [*compiler, *FLAGS, *arguments]
+            log.info("%s", shlex.join(command))
             subprocess.run(command, check=True)
+
+        def compile_one(source: str) -> None:
+            call(["-fno-exceptions", "-c", source, "-o", made[source], *extra])
+
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # those that take long first
+                list(pool.map(compile_one, sorted(made, key=lambda source: -os.path.getsize(source))))
+            call([*made.values(), *at_the_end])
         except (OSError, subprocess.CalledProcessError) as problem:
             target.unlink(missing_ok=True)
             log.warning("building the native kernels failed: %s", problem)
