@@ -73,10 +73,13 @@ class CompressedGradients:
         name = "a model that has gone" if model is None else type(model).__name__
         return f"CompressedGradients({name}, {self.compressor!r}, ranks={ranks}, steps={self.mean.steps})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None: copies of a model, which may have it as an attribute, are not compressed."""
+
     def __reduce__(self) -> Any:
         raise TypeError(
-            "the handle of compress_gradients() cannot be copied or pickled: save its state_dict(), keep it out of "
-            "what is copied (it lives as long as the model), and call compress_gradients() for a copy of the model"
+            "the handle of compress_gradients() cannot be pickled: save its state_dict(), and keep it out of what is "
+            "pickled (it lives as long as the model)"
         )
 
     @property

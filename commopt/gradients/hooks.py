@@ -143,7 +143,6 @@ class ParameterHooks:
             try:
                 engine.queue_callback(_End(self._mean))
             except RuntimeError as error:
-                self._mean.forget()  # nobody will end it: the next gradient begins anew
                 raise RuntimeError(
                     "gradients came outside of a backward(), as those of a stage of torch.distributed.pipelining that "
                     "FSDP2 cuts, so that nobody would say when all have come: wrap the stage's module in "

@@ -112,6 +112,7 @@ class GradientMean:
         whole = topology.world_size > 1 and not topology.is_sharded
         self._watch = Watch(topology.receipt, self.params, check_every) if whole else None
         self._kept: dict[int, Tensor] = {}
+        self._doubtful = False  # a backward has failed since: what was kept may have been set to zeros
         self._begin()
 
     def _begin(self) -> None:
@@ -224,10 +225,11 @@ class GradientMean:
 
     def _finish(self) -> None:
         for i, p in self._kept.items():  # of earlier passes, and not of the last one
-            if i not in self._gradients and p.grad is not None:
+            if i not in self._gradients and p.grad is not None and not (self._doubtful and not local(p.grad).any()):
                 settle([p])
                 self.arrive(p, local(p.grad))
         self._kept.clear()
+        self._doubtful = False
         self._find_absent()
         while self._started < len(self.buckets):
             params = self.buckets[self._started].params
@@ -274,7 +276,7 @@ class GradientMean:
         """Forgets the gradients that have arrived: the backward has failed, on all ranks at the same place. Residuals
         stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
         nothing should wait."""
-        self._forgotten = True
+        self._forgotten = self._doubtful = True
         self._versions = {}  # they may be changed now
         for part in self.parts:
             part.forget()

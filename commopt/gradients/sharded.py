@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,8 +120,8 @@ class ShardedDoor:
         means = [mean for mean in self.means if mean.sound is not None]
         for stream in {mean.stream for mean in means if mean.stream is not None}:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        taken = [mean.sound for mean in means] + [mean.in_range() for mean in means]
-        return torch.stack([flag for flag in taken if flag is not None]).all() if taken else None
+        taken = [flag for mean in means for flag in (mean.sound, mean.in_range()) if flag is not None]
+        return torch.stack([flag.to(taken[0].device) for flag in taken]).all() if taken else None  # some are offloaded
 
     def end(self, sound: bool) -> None:
         for mean in self.means:
@@ -177,7 +178,7 @@ class ShardedDoor:
             ValueError: for the residuals of another model.
         """
         exactly = entries.get(GROUPS, {}) if mine else {}
-        left_out = False
+        left_out, loads = False, list[Callable[[], None]]()
         for key, mean in zip(_keys("gradients", self.means, params), self.means):
             if mean.residual is None:
                 continue
@@ -199,7 +200,9 @@ class ShardedDoor:
                     now[:, place.start : place.stop] = place.columns(error.to(now), len(now))
                 else:
                     left_out = left_out or bool(error.any())
-            mean.load(now, mine, exactly.get(key, {}))
+            loads.append(functools.partial(mean.load, now, mine, exactly.get(key, {})))
+        for load in loads:  # all of them fit
+            load()
         return left_out, [exactly.get(key, {}) for key in _keys("weights", self.weights, params)]
 
     def load_weights(self, given: Sequence[Any], error: Exception | None) -> None:

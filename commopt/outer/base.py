@@ -671,6 +671,7 @@ class OuterOptimizer(PackedOptimizer):
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
         load(self, given)
+        self._where = follow_casts(self.base, self.params, {})  # where the state of the base is now
 
     def fill_from(self, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool) -> None:
         """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: it is that
@@ -695,7 +696,6 @@ class OuterOptimizer(PackedOptimizer):
             for key, default in self.defaults.items():
                 group.setdefault(key, old.get(key, default))
             group[WHOSE] = self.saved_as()
-        self._where = follow_casts(self.base, self.params, {})  # where its state is now
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """An anchor that is lacking is the parameter."""
@@ -713,6 +713,10 @@ class OuterOptimizer(PackedOptimizer):
         "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming",
         "skipped_steps", "skipped_rounds", "defaults",
     )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._where = follow_casts(self.base, self.params, self._where)
+        return super().__getstate__()
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         check_base(state["base"])

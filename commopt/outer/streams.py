@@ -7,9 +7,8 @@ come, with the same bits.
 
 Ranks agree by a row that travels with the fragment, and look at it when they merge. If some rank had inf or NaN in the
 fragment then, or an error, which all raise, none merges: the round counts as never ended, and its steps with the next
-one. The first row after all
-replicas were equal is waited for, since parameters may have been loaded before it. Digests, which ranks compare now and
-then, are not: they are sent at one merge, and looked at in the next.
+one. The first row after all replicas were equal is waited for, since parameters may have been loaded before it.
+Digests, which ranks compare now and then, are not: they are sent at one merge, and looked at in the next.
 """
 
 from __future__ import annotations
