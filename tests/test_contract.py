@@ -573,6 +573,36 @@ def test_what_every_torch_optimizer_refuses_and_takes(name):
     assert p.grad is None
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "CSER", "QSparseLocalSGD", "DiLoCo"])
+def test_what_is_frozen_keeps_its_state_where_parameters_are_exchanged(name):
+    """Frozen amid a round, exchanged, and trained again: as without the exchange."""
+
+    def run(backend, exchanges):
+        params = [nn.Parameter(torch.ones(size)) for size in ((3,), (2, 2))]
+        optimizer = make(name, params, backend=backend)
+
+        def steps(n):
+            for _ in range(n):
+                optimizer.zero_grad()
+                sum((p.square() * (1 + backend.rank)).sum() for p in params if p.requires_grad).backward()
+                optimizer.step()
+
+        steps(7)
+        params[0].requires_grad_(False).grad = None
+        if exchanges:
+            params[:] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in params]
+            optimizer.param_groups[0]["params"][:] = params
+            optimizer.rebind()
+        steps(2)
+        params[0].requires_grad_(True)
+        steps(3)
+        optimizer.synchronize()
+        return [p.detach() for p in params]
+
+    straight, exchanged = (on_threads(2, lambda b, e=e: run(b, e)) for e in (False, True))
+    assert all(same_bits(found, straight[0]) for found in (*straight, *exchanged))
+
+
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "CSER", "CSER, signs", "QSparseLocalSGD", *OUTER])
 @pytest.mark.parametrize("steps", [3, 5])
 def test_the_whole_state_of_rank_0_on_every_rank_is_told_and_they_meet(name, steps, caplog):

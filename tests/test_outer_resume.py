@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
-from commopt import DiLoCo, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming, attach
+from commopt import DiLoCo, Lamb, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming, attach
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, replicas, split_state_dict
@@ -681,7 +681,7 @@ def test_a_base_that_fails_when_a_fragment_is_sent_is_told_once_and_its_steps_co
     assert (told, too) == ([True], [False])
 
 
-@pytest.mark.parametrize("base", [torch.optim.AdamW, OneBitAdam])
+@pytest.mark.parametrize("base", [torch.optim.AdamW, OneBitAdam, Lamb])
 def test_a_group_that_is_refused_is_forgotten_by_the_base_too(base):
     def run(backend):
         model, more = Toy(), nn.Parameter(torch.ones(3))
@@ -699,6 +699,28 @@ def test_a_group_that_is_refused_is_forgotten_by_the_base_too(base):
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, OneBitAdam])
+def test_parameters_are_exchanged_and_copied_with_any_base(base):
+    def run(backend):
+        model, other = Toy(), Toy()
+        optimizer = LocalSGD(model.parameters(), base, lr=1e-2, period=2, backend=backend)
+        straight = LocalSGD(other.parameters(), base, lr=1e-2, period=2, backend=backend)
+        for m, o in ((model, optimizer), (other, straight)):
+            train(m, o, range(3), backend.rank, 2)
+        for path, p in list(model.named_parameters()):
+            module, _, name = path.rpartition(".")
+            setattr(model.get_submodule(module), name, nn.Parameter(p.detach().clone()))
+        optimizer.param_groups[0]["params"][:] = model.parameters()
+        optimizer.rebind()
+        model, optimizer = copy.deepcopy((model, optimizer))
+        assert optimizer.param_groups[0]["optimizer"] == straight.param_groups[0]["optimizer"]
+        for m, o in ((model, optimizer), (other, straight)):
+            train(m, o, range(3, 6), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
 
 
 def test_the_state_of_the_base_follows_a_model_that_is_cast_after_a_load():

@@ -516,7 +516,7 @@ class CommOptimizer(PackedOptimizer):
                 registered = zip(self._registered, self.param_groups)
                 groups.update({id(p): group for params, group in registered for p in params})
                 groups.update(self.group_of())
-            return groups[key]
+            return groups.get(key, self.param_groups[0])
 
         def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
             return bucket.local_world_size > 1 or not self.wants_average(group_of(bucket))

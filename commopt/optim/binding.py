@@ -86,12 +86,9 @@ def refuse_exchanged(optimizer: PackedOptimizer) -> None:
 
 def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     """Forgets what was made for groups behind the first ``known``, which are gone again."""
-    gone = [p for params in optimizer._registered[known:] for p in params]
-    ids = {id(p) for p in gone}
-    optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in ids]
+    gone = {id(p) for params in optimizer._registered[known:] for p in params}
+    optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in gone]
     del optimizer._registered[known:]
-    for p in gone:
-        optimizer.state.pop(p, None)
 
 
 def rebind_if_new(optimizer: PackedOptimizer) -> None:
@@ -139,8 +136,10 @@ def rebind(optimizer: PackedOptimizer) -> None:
         }
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
+    optimizer._kept_packed = {id(new[p]) for bucket in optimizer.buckets for p in bucket.params if p in new}
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, error or _error_in_groups(optimizer), differ)
+    optimizer._kept_packed = ()
     loading.take_over(optimizer, moved, origin)
     optimizer.rebound(new)
 

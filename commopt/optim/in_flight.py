@@ -157,6 +157,7 @@ class StepInFlight:
         self.nonfinite_dropped = False
         self._overlapped = False
         self._present: frozenset[int] | None = None
+        self._stale: bool | None = None
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
 
     # in backward ------------------------------------------------------------------------------------------------------
@@ -184,9 +185,15 @@ class StepInFlight:
         while self.started < len(self.buckets) - 1 and not self._waiting[self.started]:
             bucket = self.buckets[self.started]
             sparse = any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params)
-            if bucket.inside is not None or bucket.stale() or sparse:
+            if bucket.inside is not None or self._any_stale() or sparse:
                 return  # step() reports it, or deals with it
             self._start_next(1.0, True)
+
+    def _any_stale(self) -> bool:
+        """True if some parameter was moved or cast since the last step: then none starts before all are followed."""
+        if self._stale is None:
+            self._stale = any(bucket.stale() for bucket in self.buckets)
+        return self._stale
 
     def replace(self, buckets: Sequence[StateBucket]) -> None:
         """Continues with ``buckets``, because all were made anew."""

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -77,6 +77,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _check_next: bool
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _damaged: str | None
+    _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
     _copies_looked_for: int | None = 0  # how often; None: some were found
@@ -304,7 +305,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
         packed = self.packed()
-        new = [p for p in group["params"] if p.requires_grad and id(p) not in packed]
+        new = [p for p in group["params"] if (p.requires_grad or id(p) in self._kept_packed) and id(p) not in packed]
         if new:
             capacity = self.capacity_of(new)
             self._pack(new, capacity, capacity)

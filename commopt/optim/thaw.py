@@ -411,16 +411,18 @@ class Standing(NamedTuple):
     """Of each parameter v over its bias correction, of the piece that this rank has."""
     with_zeros: list[int]
     """The indices of those with elements whose v is 0."""
+    beta2: float
+    """Of the bias correction."""
 
 
 def _standing(bucket: StateBucket, beta2: float) -> Standing:
-    """Taken anew when v has moved, and with it the mask of what is active."""
-    if bucket.standing is None or bucket.standing[0] is not bucket.active:
+    """Taken anew when v has moved, and with it the mask of what is active; and for another b2."""
+    if bucket.standing is None or bucket.standing[0] is not bucket.active or bucket.standing[1].beta2 != beta2:
         counts, variances = bucket.numbers["variance_step"].tolist(), bucket.tensors("exp_avg_sq")
         sums = settling.norms_of(variances)
         found = [v / (1 - beta2**n) if n else 0.0 for v, n in zip(sums, counts)]
         zeros = [n < v.numel() for n, v in zip(numbers_of([v.count_nonzero() for v in variances]), variances)]
-        standing = Standing(found, [i for i, some in enumerate(zeros) if some])
+        standing = Standing(found, [i for i, some in enumerate(zeros) if some], beta2)
         if bucket.active is None:
             return standing
         bucket.standing = (bucket.active, standing)

@@ -276,6 +276,7 @@ class OuterOptimizer(PackedOptimizer):
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
+            given.extend(new["params"])
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
                 new.setdefault(key, first["period"] if key == "period" else default)
@@ -287,11 +288,13 @@ class OuterOptimizer(PackedOptimizer):
             if self.streaming is not None:
                 new["fragment_lr"] = tuple(lr * steps for steps in new["fragment_steps"])
 
-        known = len(self.param_groups)
+        known, given = len(self.param_groups), list[Tensor]()
         try:
             self.register_new(add)
-        except Exception:
-            if isinstance(self.base, PackedOptimizer):  # it has registered what is refused
+        except Exception:  # an optimizer of commopt has made state of what is refused
+            for p in given:
+                self.base.state.pop(p, None)
+            if isinstance(self.base, PackedOptimizer):
                 binding.forget_groups(self.base, known)
             raise
 
@@ -341,6 +344,8 @@ class OuterOptimizer(PackedOptimizer):
                 self._moved = True
 
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
+        if isinstance(self.base, PackedOptimizer):
+            return self.base.rebind()
         moved = {new.get(p, p): entry for p, entry in self.base.state.items()}
         self.base.state.clear()
         for p, entry in moved.items():
@@ -723,6 +728,8 @@ class OuterOptimizer(PackedOptimizer):
         self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
         self._where = follow_casts(self.base, self.params, {})
+        for group in self.param_groups:  # a base of commopt has written its own name there
+            group[WHOSE] = self.saved_as()
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 
