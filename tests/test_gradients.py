@@ -786,6 +786,21 @@ def test_under_loco_the_residual_of_an_absent_parameter_stays():
     on_threads(2, run)
 
 
+def test_a_parameter_without_elements_has_a_gradient_on_all_ranks_or_on_none():
+    """Clipping takes as many norms on each, so that their sum has the same bits."""
+
+    def run(backend: ThreadBackend) -> list[bool]:
+        model = Given([(3,), (0, 4), (2,)])
+        commopt.compress_gradients(model, Int8(), backend=backend)
+        seen = []
+        for used in (backend.rank == 0, False):
+            model.backward([torch.ones(3), torch.ones(0, 4) if used else None, torch.ones(2)])
+            seen.append(model.take()[1] is not None)
+        return seen
+
+    assert on_threads(2, run) == [[True, False]] * 2
+
+
 def test_a_model_is_copied_and_pickled_and_goes_as_any_other():
     def run(backend: ThreadBackend) -> Any:
         model = Used()

@@ -21,7 +21,7 @@ from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim import checks
 from commopt.optim.wrapped import ddp_may_average
-from commopt.sharding import covers, left_dims
+from commopt.sharding import covers, is_sharded, left_dims
 
 Groups = tuple[list[Group], list[Group]]
 """FSDP's groups of parameters: those that are cut over all ranks, and those of which there are replicas."""
@@ -60,7 +60,8 @@ def check_exchanges(
         raise ValueError(f"inside must be None or a commopt.compress.Compressor such as Int8(), got {inside!r}")
     if weights is not None and not isinstance(weights, (Compressor, Differences)):
         raise ValueError(f"weights must be None, a commopt.compress.Compressor or Differences(), got {weights!r}")
-    if weights is not None and not (whole or replicated):
+    alone = topology.world_size == 1 and any(map(is_sharded, params))  # nothing is gathered there
+    if weights is not None and not (whole or replicated or alone):
         raise ValueError(f"weights={weights!r} is for models sharded by FSDP2: no other gathers weights")
     for group in [*whole, *(replicated if inside or weights else [])]:
         group.check()

@@ -170,8 +170,9 @@ class GradientMean:
         be that of ``p``, as it is, until then."""
         checks.check_gradient(gradient)
         self.begin()
-        if not p.numel():
-            return  # nobody waits for it
+        if not p.numel():  # nobody waits for it
+            self._gradients[id(p)] = gradient
+            return
         index = self._bucket_of[id(p)]
         if index < self._started:
             raise RuntimeError(
@@ -358,7 +359,8 @@ class GradientMean:
     def _mean(self, bucket: StateBucket, absent: Sequence[int], send: Channel, reply: Channel) -> Task:
         """The mean of a bucket. In backward it comes no further than to where all is on its way."""
         here = self._gradients
-        brought: Brought = [(here[id(p)], o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in here]
+        has = [(p, o) for p, o in zip(bucket.params, bucket.offsets) if id(p) in here and p.numel()]
+        brought: Brought = [(here[id(p)], o) for p, o in has]
         if bucket.inside is not None:  # ranks of one replica, each with gradients of its own
             flat = packed(bucket, brought)
             yield bucket.inside.all_reduce(flat)
