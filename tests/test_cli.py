@@ -141,6 +141,20 @@ def test_it_is_said_again_where_nobody_can_know(
         assert "optim.lrr" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", ""), ("RANK", "x")])
+def test_a_launchers_word_that_is_no_number_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """And no run goes on alone for it."""
+    for key, there in {"RANK": "0", "WORLD_SIZE": "2", name: value}.items():
+        monkeypatch.setenv(key, there)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    assert main(["train", "--train.steps=1", f"--train.run_dir={tmp_path / 'run'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert repr(value) in line
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "commopt COMMAND" in capsys.readouterr().out

@@ -146,6 +146,8 @@ class GradientMean:
         if first and (factor := self.scale.change()) != 1:
             self._rescale(factor)
         self._begun = True
+        if self.params[0].is_cuda:  # FSDP2's own streams, too: nobody waits for them in a backward that is not its last
+            self._streams.add(torch.cuda.current_stream())
         return first
 
     @torch.no_grad()
@@ -180,7 +182,6 @@ class GradientMean:
                 "backward passes at once, or in a checkpoint that is run again. Put all but the last backward() in "
                 "`with handle.no_sync():` (DDP: model.no_sync())"
             )
-        self.follow(gradient)
         self._gradients[id(p)] = gradient
         if stays:
             self._versions[id(p)] = version_of(gradient)
@@ -190,12 +191,6 @@ class GradientMean:
         with self._as_written():
             self._pipeline.progress()
             self._start_complete(len(self.buckets) - 1)
-
-    def follow(self, x: Tensor) -> None:
-        """:meth:`finish` waits for the stream that makes ``x``. FSDP2 has streams of its own, for which nobody else
-        waits in a backward that is not its last (``set_is_last_backward(False)``)."""
-        if x.is_cuda:
-            self._streams.add(torch.cuda.current_stream(x.device))
 
     def _start_complete(self, stop: int) -> None:
         """Starts the buckets before ``stop`` whose turn it is, if all their gradients are there, and if they may be
@@ -226,7 +221,7 @@ class GradientMean:
 
     def _finish(self) -> None:
         for i, p in self._kept.items():  # of earlier passes, and not of the last one
-            if i not in self._gradients and p.grad is not None and not (self._doubtful and not local(p.grad).any()):
+            if i not in self._gradients and p.grad is not None and (not self._doubtful or local(p.grad).any()):
                 settle([p])
                 self.arrive(p, local(p.grad))
         self._kept.clear()

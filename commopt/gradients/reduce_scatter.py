@@ -145,7 +145,6 @@ class GroupMean:
 
     Attributes:
         sound: whether what this rank has received since the last end is finite; 0-d bool, or None for nothing.
-        stream: that which makes it.
         residual: of this rank; None without feedback.
         fp32_bytes: what reduce-scatters of float32 would have sent since that was set to 0.
     """
@@ -162,7 +161,6 @@ class GroupMean:
         self.group, self.compressor, self._inside = group, compressor, inside
         self._ranks, self._begin = ranks, begin
         self.sound: Tensor | None = None
-        self.stream: torch.cuda.Stream | None = None
         self.fp32_bytes = 0
         self.residual: GroupResidual | None = None
         self.dtype = group.dtype  # as it was, also where parameters are cast later
@@ -204,7 +202,6 @@ class GroupMean:
         if self._begin is not None:
             finite = ops.all_finite(output_tensor)
             self.sound = finite if self.sound is None else self.sound & finite
-            self.stream = torch.cuda.current_stream(finite.device) if finite.is_cuda else None
         self.fp32_bytes += 4 * (self._ranks.between.world_size - 1) * x.shape[1]
 
     def in_range(self) -> Tensor | None:

@@ -190,10 +190,10 @@ class Members:
             raise ValueError(
                 "members= must be of one optimizer alone: make other Members, over a PrefixStore, for each"
             )
-        if self.ranks is None or not lobby.found(self.roster, self.ranks, self.timeout):
-            self._taken = True
+        begins = self.ranks is not None and lobby.found(self.roster, self.ranks, self.timeout)
+        self._taken = True  # and not where that has raised: it may be tried again
+        if not begins:
             return LocalBackend()
-        self._taken = True
         assert self.roster.view is not None
         self.among = list(self.roster.view.members)
         try:

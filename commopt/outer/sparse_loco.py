@@ -45,7 +45,6 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
-from commopt.sharding import local
 
 
 class SparseLoCo(OuterOptimizer):
@@ -163,5 +162,4 @@ class SparseLoCo(OuterOptimizer):
         bucket.buffers["anchor"].sub_(pseudo_gradient, alpha=group["outer_lr"])
 
     def fold_residual_into(self, p: Tensor, residual: Tensor) -> None:
-        for x in (local(self.state[p]["anchor"]), local(p.detach())):  # both, or it would be taken for local steps
-            x.sub_(residual, alpha=self.group_of()[id(p)]["outer_lr"])
+        super().fold_residual_into(p, residual * self.group_of()[id(p)]["outer_lr"])

@@ -26,7 +26,7 @@ from commopt.outer import ending, freezing
 from commopt.outer.flight import Flight
 from commopt.outer.local_steps import too_many_skipped
 from commopt.outer.means import Entry
-from commopt.outer.rounds import pseudo_gradient
+from commopt.outer.rounds import RoundDecision, pseudo_gradient
 from commopt.outer.stream_state import forget_sent, keep_sent
 from commopt.outer.streaming import Streaming, end_fragment, in_flight, put
 
@@ -100,37 +100,35 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """True if the ranks merge a flight that has landed; if not, it counts as never sent."""
-    if flight.refused:
-        settle(optimizer)
-        flight.frozen = ()
-        _take_back(optimizer, flight)
-        return False
-    try:
-        decision = optimizer.flights.decide(flight)
-    except Exception as error:
-        flight.refused = error is flight.report.error or isinstance(error, StepRefused)
-        raise
+    decision = None if flight.refused else _decide(optimizer, flight)
     settle(optimizer)
-    if not decision.alike_frozen:
+    if decision is None or not decision.alike_frozen:
         flight.frozen = ()
-    if not decision.broken:
+    if decision is not None and not decision.broken:
         ending.follow(optimizer, decision, flight.where, waits=False)
         return True
-    _take_back(optimizer, flight)
-    ending.skip(optimizer, decision.broken)
+    if not optimizer.is_eager:  # what is merged eagerly is sent once more
+        optimizer.flights.done(flight)
+        _take_back(optimizer, flight.fragment)
+    if decision is not None:
+        ending.skip(optimizer, decision.broken)
     return False
 
 
-def _take_back(optimizer: OuterOptimizer, flight: Flight) -> None:
-    """Counts steps of a flight as ones of the round under way. What is merged eagerly is sent once more."""
-    if optimizer.is_eager:
-        return
-    p = flight.fragment
-    optimizer.flights.done(flight)
+def _decide(optimizer: OuterOptimizer, flight: Flight) -> RoundDecision:
+    """What the ranks decide about a flight that has landed; if it is an error, they raise that once."""
+    try:
+        return optimizer.flights.decide(flight)
+    except Exception as error:
+        flight.refused = error is flight.report.error or isinstance(error, StepRefused)
+        raise
+
+
+def _take_back(optimizer: OuterOptimizer, fragment: int) -> None:
+    """Counts the steps of what was sent of a fragment as ones of the round under way."""
     for group in optimizer.param_groups:
-        steps, lr = group["sent_steps"][p], group["sent_lr"][p]
-        now = {"fragment_steps": group["fragment_steps"][p] + steps, "fragment_lr": group["fragment_lr"][p] + lr}
-        put(group, p, sent_steps=0, sent_lr=0.0, **now)
+        steps, lr = (group[f"fragment_{what}"][fragment] + group[f"sent_{what}"][fragment] for what in ("steps", "lr"))
+        put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_steps=steps, fragment_lr=lr)
 
 
 def settle(optimizer: OuterOptimizer) -> None:
@@ -305,11 +303,10 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
         for entry, sent, share in zip(entries, flight.sent, own):
             _add_to_anchor(entry, share - _or_zero(sent) - pseudo_gradient(entry[0]))
     _taken(optimizer, fragment, flight, squares)
+    if not counts:
+        _take_back(optimizer, fragment)
     for group in optimizer.param_groups:
-        steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
-        if not counts:
-            steps, lr = steps + group["sent_steps"][fragment], lr + group["sent_lr"][fragment]
-        put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_steps=steps, fragment_lr=lr)
+        put(group, fragment, sent_steps=0, sent_lr=0.0)
 
 
 def _taken(optimizer: OuterOptimizer, fragment: int, flight: Flight | None, squares: ending.Squares) -> None:

@@ -5,15 +5,24 @@ For what is needed before the ranks have joined each other, and without importin
 
 from __future__ import annotations
 
+import contextlib
 import os
+
+from commopt.train.errors import ConfigError
 
 
 def _read(*names: str, default: int) -> int:
-    """The first of ``names`` that is there; ``default``, too, where it is no number, which :mod:`.join` says."""
-    try:
-        return int(next((os.environ[name] for name in names if name in os.environ), default))
-    except ValueError:
-        return default
+    """The first of ``names`` that is there. Raises ConfigError where that is no number."""
+    for name in names:
+        if name in os.environ:
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise ConfigError(
+                    f"{name}={os.environ[name]!r} in the environment is not allowed: it must be a number, as launchers "
+                    "such as torchrun set it"
+                ) from None
+    return default
 
 
 def launched() -> bool:
@@ -22,8 +31,10 @@ def launched() -> bool:
 
 
 def rank() -> int:
-    """This process among all; 0 without a launcher."""
-    return _read("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default=0)
+    """This process among all; 0 without a launcher, and where that is no number: errors are said by it, too."""
+    with contextlib.suppress(ConfigError):
+        return _read("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default=0)
+    return 0
 
 
 def local_rank() -> int:
