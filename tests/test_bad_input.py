@@ -438,6 +438,39 @@ def test_a_period_that_was_changed_to_what_is_not_allowed_is_an_error_on_all_ran
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [
+        (partial(OneBitAdam, freeze_step=3), "freeze_step", "x"),
+        (partial(OneBitAdam, freeze_step=3), "freeze_step", None),
+        (partial(OneBitAdam, freeze_step=3, overlap=True), "freeze_step", "x"),
+        (partial(ZeroOneAdam), "variance_stop", "x"),
+        (partial(ZeroOneAdam), "variance_stop", None),
+    ],
+    ids=lambda given: str(given)[-40:],
+)
+def test_a_phase_that_was_set_to_what_is_none_is_an_error_on_all_ranks(make, key, value, everywhere):
+    def run(backend):
+        model = Toy()
+        optimizer = make(model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(2), backend.rank, 2)
+        before, kept = params_of(model), optimizer.param_groups[0][key]
+        mine = everywhere or backend.rank == 1
+        if mine:
+            optimizer.param_groups[0][key] = value
+        with pytest.raises(ValueError if mine else RuntimeError, match=repr(value) if mine else "rank 1 cannot take"):
+            train(model, optimizer, range(2, 3), backend.rank, 2)
+        assert same_bits(before, params_of(model))
+        optimizer.param_groups[0][key] = kept
+        train(model, optimizer, range(2, 5), backend.rank, 2)
+        return params_of(model)
+
+    if everywhere or not make.keywords.get("overlap"):
+        a, b = on_threads(2, run)
+        assert same_bits(a, b)
+
+
 def test_periods_that_streaming_has_no_use_for_or_that_differ_between_groups_are_refused_in_a_step():
     model = Toy()
     params = list(model.parameters())

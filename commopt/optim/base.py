@@ -350,18 +350,18 @@ class CommOptimizer(PackedOptimizer):
 
     def _take(self, step: StepInFlight) -> None:
         """Takes ``step`` from wherever backward has taken it, and does what follows from it."""
-        local, overlapped = self.steps_locally(), self.starts_in_backward()
+        local, overlapped, phases, refused = self._plan()
         if overlapped:
             self._diagnostics.overlap_lost(step.blocking(), self.param_groups, step.started, len(step.buckets))
         if not local:
             self._open_channels()
-        refused = self._follow(step)
+        refused = refused or self._follow(step)
         step.params = [p for bucket in self.buckets for p in bucket.params]
         if self.topology.is_sharded:
             self.settle()
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
-        phases = [self.phase_of(group) for group in self.param_groups]
-        self._notice_scaler()
+        if refused is None:
+            self._notice_scaler()
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
         report = self._within_replica(report, step.number) if local else self._guarded(report, step.number)
         if local and report.error is None and not is_usable(report.square_norm):
@@ -381,6 +381,18 @@ class CommOptimizer(PackedOptimizer):
         if not local:
             self._end_agreed(step)
         self._report_new_phases(phases)
+
+    def _plan(self) -> tuple[bool, bool, list[str], Exception | None]:
+        """Whether the step is local, whether its buckets start in backward, and the phases of the groups; or what
+        forbids it, of which the other ranks hear when they agree: a hyper-parameter was set to what no step can go
+        by."""
+        try:
+            phases = self.or_blame(lambda: [self.phase_of(group) for group in self.param_groups])
+            return (*self.or_blame(lambda: (self.steps_locally(), self.starts_in_backward())), phases, None)
+        except Exception as error:
+            if self.overlap:  # others may have begun in backward what this rank cannot begin
+                raise
+            return False, False, [], error
 
     def _notice_scaler(self) -> None:
         """Notes that scales may differ after this step: only where DDP averages do all ranks overflow together."""
@@ -452,7 +464,7 @@ class CommOptimizer(PackedOptimizer):
         try:
             checks.check_gradients(params)
             checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)  # it may have been set
-            growth = self._growth(unscale)
+            growth = self.or_blame(lambda: self.growth(unscale))
         except Exception as error:
             return StepReport(0.0, present, False, error)
         averaged = self._attachment.averaged if self._attachment is not None else {}
@@ -473,10 +485,11 @@ class CommOptimizer(PackedOptimizer):
         square *= unscale**2
         return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.unmoved())
 
-    def _growth(self, unscale: float) -> float:
-        """:meth:`growth`; raises ValueError, as where it is given, for a hyper-parameter that it fails of."""
+    def or_blame(self, call: Callable[[], Any]) -> Any:
+        """What ``call()`` returns. If it fails because of a hyper-parameter, raises ValueError, as where that is
+        given."""
         try:
-            return self.growth(unscale)
+            return call()
         except Exception:
             for group in self.param_groups:
                 self.check_group(group)
