@@ -387,12 +387,12 @@ class CommOptimizer(PackedOptimizer):
         forbids it, of which the other ranks hear when they agree: a hyper-parameter was set to what no step can go
         by."""
         try:
-            phases = self.or_blame(lambda: [self.phase_of(group) for group in self.param_groups])
-            return (*self.or_blame(lambda: (self.steps_locally(), self.starts_in_backward())), phases, None)
+            phases = [self.phase_of(group) for group in self.param_groups]
+            return self.steps_locally(), self.starts_in_backward(), phases, None
         except Exception as error:
             if self.overlap:  # others may have begun in backward what this rank cannot begin
-                raise
-            return False, False, [], error
+                raise self.blame(error) from None
+            return False, False, [], self.blame(error)
 
     def _notice_scaler(self) -> None:
         """Notes that scales may differ after this step: only where DDP averages do all ranks overflow together."""
@@ -464,9 +464,9 @@ class CommOptimizer(PackedOptimizer):
         try:
             checks.check_gradients(params)
             checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)  # it may have been set
-            growth = self.or_blame(lambda: self.growth(unscale))
+            growth = self.growth(unscale)
         except Exception as error:
-            return StepReport(0.0, present, False, error)
+            return StepReport(0.0, present, False, self.blame(error))
         averaged = self._attachment.averaged if self._attachment is not None else {}
         wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
@@ -485,15 +485,15 @@ class CommOptimizer(PackedOptimizer):
         square *= unscale**2
         return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.unmoved())
 
-    def or_blame(self, call: Callable[[], Any]) -> Any:
-        """What ``call()`` returns. If it fails because of a hyper-parameter, raises ValueError, as where that is
-        given."""
+    def blame(self, error: Exception) -> Exception:
+        """Why the step failed with ``error``: ValueError, as where it is given, for a hyper-parameter that is out of
+        range; if none is, ``error``."""
         try:
-            return call()
-        except Exception:
             for group in self.param_groups:
                 self.check_group(group)
-            raise
+        except ValueError as wrong:
+            return wrong
+        return error
 
     def _clip(self, decision: StepDecision) -> float:
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))

@@ -56,8 +56,14 @@ class Overlap:
         optimizer = self._optimizer()
         if optimizer is None or self._held or optimizer.accumulating():
             return
+        try:
+            self._arrived(optimizer, p)
+        except Exception as error:
+            raise optimizer.blame(error) from None
+
+    def _arrived(self, optimizer: CommOptimizer, p: Tensor) -> None:
         if self._starts is None:  # the same for all gradients of a step
-            self._starts = optimizer.or_blame(optimizer.starts_in_backward)
+            self._starts = optimizer.starts_in_backward()
         if not self._starts:
             return
         index = self._bucket_of.get(id(p))
@@ -70,7 +76,7 @@ class Overlap:
                 "all ranks, each can go on after optimizer.load_state_dict(optimizer.state_dict()), which forgets what "
                 "was sent, and zero_grad()"
             )
-        optimizer.or_blame(lambda: step.arrive(index, p))
+        step.arrive(index, p)
         if step.started and self._used is None:
             self._used = Used(step, optimizer.param_groups, optimizer.hyperparams_used_in_backward)
 
