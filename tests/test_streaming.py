@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import threading
 from contextvars import ContextVar
@@ -545,6 +546,42 @@ def test_what_an_eager_round_that_was_skipped_has_not_brought_comes_with_the_nex
         torch.testing.assert_close([p.detach() for p in params], expected, rtol=1e-12, atol=1e-12)
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("streaming", [Streaming(2, merge="eager"), Streaming(2, 1)], ids=str)
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("steps", [3, 6, 11])
+@pytest.mark.parametrize("more", [0, 5])
+def test_what_is_in_flight_counts_in_full_at_another_world_size(streaming, old, new, steps, more):
+    """Without momentum, by gradients that do not depend on the model: the mean of all that was done, by however many
+    ranks; eager ranks had taken their own shares of what was in flight."""
+
+    def train(backend, state, start, steps):
+        params = [nn.Parameter(p.clone()) for p in start]
+        settings = {"lr": 0.1, "period": 4, "streaming": streaming, "backend": backend}
+        optimizer = LocalSGD(params, torch.optim.SGD, **settings)
+        if state is not None:
+            optimizer.load_state_dict(join_state_dict(*copy.deepcopy(state), backend.rank, new))
+        for step in steps:
+            for p, g in zip(params, some_grads(SIZES, step, backend.rank)):
+                p.grad = g
+            optimizer.step()
+        saved = split_state_dict(copy.deepcopy(optimizer.state_dict()))
+        values = [p.detach().clone() for p in params]
+        optimizer.synchronize()
+        return values, *saved, params
+
+    start = [p.detach() for p in some_params(SIZES)]
+    saved = on_threads(old, lambda backend: train(backend, None, start, range(steps)))
+    state = saved[0][1], [own for _, _, own, _ in saved]
+    ended = on_threads(new, lambda backend: train(backend, state, saved[0][0], range(steps, steps + more)))
+    expected = [p.clone() for p in start]
+    for ranks, taken in (old, range(steps)), (new, range(steps, steps + more)):
+        for step, rank in itertools.product(taken, range(ranks)):
+            for x, g in zip(expected, some_grads(SIZES, step, rank)):
+                x.sub_(g, alpha=0.1 / ranks)
+    for *_, params in ended:
+        torch.testing.assert_close([p.detach() for p in params], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():

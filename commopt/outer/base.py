@@ -50,7 +50,7 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded
 from commopt.outer.rounds import Round
-from commopt.outer.streaming import FROZEN, Streaming, check_streaming, count_step, in_flight
+from commopt.outer.streaming import FROZEN, Streaming, came_from, check_streaming, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
@@ -443,7 +443,8 @@ class OuterOptimizer(PackedOptimizer):
 
     @property
     def replicas_differ(self) -> bool:
-        return (self.topology.copies > 1 or self.members is not None) and self._under_way()
+        several = self.topology.copies > 1 or self.members is not None or came_from(self.param_groups[0]) > 1
+        return several and self._under_way()
 
     def _under_way(self) -> bool:
         """True if some round has begun."""

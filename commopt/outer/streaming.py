@@ -114,13 +114,13 @@ class Streaming:
         """Position of a parameter group: the next fragment to send; whether one was sent since all replicas were
         equal; and of each fragment the local steps of its round so far, the sum of their learning rates, how many
         rounds there were, the sum of squares of its last mean if it was compressed, and steps and rates of what is in
-        flight, 0 if nothing is; and where fragments are merged eagerly, the numbers of the parameters that all ranks
-        have frozen, as far as they know."""
+        flight, 0 if nothing is, and from how many replicas; and where fragments are merged eagerly, the numbers of the
+        parameters that all ranks have frozen, as far as they know."""
         none, nothing = (0,) * self.fragments, (0.0,) * self.fragments
         return {
             "streaming": self.kind, "fragment": 0, "started": False, "fragment_steps": none, "fragment_lr": nothing,
             "fragment_rounds": none, "fragment_squares": nothing, "sent_steps": none, "sent_lr": nothing,
-            FROZEN: (),
+            "sent_copies": none, FROZEN: (),
         }  # fmt: skip
 
     def check_period(self, period: int) -> None:
@@ -162,3 +162,8 @@ def in_flight(group: Group) -> list[int]:
     sent = [p for p, steps in enumerate(group["sent_steps"]) if steps]
     order = {p: (p - group["fragment"]) % len(group["sent_steps"]) for p in sent}
     return sorted(sent, key=lambda p: (-group["fragment_steps"][p], order[p]))
+
+
+def came_from(group: Group) -> int:
+    """From how many replicas came what is in flight, at most; 0 if nothing is."""
+    return max((n for n, steps in zip(group.get("sent_copies", ()), group.get("sent_steps", ())) if steps), default=0)

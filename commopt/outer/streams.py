@@ -14,7 +14,7 @@ Digests, which ranks compare now and then, are not: they are sent at one merge, 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,9 +193,10 @@ def resume(optimizer: OuterOptimizer) -> None:
 
 
 def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
+    copies = optimizer.topology.copies
     for group in optimizer.param_groups:
         steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
-        put(group, fragment, sent_steps=steps, sent_lr=lr, fragment_steps=0, fragment_lr=0.0)
+        put(group, fragment, sent_steps=steps, sent_lr=lr, sent_copies=copies, fragment_steps=0, fragment_lr=0.0)
         group["started"] = True
         end_fragment(group, fragment, _streaming(optimizer))
 
@@ -247,18 +248,18 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
         flight = optimizer.flights.land(fragment)
         counts = _counts(optimizer, flight)
     known, frozen = freezing.known(optimizer), freezing.told(optimizer, flight if counts else None)
-    before = _sent_before(flight, known if counts else ())
+    before = _sent_before(optimizer, flight, known if counts else ())
     finite = is_usable(square_norm(now))
     along, sent = [], now
     for (bucket, _), d in zip(entries, now):
         share = freezing.without(bucket, d, frozen) if finite else torch.zeros_like(d)
         if counts and id(bucket) in before:  # if not, it was added since
-            own, mean = before[id(bucket)]
-            along.append((share - own).div_(bucket.world_size).add_(mean))
+            _, counted, mean = before[id(bucket)]
+            along.append((share - counted).div_(bucket.world_size).add_(mean))
         else:
             along.append(share / bucket.world_size)
     if flight is not None and not counts:
-        sent = [d + before[id(bucket)][0] if id(bucket) in before else d for (bucket, _), d in zip(entries, now)]
+        sent = [d + before[id(bucket)].own if id(bucket) in before else d for (bucket, _), d in zip(entries, now)]
     squares = ending.Squares()
     if flight is not None and counts:
         squares = ending.squares_of(flight.means.entries, flight.means.flats)
@@ -277,13 +278,27 @@ def _step_eagerly(optimizer: OuterOptimizer, fragment: int, entries: Sequence[En
     keep_sent(optimizer, entries, sent)
 
 
-def _sent_before(flight: Flight | None, waits: Collection[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of each bucket of a flight that has landed, by its id, what this rank has sent and the mean of that; the former
-    without the parameters with the ids ``waits``, no share of which has counted yet."""
+class _Sent(NamedTuple):
+    """Of one bucket of a flight that has landed, (padded,) each."""
+
+    own: Tensor
+    """What this rank has sent."""
+    counted: Tensor
+    """That of which a share has counted: ``own``, or a multiple, if the replicas were more or fewer then."""
+    mean: Tensor
+
+
+def _sent_before(optimizer: OuterOptimizer, flight: Flight | None, waits: Collection[int]) -> dict[int, _Sent]:
+    """What was sent in a flight that has landed, by the id of the bucket; without the parameters with the ids
+    ``waits``, no share of which has counted yet."""
     if flight is None:
         return {}
-    found = zip(flight.means.entries, flight.sent, flight.means.flats)
-    return {id(b): (freezing.without(b, _or_zero(own), waits), mean) for (b, _), own, mean in found}
+    found: dict[int, _Sent] = {}
+    for (bucket, group), sent, mean in zip(flight.means.entries, flight.sent, flight.means.flats):
+        own = freezing.without(bucket, _or_zero(sent), waits)
+        times = optimizer.topology.copies / group["sent_copies"][flight.fragment]
+        found[id(bucket)] = _Sent(own, own if times == 1 else own * times, mean)
+    return found
 
 
 def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
@@ -291,8 +306,8 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
     that does not count, what is left of this rank's share counts as steps since."""
     flight = optimizer.flights.land(fragment)
     entries, squares = flight.means.entries, ending.Squares()
-    counts, before = _counts(optimizer, flight), _sent_before(flight, freezing.known(optimizer))
-    own = [before[id(bucket)][0] / bucket.world_size for bucket, _ in entries]
+    counts, before = _counts(optimizer, flight), _sent_before(optimizer, flight, freezing.known(optimizer))
+    own = [before[id(bucket)].counted / bucket.world_size for bucket, _ in entries]
     if counts:
         drifts = [pseudo_gradient(bucket).neg_() for bucket, _ in entries]
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
