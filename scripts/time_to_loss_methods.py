@@ -83,6 +83,12 @@ def random_blocks(ratio: float) -> dict[str, Any]:
 
 METHODS: dict[str, Method] = {
     "none": Method("DDP, AdamW, no network (the bound)", ADAMW, QUICK, network=False),
+    "none_fast": Method(
+        "DDP, AdamW, short memory, no network",
+        own("AdamW", ADAM, FAST),
+        f"{QUICK}, with its beta2",
+        network=False,
+    ),
     "ddp": Method("DDP, AdamW", ADAMW, QUICK),
     "ddp_bf16": Method("DDP, AdamW, bf16 hook", ADAMW, QUICK, 0.5, hook={"name": "bf16"}),
     "ddp_powersgd4": Method(
@@ -116,6 +122,24 @@ METHODS: dict[str, Method] = {
         own("OneBitAdam", ADAM, {**SLOW, "freeze_step": FREEZE, "warmup_compressor": {"name": "Int8"}}),
         QUICK,
         0.09,
+    ),
+    "onebit_adam_auto": Method(
+        'OneBitAdam, freeze_step="auto"',
+        own("OneBitAdam", ADAM, SLOW),
+        f"{QUICK}, but the class's own freeze_step",
+        0.65,
+    ),
+    "onebit_adam_auto_int8": Method(
+        'OneBitAdam, freeze_step="auto", warm-up by Int8',
+        own("OneBitAdam", ADAM, {**SLOW, "warmup_compressor": {"name": "Int8"}}),
+        f"{QUICK}, but the class's own freeze_step",
+        0.18,
+    ),
+    "onebit_adam_fast_auto_int8": Method(
+        'OneBitAdam, short memory, freeze_step="auto", warm-up by Int8',
+        own("OneBitAdam", ADAM, {**FAST, "warmup_compressor": {"name": "Int8"}}),
+        f"{QUICK}: its beta2, but the class's own freeze_step",
+        0.1,
     ),
     "onebit_adam_early_int8": Method(
         "OneBitAdam, short memory, short warm-up by Int8",

@@ -50,7 +50,7 @@ from commopt.optim import assigned, binding, calls, checks, comparing, floor, re
 from commopt.optim.agreement import StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
-from commopt.optim.diagnostics import Diagnostics, names_of
+from commopt.optim.diagnostics import names_of
 from commopt.optim.digest import digest_of_all
 from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -134,11 +134,9 @@ class CommOptimizer(PackedOptimizer):
         self.overlap = overlap
         self.guard = Guard() if guard is None else guard
         self.reduction = reduction
-        self.buckets = []
         self.skipped_steps = 0
         self.dropped_gradients = 0
         self._restart()
-        self._ready = False  # torch's constructor adds the first groups; they are registered all at once
 
         def construct() -> None:
             self.check_settings()
@@ -147,16 +145,11 @@ class CommOptimizer(PackedOptimizer):
             super(CommOptimizer, self).__init__(params, {**defaults, **given})
             check_torch_options(type(self), torch_options or {}, self.known_options, self.param_groups)
 
-        self.register_new(construct)
+        self.register_new(construct)  # the first groups all at once
         self._ready = True
 
     def _restart(self) -> None:
-        self._attachment: Any = None
-        self._looked = False
-        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
-        self._ready = True
-        self._skipped_in_a_row = 0
-        self._check_next = True  # digests, at the next step
+        super()._restart()
         self._damaged: str | None = None
         self._right: dict[int, int] = {}  # whose replica the others get after the step
         self._in_flight: StepInFlight | None = None
@@ -228,6 +221,7 @@ class CommOptimizer(PackedOptimizer):
 
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
+        self._damaged = None
         packed = self.packed()
         leave_out_of_loaded(type(self), self.param_groups, self.known_options, self.topology.rank == 0)
         for group in self.param_groups:
@@ -304,8 +298,7 @@ class CommOptimizer(PackedOptimizer):
                 residuals may not be: every step raises it until a state is loaded.
             commopt.comm.CollectiveError: a collective failed or timed out; says in which step and bucket.
         """
-        self.refuse_inside_averaged("step()")
-        self._of_ranks = None
+        self.begin_change("step()")
         if self._damaged is not None:
             raise MessageDamaged(self._damaged)
         refuse_if_left_out(self.topology.backend, type(self).__name__)
@@ -363,18 +356,14 @@ class CommOptimizer(PackedOptimizer):
         if refused is None:
             self._notice_scaler()
         report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
-        report = self._within_replica(report, step.number) if local else self._guarded(report, step.number)
-        if local and report.error is None and not is_usable(report.square_norm):
-            step.nonfinite_dropped, report = True, StepReport(0.0, [False] * len(step.params), False)
-            self.dropped_gradients += 1
-            self._diagnostics.dropped(self.dropped_gradients)
-        over, holders = _ALONE, None
+        report = self._local(report, step) if local else self._guarded(report, step.number)
+        over, holders = (_ALONE, None) if local else (self.agrees_over, self.holders())
+        decision = step.run(
+            report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders
+        )
         if not local:
-            over, holders = self.agrees_over, self.holders()
-        step.run(report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders)
-        if not local:
-            self._look_at_norms(step.agreement.wait())
-            self.heard(step.agreement.wait())
+            self._look_at_norms(decision)
+            self.heard(decision)
         for group in self.param_groups:
             group["step"] += 1
         self.after_step()
@@ -479,9 +468,9 @@ class CommOptimizer(PackedOptimizer):
                 [torch.tensor([unscale], dtype=torch.float64, device="cpu"), *(p.grad for p in params)]
             )
 
-        early = self.overlap and not wrapped.may_average(self)  # where buckets start before the ranks agree
-        late = early or self.topology.is_sharded  # ... all are averaged
-        gradients = None if late else digest_of_gradients
+        # where buckets start before the ranks agree, or a part of the model is not everybody's, all are averaged
+        averages_all = self.topology.is_sharded or (self.overlap and not wrapped.may_average(self))
+        gradients = None if averages_all else digest_of_gradients
         square *= unscale**2
         return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.unmoved())
 
@@ -635,10 +624,16 @@ class CommOptimizer(PackedOptimizer):
             self._watching = self._watching or Overlap(self)
             self._watching.follow(self.buckets)
 
-    def _within_replica(self, report: StepReport, number: int) -> StepReport:
-        """``report`` of the local step ``number``, with what the ranks that hold a replica together bring to it."""
-        where = f"{type(self).__name__}, step {number}"
+    def _local(self, report: StepReport, step: StepInFlight) -> StepReport:
+        """``report`` of the local ``step``, with what the ranks that hold a replica together bring to it; gradients
+        that are inf or NaN count as missing."""
+        where = f"{type(self).__name__}, step {step.number}"
         square, error = replicas.agree_inside(self.topology, report.square_norm, report.error, where)
+        if error is None and not is_usable(square):
+            self.dropped_gradients += 1
+            self._diagnostics.dropped(self.dropped_gradients)
+            step.nonfinite_dropped = True
+            return StepReport(0.0, [False] * len(step.params), False)
         return dataclasses.replace(report, square_norm=square, error=error)
 
     # is it still right? -----------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ class StepInFlight:
         self.pipeline = Pipeline(self.agreement, self.confirmation)
         self.params: list[Tensor] = []
         self.nonfinite_dropped = False
-        self._overlapped = False
+        self._arrived = False  # some gradient, in backward
+        self._overlapped = False  # buckets start in backward
         self._present: frozenset[int] | None = None
         self._stale: bool | None = None
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
@@ -177,7 +178,7 @@ class StepInFlight:
                 "the optimizer with overlap=False. If it was left out because something had failed, call step(), or "
                 "load_state_dict(), on all ranks first"
             )
-        self._overlapped = True
+        self._arrived = self._overlapped = True
         if self.buckets[index].sharded:
             settle([p])
         self._waiting[index].discard(id(p))
@@ -202,7 +203,7 @@ class StepInFlight:
     def blocking(self) -> list[Tensor]:
         """The parameters without a gradient that keep the next bucket, and all after it, from starting. None are where
         no gradient has come since the step began: one that backward had begun may have been given up."""
-        if not self._overlapped or self.started >= len(self.buckets) - 1:
+        if not self._arrived or self.started >= len(self.buckets) - 1:
             return []
         return [p for p in self.buckets[self.started].params if id(p) in self._waiting[self.started]]
 
@@ -216,14 +217,14 @@ class StepInFlight:
         buckets: Sequence[StateBucket],
         scale: Callable[[StepDecision], float],
         holders: Holders | None = None,
-    ) -> None:
-        """Takes the step, from wherever backward has taken it, to its end.
+    ) -> StepDecision:
+        """Takes the step, from wherever backward has taken it, to its end. Returns what the ranks have decided.
 
         Args:
             report: what this rank brings.
             over: what the ranks agree over.
             overlapped: whether buckets start in backward.
-            buckets: those there are now.
+            buckets: those there are now; some may have been packed since backward, and start when the ranks agree.
             scale: the factor of gradients that follows from the decision.
             holders: what each rank holds; None: all of them the whole model.
         """
@@ -241,9 +242,10 @@ class StepInFlight:
             self.buckets = list(buckets)
             self._start_while(lambda _: True, scale(decision), decision.average)
         self.pipeline.finish()
-        self.agreement.wait()
+        decision = self.agreement.wait()
         if holders is not None and not self.confirmation.done:  # others may have parameters to confirm
             self.confirmation.wait()
+        return decision
 
     def abort(self, begun: bool = False) -> None:
         """Ends all tasks without effect, where all ranks have started the same collectives; ``begun``: some rank has

@@ -64,19 +64,18 @@ class PackedOptimizer(torch.optim.Optimizer):
     compressor: Compressor
     max_grad_norm: float | None
     bucket_mb: float | None
-    overlap: bool
+    overlap = False
     guard: Guard
     reduction: str
     skipped_steps: int
-    dropped_gradients: int
     buckets: list[StateBucket]
-    _ready: bool  # whether it is made
+    _ready = False  # whether it is made
     _attachment: Any
     _diagnostics: Diagnostics
     _registered: list[list[Tensor]]  # the parameters of each group, as they were
-    _check_next: bool
+    _check_next: bool  # digests, when the ranks next communicate
+    _skipped_in_a_row: int
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
-    _damaged: str | None
     _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
@@ -211,9 +210,9 @@ class PackedOptimizer(torch.optim.Optimizer):
                 raises. Nothing has changed then, and it may be called again with what is allowed.
             RuntimeError: within :meth:`averaged`.
         """
-        self.refuse_inside_averaged("rebind()")
+        self.refuse_here("rebind()")
+        self.begin_change("rebind()")
         self.give_up_step()
-        self._of_ranks = None
         binding.rebind(self)
 
     def holders(self) -> Holders | None:
@@ -412,6 +411,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
         self.refuse_inside_averaged("synchronize()")
+        if model is not None:
+            self.refuse_here("synchronize(model)")
         rest = replicas.rest_of(self, model, buffers)
         replicas.begin_with(self, model, "synchronize()")
         if self.replicas_differ:
@@ -498,6 +499,14 @@ class PackedOptimizer(torch.optim.Optimizer):
                 "it first"
             )
 
+    def begin_change(self, what: str) -> None:
+        """Refuses ``what`` within :meth:`averaged`; else forgets the own parts of other ranks: they will be stale."""
+        self.refuse_inside_averaged(what)
+        self._of_ranks = None
+
+    def refuse_here(self, what: str) -> None:
+        """Hook: raises ValueError where ranks come and go, and ``what`` would need all of them."""
+
     def warn_in_evaluation(self, model: nn.Module) -> None:
         """Warns once if ``model`` runs in ``eval()`` mode while replicas differ, and says what to call.
 
@@ -569,6 +578,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
+        self.refuse_here("consolidate_state_dict()")
         checks.check_rank("to", to, self.topology.world_size)
         consolidate.refuse_pieces(self.topology, self.own_in_state)
         self._of_ranks = None
@@ -619,11 +629,10 @@ class PackedOptimizer(torch.optim.Optimizer):
             RuntimeError: within :meth:`averaged`.
             commopt.comm.CollectiveError: a collective of the step that had begun failed or timed out.
         """
-        self.refuse_inside_averaged("load_state_dict()")
+        self.begin_change("load_state_dict()")
         self.give_up_step()
         if not isinstance(state_dict, dict):
             foreign.check_form(state_dict)
-        self._of_ranks = None
         given: dict[str, Any] = {}
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -644,7 +653,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         finally:
             before.remove()
             after.remove()
-        self._check_next, self._damaged = True, None
+        self._check_next = True
         wrapped.attach_in_backward(self)
 
     def check_loaded(self, given: dict[str, Any]) -> None:
@@ -739,6 +748,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
             del self.defaults[key]
         self._restart()
+        self._ready = True
         for p in self.params:
             self.topology.check(p)
         self._rebuild(tensors, origin, runs)
@@ -753,7 +763,12 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _restart(self) -> None:
         """Sets what is neither state nor setting."""
-        raise NotImplementedError
+        self.buckets = []
+        self._attachment = None
+        self._looked = False
+        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
+        self._check_next = True
+        self._skipped_in_a_row = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
         new = type(self).__new__(type(self))

@@ -30,7 +30,6 @@ from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, loading, wrapped
 from commopt.optim.closure import loss_of
-from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.foreign import WHOSE
 from commopt.optim.guard import Guard, check_guard
 from commopt.optim.host import as_number
@@ -140,7 +139,6 @@ class OuterOptimizer(PackedOptimizer):
         self.state_period: Any = {} if state_period is None else state_period
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
-        self._ready = False  # torch's constructor hands us the base's groups; they are registered all at once
 
         def construct() -> None:
             if compressor is not None and not isinstance(compressor, Compressor):
@@ -167,7 +165,7 @@ class OuterOptimizer(PackedOptimizer):
             self._check_fragments()
 
         with joining.beginning(self):
-            self.register_new(construct)
+            self.register_new(construct)  # the groups of the base all at once
             self._ready = True
         self._where = follow_casts(self.base, self.params, {})
 
@@ -195,16 +193,11 @@ class OuterOptimizer(PackedOptimizer):
         return dict(POSITION) if self.streaming is None else {**POSITION, **self.streaming.position()}
 
     def _restart(self) -> None:
-        self.buckets = []
-        self._attachment: Any = None
-        self._looked = False
-        self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
+        super()._restart()
         self._moved = self._loaded_anchors = False
         self._where = {}
-        self._check_next = True  # digests, at the next synchronisation
-        self._skipped_in_a_row = self._local_skips = 0
+        self._local_skips = 0
         self._square = 0.0
-        self._ready = True
         self.flights = Flights(self.topology)
         self.sent: dict[Tensor, Tensor] = {}
 
@@ -269,7 +262,7 @@ class OuterOptimizer(PackedOptimizer):
             super().add_param_group(param_group)
             self._check_new(self.param_groups[-1])
             return
-        member_rounds.refuse(self, "add_param_group()")
+        self.refuse_here("add_param_group()")
         streams.settle(self)
 
         def add() -> None:
@@ -378,8 +371,7 @@ class OuterOptimizer(PackedOptimizer):
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """
-        self.refuse_inside_averaged("step()")
-        self._of_ranks = None
+        self.begin_change("step()")
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         binding.rebind_if_new(self)
         for group in self.param_groups:  # it may have been changed
@@ -467,19 +459,14 @@ class OuterOptimizer(PackedOptimizer):
         else:
             streams.synchronize(self)
 
-    @binding.on_itself
-    def synchronize(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> None:
-        if model is not None:
-            member_rounds.refuse(self, "synchronize(model)")
-        super().synchronize(model, buffers)
-
-    synchronize.__doc__ = PackedOptimizer.synchronize.__doc__
+    def refuse_here(self, what: str) -> None:
+        member_rounds.refuse(self, what)
 
     @binding.on_itself
     def averaged(self, model: nn.Module | None = None, buffers: HowBuffers = "mean") -> AbstractContextManager[None]:
         self.flights.land_all()  # all ranks are here
         if model is not None:
-            member_rounds.refuse(self, "averaged(model)")
+            self.refuse_here("averaged(model)")
         return super().averaged(model, buffers)
 
     averaged.__doc__ = PackedOptimizer.averaged.__doc__
@@ -493,21 +480,6 @@ class OuterOptimizer(PackedOptimizer):
             super().take_mean()
         else:
             member_rounds.take_mean(self, self.members)
-
-    @binding.on_itself
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        member_rounds.refuse(self, "consolidate_state_dict()")
-        super().consolidate_state_dict(to)
-
-    consolidate_state_dict.__doc__ = PackedOptimizer.consolidate_state_dict.__doc__
-
-    @binding.on_itself
-    @torch.no_grad()
-    def rebind(self) -> None:
-        member_rounds.refuse(self, "rebind()")
-        super().rebind()
-
-    rebind.__doc__ = PackedOptimizer.rebind.__doc__
 
     def end_round(self, error: Exception | None) -> None:
         """Ends the round of all parameters."""
