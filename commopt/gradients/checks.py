@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,18 +23,23 @@ from commopt.optim import checks
 from commopt.optim.wrapped import ddp_may_average
 from commopt.sharding import covers, is_sharded, left_dims
 
-Groups = tuple[list[Group], list[Group]]
-"""FSDP's groups of parameters: those that are cut over all ranks, and those of which there are replicas."""
+
+class Groups(NamedTuple):
+    """FSDP's groups of parameters."""
+
+    over_all: Sequence[Group] = ()
+    """Those that are cut over all ranks."""
+    replicated: Sequence[Group] = ()
+    """Those of which there are replicas."""
 
 
 def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) -> Groups:
     """Those of ``model``."""
-    out: Groups = [], []
     trained = {id(p) for p in params}
-    for group in groups_of(model) if topology.is_sharded else []:
-        if group.params and id(group.params[0]) in trained:
-            out[all(_has_replicas(p, topology) for p in group.params)].append(group)
-    return out
+    found = groups_of(model) if topology.is_sharded else []
+    ours = [group for group in found if group.params and id(group.params[0]) in trained]
+    replicated = [group for group in ours if all(_has_replicas(p, topology) for p in group.params)]
+    return Groups([group for group in ours if group not in replicated], replicated)
 
 
 def _has_replicas(p: Tensor, topology: Topology) -> bool:
@@ -166,7 +171,7 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
             "stages of a pipeline are not supported on one mesh: wrap each stage's module in DistributedDataParallel "
             "over the group of its replicas, and give compress_gradients() that"
         )
-    for group in groups[0]:
+    for group in groups.over_all:
         if group.world_size < topology.world_size:
             raise ValueError(
                 f"{group.name}: FSDP2 cuts it over {group.world_size} of {topology.world_size} ranks, tensor "
@@ -174,7 +179,7 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
                 "norms, would be compressed beside what they do not, and not stay alike: compress between replicas "
                 "only, on a mesh of (replicate, shard, tensor)"
             )
-    ours = {id(p) for group in groups[0] for p in group.params}
+    ours = {id(p) for group in groups.over_all for p in group.params}
     cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
     if topology.world_size > 1 and cut:
         mesh = cut[0].device_mesh  # type: ignore[attr-defined]

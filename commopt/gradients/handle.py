@@ -295,7 +295,7 @@ def _connected(
     backend = _ranks(model, process_group, backend, params)
     # of a sharded model gathered weights are sent in evaluations, too: nobody would confirm them
     topology = Topology(backend, receipt=NoReceipt() if hasattr(backend, "holding") else None)
-    groups: Groups = [], []
+    groups = Groups()
     try:
         if error is not None:
             raise error
@@ -315,7 +315,7 @@ def _connected(
         error = caught
     settings = ", ".join(f"{field.name}={getattr(given, field.name)!r}" for field in fields(given))
     _agree(topology, params, error, settings, isinstance(given.compressor, LowRank))
-    elsewhere = {id(p) for group in groups[0] for p in group.params}
+    elsewhere = {id(p) for group in groups.over_all for p in group.params}
     method = _method(given.compressor, given.feedback, given.inside)
     mean = GradientMean(
         params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler), given.check_every
@@ -331,7 +331,7 @@ def _connected(
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
         door = ParameterHooks(model, rest, mean, unseen, [NeverWrapped(rest, topology), *(t.check for t in taken)])
-        if groups[0] or (groups[1] and (given.inside or given.weights)):
+        if groups.over_all or (groups.replicated and (given.inside or given.weights)):
             sharded = ShardedDoor(
                 model, topology, groups, given.compressor, given.feedback, given.inside, given.weights, door.begin,
                 grouped,
@@ -341,8 +341,8 @@ def _connected(
     topology.traffic.leave_out()
     if sharded is None:
         for module in [model] if isinstance(model, DistributedDataParallel) else [model, *_owners(model, params)]:
-            _HANDLES[module] = lambda: handle
-    else:
+            _HANDLES[module] = lambda: handle  # strongly: it lives as long as the module
+    else:  # weakly: the hooks of the model keep the door, and this the handle
         sharded.handle, _HANDLES[model] = handle, weakref.ref(handle)
     return handle
 

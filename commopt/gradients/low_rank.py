@@ -27,7 +27,7 @@ from commopt.compress import PowerSGD
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.factors import Exact, Factors, LowRankState
 from commopt.gradients.loss_scale import rescale_
-from commopt.gradients.method import Brought, Received
+from commopt.gradients.method import Brought, BucketMean
 from commopt.optim.masks import absent_runs
 from commopt.optim.own import MIXED, Origin
 from commopt.optim.own_tensor import Place
@@ -73,7 +73,7 @@ class Thin:
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
+    ) -> Generator[Work, None, BucketMean]:
         state = self._of[id(bucket)]
         a = state.plus_error(brought)
         runs = absent_runs(bucket, absent)
@@ -99,7 +99,7 @@ class Thin:
                     a[start:stop] = state.error[start:stop]
                 state.error, state.spare = a, state.error
 
-        return Received(bucket, sound, write, commit)
+        return BucketMean(bucket, sound, write, commit)
 
     def rescale(self, buckets: Sequence[StateBucket], factor: float) -> None:
         for error in (self._of[id(bucket)].error for bucket in buckets):

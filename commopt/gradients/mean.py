@@ -36,8 +36,8 @@ from commopt.comm import (
     wait,
 )
 from commopt.gradients.loss_scale import LossScale, rescale_
-from commopt.gradients.method import Brought, Method, Part, Received, packed
-from commopt.gradients.watching import ROW_BYTES, Watch
+from commopt.gradients.method import Brought, BucketMean, Method, Part, packed
+from commopt.gradients.watching import ROW_BYTES, MeanWatch
 from commopt.optim import checks
 from commopt.optim.guard import ReplicasDiffer
 from commopt.optim.host import numbers_of
@@ -110,7 +110,7 @@ class GradientMean:
         topology.open()
         self._control = topology.control()
         whole = topology.world_size > 1 and not topology.is_sharded
-        self._watch = Watch(topology.receipt, self.params, check_every) if whole else None
+        self._watch = MeanWatch(topology.receipt, self.params, check_every) if whole else None
         self._kept: dict[int, Tensor] = {}
         self._doubtful = False  # a backward has failed since: what was kept may have been set to zeros
         self._begin()
@@ -121,11 +121,12 @@ class GradientMean:
         self._gradients: dict[int, Tensor] = {}
         self._versions: dict[int, int | None] = {}
         self._waiting = [{id(p) for p in bucket.params if p.numel()} for bucket in self.buckets]
-        self._received: list[tuple[Received, list[Tensor]]] = []  # each with where it was written
+        self._received: list[tuple[BucketMean, list[Tensor]]] = []  # each with where it was written
         self._nowhere: set[int] = set()
         self._streams: set[torch.cuda.Stream] = set()
         self.topology.receipt.clear()
-        self._begun = self._forgotten = False
+        self._begun = False
+        self._discarded = False  # the backward has failed, or all ranks refuse its mean: nothing is written
 
     def begin(self) -> bool:
         """Before anything of a mean. Returns whether it is the first of it; then :meth:`finish` must be called when the
@@ -138,7 +139,7 @@ class GradientMean:
         """
         if not self._begun:
             refuse_if_left_out(self.topology.backend, "compress_gradients()")
-        if self._forgotten:
+        if self._discarded:
             self._refuse_failed_alone()
             self._pipeline.finish()  # ranks have come equally far with what they have started only at its end
             self._begin()
@@ -272,7 +273,7 @@ class GradientMean:
         """Forgets the gradients that have arrived: the backward has failed, on all ranks at the same place. Residuals
         stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
         nothing should wait."""
-        self._forgotten = self._doubtful = True
+        self._discarded = self._doubtful = True
         self._versions = {}  # they may be changed now
         for part in self.parts:
             part.forget()
@@ -338,7 +339,7 @@ class GradientMean:
 
     def _run_down(self) -> None:
         """Ends a mean that all ranks refuse, so that all have started the same collectives. Writes nothing."""
-        self._forgotten = True
+        self._discarded = True
         while self._started < len(self.buckets):
             self._start_next([])
         self._pipeline.finish()
@@ -364,14 +365,14 @@ class GradientMean:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:
             received = yield from self.method.mean(bucket, brought, absent, send, reply)
-        if self._forgotten:  # where it would be written, the next gradients may be
+        if self._discarded:  # where it would be written, the next gradients may be
             received.let_go()
             return
         self._received.append((received, self._written(received)))
 
     def _in_full(
         self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
+    ) -> Generator[Work, None, BucketMean]:
         """On one node nothing is compressed; the residuals of other numbers of nodes are folded in at once."""
         mean = packed(bucket, brought)
         yield from mean_over_all(mean, send, reply, STARTED)
@@ -387,9 +388,9 @@ class GradientMean:
         def write(outs: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, ops.all_finite(mean), write, commit)
+        return BucketMean(bucket, ops.all_finite(mean), write, commit)
 
-    def _written(self, received: Received) -> list[Tensor]:
+    def _written(self, received: BucketMean) -> list[Tensor]:
         """The tensors in which the gradients were, with their mean now; new ones for parameters that had none here."""
         bucket, here = received.bucket, self._gradients
         for p in bucket.params:

@@ -28,7 +28,7 @@ def nothing() -> None:
 
 
 @dataclass
-class Received:
+class BucketMean:
     """The mean of a bucket that has come; nothing that outlives the step has changed yet.
 
     Attributes:
@@ -60,7 +60,7 @@ class Method(Protocol):
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
+    ) -> Generator[Work, None, BucketMean]:
         """Takes the mean of what the ranks have ``brought``. ``absent``: indices of the parameters that no rank has a
         gradient of, ascending; their residuals stay. Yields :data:`commopt.comm.STARTED` when its last collective
         has started."""

@@ -11,7 +11,7 @@ from commopt import ops
 from commopt.comm import STARTED, Channel, InFlightChunk, Work
 from commopt.compress import Compressor, Feedback, Momentum, Spared
 from commopt.gradients.flat import Flat
-from commopt.gradients.method import Brought, Received, packed, part_of_node
+from commopt.gradients.method import Brought, BucketMean, packed, part_of_node
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import absent_runs, padding_mask, within, without
 from commopt.optim.state_bucket import StateBucket
@@ -37,7 +37,7 @@ class Rows(Flat):
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
+    ) -> Generator[Work, None, BucketMean]:
         if bucket.local_world_size > 1:
             part = yield from part_of_node(packed(bucket, brought), send.intra_node, self.inside)
             brought = [(part, 0)]
@@ -64,7 +64,7 @@ class Rows(Flat):
             for chunk in in_flight:
                 self.compressor.decompress_to(chunk.payload, outs, bucket.offsets, room, mask, chunk.chunk)
 
-        return Received(bucket, sound, write, keep, feedback.let_go)
+        return BucketMean(bucket, sound, write, keep, feedback.let_go)
 
     def compressed(self, bucket: StateBucket, feedback: Feedback, spared: Spared) -> Callable[[], None]:
         """Called when everything is compressed, and on its way. Returns what makes the residuals those after the

@@ -16,7 +16,7 @@ from commopt import ops
 from commopt.comm import STARTED, Channel, Work, reduce_scatter
 from commopt.compress import Feedback, TopBlocks
 from commopt.gradients.flat import Flat
-from commopt.gradients.method import Brought, Received, packed
+from commopt.gradients.method import Brought, BucketMean, packed
 from commopt.optim.masks import absent_runs, within
 from commopt.optim.state_bucket import StateBucket
 
@@ -35,7 +35,7 @@ class AgreedBlocks(Flat):
 
     def mean(
         self, bucket: StateBucket, brought: Brought, absent: Sequence[int], send: Channel, reply: Channel
-    ) -> Generator[Work, None, Received]:
+    ) -> Generator[Work, None, BucketMean]:
         local_ranks, first = bucket.local_world_size, send.inter_node
         if local_ranks > 1:
             part = yield from reduce_scatter(packed(bucket, brought), send.intra_node)
@@ -72,7 +72,7 @@ class AgreedBlocks(Flat):
                 blocks.scatter_(mean, values)
             torch._foreach_copy_(list(outs), bucket.views(mean))
 
-        return Received(bucket, ops.all_finite(whole), write, lambda: feedback.commit(spared), feedback.let_go)
+        return BucketMean(bucket, ops.all_finite(whole), write, lambda: feedback.commit(spared), feedback.let_go)
 
 
 def _with_residuals(brought: Brought, feedback: Feedback, node: int) -> Tensor:

@@ -28,7 +28,7 @@ def check_interval(check_every: object) -> None:
         check_int("check_every", check_every, 1, "None or ")
 
 
-class Watch:
+class MeanWatch:
     """Watch over the means of gradients of a model that every rank has the whole of.
 
     Args:

@@ -49,18 +49,13 @@ def defaults(min_variance: float) -> dict[str, Any]:
     return {"min_variance": min_variance, "raised": False}
 
 
-def in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:
-    """max(v, c mean of the v that are not 0 in its block), zeros stay; of the blocks that ``compressor`` has scales of.
-    To the bit the same on all ranks that hold the same of ``bucket``.
-
-    Returns:
-        A new flat buffer; v itself if that was raised since it has moved, or is not to be.
-    """
-    v, share = bucket["exp_avg_sq"], _share(group, compressor)
-    if share == 0:
-        return v
-    least = _means_of_blocks(bucket, compressor).mul_(share)
-    return torch.maximum(v, least, out=least)
+def raise_in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> None:
+    """Makes v max(v, c mean of the v that are not 0 in its block), once since it has moved; zeros stay. Of the blocks
+    that ``compressor`` has scales of; to the bit the same on all ranks that hold the same of ``bucket``."""
+    share = _share(group, compressor)
+    if share:
+        least = _means_of_blocks(bucket, compressor).mul_(share)
+        set_variance(bucket, torch.maximum(bucket["exp_avg_sq"], least, out=least))
 
 
 def _means_of_blocks(bucket: StateBucket, compressor: Compressor) -> Tensor:
@@ -87,9 +82,13 @@ def outsized(bucket: StateBucket, compressor: Compressor) -> dict[Tensor, float]
     return out
 
 
-def in_tensors(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:
-    """As :func:`in_blocks`, of the mean of its tensor: for scales that are a tensor's own. All ranks that hold pieces
-    of one replica call it."""
+def raised_in_tensors(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> Tensor:
+    """As :func:`raise_in_blocks`, of the mean of its tensor: for scales that are a tensor's own. All ranks that hold
+    pieces of one replica call it.
+
+    Returns:
+        A new flat buffer, for :func:`set_variance`; v itself if that was raised since it has moved, or is not to be.
+    """
     share = _share(group, compressor)
     if share == 0:
         return bucket["exp_avg_sq"]
@@ -108,7 +107,7 @@ def _share(group: dict[str, Any], compressor: Compressor) -> float:
     return 0.0 if group["raised"] or isinstance(compressor, Identity) else float(group["min_variance"])
 
 
-def stand(bucket: StateBucket, raised: Tensor) -> None:
+def set_variance(bucket: StateBucket, raised: Tensor) -> None:
     """Makes the variance of ``bucket`` what was ``raised``; when the step is taken that uses it."""
     if raised is not bucket["exp_avg_sq"]:
         bucket["exp_avg_sq"].copy_(raised)

@@ -187,6 +187,6 @@ class OneBitAdam(WarmupOptimizer):
         m, v = bucket["exp_avg"], bucket["exp_avg_sq"]
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         mean = yield from compressed_mean_of(m_i, bucket, self.compressor, ctx)  # 1 bit, both ways
-        floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block), once
+        floor.raise_in_blocks(bucket, group, self.compressor)  # v = max(v, c mean of its block), once
         moving = self.increment(bucket, group, ctx, variance_moves=False)
         mean.into(m, frozen_adam(bucket, v, moving, group))  # m = mean_i m_i;  x = x - lr m / (sqrt(v) + eps)

@@ -215,12 +215,12 @@ class OneBitLamb(WarmupOptimizer):
     def compressed(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """LAMB with a variance rebuilt from what the momentum has done."""
         m = bucket["exp_avg"]
-        raised = floor.in_tensors(bucket, group, self.compressor)  # v = max(v, c mean of its tensor), once
+        raised = floor.raised_in_tensors(bucket, group, self.compressor)  # v = max(v, c mean of its tensor), once
         k = self._scaling(bucket, group, raised)
         m_i = yield from local_momentum(bucket, m, group, ctx)  # m_i = b1 m + (1-b1) g_i
         scaled = compressed_mean_of(m_i, bucket, self.compressor, ctx, scaling=_of_elements(bucket, k, group, raised))
         means = bucket.views((yield from scaled).values())  # compress k m_i;  m = what comes back / k
-        floor.stand(bucket, raised)
+        floor.set_variance(bucket, raised)
         self._switch(bucket, k)
         moving = self.increment(bucket, group, ctx, variance_moves=False)
         x, before, v, _ = bucket.operands(moving)

@@ -169,7 +169,7 @@ class Words(NamedTuple):
     """Clause on what all ranks do when they go back."""
 
 
-class Watch:
+class FrozenVariance:
     """Says of the groups of an optimizer when their variance stands, and when it moves again. The optimizer calls
     :meth:`growth` for the report of a step that all ranks agree on, :meth:`heard` with what they have told, and after
     every step :meth:`go_back` and :meth:`stop_where_settled`.

@@ -79,7 +79,7 @@ from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, coupled_decay
 from commopt.optim.saving import Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.optim.thaw import Watch, Words, until_it_goes_back
+from commopt.optim.thaw import FrozenVariance, Words, until_it_goes_back
 from commopt.optim.thaw import defaults as thaw_defaults
 
 logger = logging.getLogger("commopt")
@@ -245,7 +245,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._frozen = Watch(WORDS)
+        self._frozen = FrozenVariance(WORDS)
         self._parted = False
         self._run: dict[str, Any] = {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
         if self.topology.rank == 0:
@@ -384,7 +384,7 @@ class ZeroOneAdam(CommOptimizer):
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
-        floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block)
+        floor.raise_in_blocks(bucket, group, self.compressor)  # v = max(v, c mean of its block)
         update = moves(bucket, group, since, self._increment(bucket, group, since, ctx.present))
         if since.steps > 1:
             to_anchor(bucket, update)
@@ -395,7 +395,7 @@ class ZeroOneAdam(CommOptimizer):
     def local(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """All other steps: this rank's own, from the anchor."""
         yield ctx.barrier
-        floor.stand(bucket, floor.in_blocks(bucket, group, self.compressor))  # v = max(v, c mean of its block)
+        floor.raise_in_blocks(bucket, group, self.compressor)  # v = max(v, c mean of its block)
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1, moving = group["betas"][0], self._increment(bucket, group, since, None)

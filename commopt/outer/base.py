@@ -263,7 +263,7 @@ class OuterOptimizer(PackedOptimizer):
             self._check_new(self.param_groups[-1])
             return
         self.refuse_here("add_param_group()")
-        streams.settle(self)
+        streams.heed_digests(self)
 
         def add() -> None:
             first = self.param_groups[0]

@@ -71,7 +71,7 @@ def synchronize(optimizer: OuterOptimizer) -> None:
     group = optimizer.param_groups[0]
     for p in in_flight(group):
         (_take_rest if optimizer.is_eager else merge)(optimizer, p)
-    settle(optimizer)
+    heed_digests(optimizer)
     ending.end_round(optimizer, None, [p for p, steps in enumerate(group["fragment_steps"]) if steps])
 
 
@@ -101,7 +101,7 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
 def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     """True if the ranks merge a flight that has landed; if not, it counts as never sent."""
     decision = None if flight.refused else _decide(optimizer, flight)
-    settle(optimizer)
+    heed_digests(optimizer)
     if decision is None or not decision.alike_frozen:
         flight.frozen = ()
     if decision is not None and not decision.broken:
@@ -131,7 +131,7 @@ def _take_back(optimizer: OuterOptimizer, fragment: int) -> None:
         put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_steps=steps, fragment_lr=lr)
 
 
-def settle(optimizer: OuterOptimizer) -> None:
+def heed_digests(optimizer: OuterOptimizer) -> None:
     """Does what follows from digests that were sent at the merge before."""
     if (comparison := optimizer.flights.compared()) is not None:
         optimizer._compare(comparison.table(), comparison.where)
