@@ -771,3 +771,48 @@ def test_what_users_add_to_state_is_kept_where_parameters_are_exchanged(name, st
         assert gone not in optimizer.state
 
     on_threads(2, run)
+
+
+@every_communicating
+def test_a_copy_or_a_pickle_within_averaged_is_refused_and_names_the_remedy(name):
+    """It would be neither the run's own, nor the mean's."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = make(name, model.parameters(), backend=backend)
+        train(model, optimizer, range(5), backend.rank, 2)
+        with optimizer.averaged():
+            for copied in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(RuntimeError, match=r"within `with optimizer\.averaged\(\):`.*leave it first"):
+                    copied((model, optimizer))
+        copy.deepcopy(optimizer)
+
+    on_threads(2, run)
+
+
+@every_communicating
+def test_a_learning_rate_in_a_tensor_is_a_copy_in_the_state(name):
+    lr = torch.tensor(0.01)
+    optimizer = make(name, Toy().parameters(), lr=lr)
+    saved = optimizer.state_dict()
+    lr.fill_(0.5)
+    assert float(saved["param_groups"][0]["lr"]) == pytest.approx(0.01)
+
+
+def test_overlap_that_is_set_later_is_refused_on_all_ranks():
+    """Residuals were made without it."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=1, backend=backend)
+        train(model, optimizer, range(3), backend.rank, 2)
+        optimizer.overlap = True
+        for _ in range(2):
+            with pytest.raises(ValueError, match="overlap was set to True: give it where the optimizer is made"):
+                train(model, optimizer, range(3, 4), backend.rank, 2)
+        optimizer.overlap = False
+        train(model, optimizer, range(3, 5), backend.rank, 2)
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)

@@ -98,3 +98,27 @@ def test_what_is_pickled_with_its_model_keeps_the_state_of_what_is_frozen():
         m.weight.requires_grad_(True)
         train(m, o, range(3, 6))
     assert same_bits(params_of(model), params_of(twin))
+
+
+@pytest.mark.parametrize("when", [3, 4])
+def test_what_one_rank_alone_freezes_between_two_rounds_is_named_in_the_next(when):
+    """Of 0/1 Adam, whose first local step says what moves until the round: steps 4 and 5 are local, 6 ends that."""
+
+    def run(backend):
+        model = Used()
+        optimizer = EVERY["ZeroOneAdam"](model.parameters(), lr=1e-2, backend=backend)
+        train(model, optimizer, range(when), backend.rank, 2)
+        number = [id(p) for p in model.parameters()].index(id(model.bias))
+        model.bias.requires_grad_(backend.rank == 0)
+        train(model, optimizer, range(when, when + 1), backend.rank, 2)
+        model.bias.requires_grad_(True)
+        if when == 4:  # it had moved already
+            train(model, optimizer, range(when + 1, 9), backend.rank, 2)
+            return params_of(model)
+        with pytest.raises(
+            RuntimeError, match=rf"step 6, .* frozen since the last round is \[{number}, .* on rank 1 and"
+        ):
+            train(model, optimizer, range(when + 1, 9), backend.rank, 2)
+
+    a, b = on_threads(2, run)
+    assert when == 3 or same_bits(a, b)

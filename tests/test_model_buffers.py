@@ -137,6 +137,45 @@ def test_another_word_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cls", [LocalSGD, OneBitAdam])
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"cache": (4,), "more": (2,)}, r"rank 1 has cache \(float32 of shape \(4,\)\), rank 0 has cache .*\(3,\)"),
+        ({"cache": (3,), "more": (3,), "last": (1,)}, r"rank 1 has last .*, rank 0 has norm.running_mean"),
+        ({"cache": (3,)}, r"rank 1 has norm.running_mean .*, rank 0 has more"),
+        (None, "rank 1 has no model, rank 0 has a model"),
+    ],
+)
+def test_ranks_that_have_other_buffers_are_told_which(cls: Any, there: Any, said: str) -> None:
+    def run(backend: ThreadBackend) -> None:
+        net, optimizer = trained(backend, cls)
+        shapes = there if backend.rank else {"cache": (3,), "more": (3,)}
+        for name, shape in (shapes or {}).items():
+            net.register_buffer(name, torch.zeros(shape))
+        before = [t.clone() for t in net.state_dict().values()]
+        if there is None and not optimizer.replicas_differ:
+            return  # without a model nothing is said at all
+        for call in (lambda *args: optimizer.averaged(*args).__enter__(), optimizer.synchronize):
+            with pytest.raises(ValueError, match=said):
+                call(*([] if shapes is None else [net]))
+        assert same_bits(before, list(net.state_dict().values()))
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_buffer_that_is_expanded_is_made_the_same_too(ranks: int) -> None:
+    def run(backend: ThreadBackend) -> None:
+        net, optimizer = trained(backend, LocalSGD)
+        net.register_buffer("scale", torch.full((1, 2), float(backend.rank)).expand(3, 4, 2)[:, :1])
+        with optimizer.averaged(net):
+            assert net.scale.eq((ranks - 1) / 2).all()
+        assert net.scale.eq(backend.rank).all()
+
+    on_threads(ranks, run)
+
+
+@pytest.mark.parametrize("cls", [LocalSGD, OneBitAdam])
 def test_a_moving_average_of_the_model_is_that_of_the_mean_where_it_is_evaluated(cls: Any) -> None:
     def run(backend: ThreadBackend) -> tuple[list[Tensor], list[Tensor], bool, list[Tensor], int]:
         net = Net()

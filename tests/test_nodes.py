@@ -38,7 +38,7 @@ from worlds import (
     train,
 )  # fmt: skip
 
-from commopt import OneBitAdam, attach
+from commopt import OneBitAdam, attach, compress_gradients
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import (
     LocalBackend,
@@ -51,8 +51,8 @@ from commopt.comm import (
     mean_over_all,
     run,
 )
-from commopt.compress import Identity, Sign
-from commopt.optim import join_state_dict, split_state_dict
+from commopt.compress import Identity, Int8, Sign
+from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
 
 GRIDS = [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]
@@ -537,6 +537,22 @@ def over_gloo(rank: int, world: int) -> dict[str, Any]:
     train(model, optimizer, range(STEPS), rank, world)
     out["attached"] = result(model.module, optimizer)
     out["stats"] = optimizer.comm_stats()["step"]
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))  # every rank has the whole of it
+    found = OneBitAdam(net.parameters(), process_group=mesh, **settings)
+    ddp = DistributedDataParallel(net, broadcast_buffers=False)
+    for _ in range(6):
+        ddp(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        found.step()
+    out["found"] = "ddp" in found.comm_stats()["step"]["by_collective"]
+    with found.averaged(net):
+        out["statistics"] = net[1].running_mean.clone()
+    net = torch.nn.Linear(3, 1)
+    handle = compress_gradients(net, Int8(), process_group=mesh, check_every=1)
+    net(torch.ones(2, 3)).sum().backward()
+    net.weight.data.add_(float(rank == 1))
+    with pytest.raises(ReplicasDiffer, match="rank 1 differs"):
+        net(torch.ones(2, 3)).sum().backward()
+    handle.remove()
     half, some = dist.new_group([0, 1, 2]), DeviceMesh("cpu", [[0, 1]])
     refusals: dict[str, Any] = {
         "disagree": lambda: NodesBackend(TorchBackend(), TorchBackend(mesh.get_group(1)), TorchBackend()),
@@ -572,6 +588,8 @@ def test_over_gloo_with_a_mesh():
             torch.testing.assert_close(a, b, rtol=0.1, atol=5e-3)
         assert same_bits(mine["attached"][0], ranks[0]["attached"][0])
         assert mine["stats"]["intra_node"]["by_collective"].keys() == {"all_to_all", "all_gather"}
+        assert not mine["found"]  # attached, and so without an average of DDP's own
+        assert same_bits([mine["statistics"]], [ranks[0]["statistics"]])
         assert "one size" in mine["disagree"] or "each in a place of its own" in mine["disagree"]
         if rank >= 2:
             assert f"rank {rank} of the world is not a member of the device mesh" in mine["outside"]

@@ -587,7 +587,7 @@ def test_a_model_that_is_cast_between_backward_and_step():
         optimizer = optimizer_of(model, backend, True)
         backward(model, 0, backend.rank, 2)
         model.double()
-        with pytest.raises(ValueError, match="were moved or cast between backward"):
+        with pytest.raises(ValueError, match="were moved, cast or put into other groups between backward"):
             optimizer.step()
 
     on_threads(2, run)

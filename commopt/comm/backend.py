@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class Work(Protocol):
@@ -89,11 +91,11 @@ def lacking(backend: Any) -> list[str]:
 def check_backend(backend: Any, name: str = "backend") -> None:
     """Raises ValueError, which calls it ``name``, unless ``backend`` has all of a :class:`Backend`."""
     if missing := lacking(backend):
-        hint = (
-            f": to choose what torch.distributed uses, call init_process_group({backend!r})"
-            if isinstance(backend, str)
-            else ""
-        )
+        hint = ""
+        if isinstance(backend, str):
+            hint = f": to choose what torch.distributed uses, call init_process_group({backend!r})"
+        elif isinstance(backend, (dist.ProcessGroup, DeviceMesh)):
+            hint = ": give it as process_group="
         raise ValueError(f"{name} {backend!r} lacks {', '.join(missing)} (see commopt.comm.Backend){hint}")
 
 

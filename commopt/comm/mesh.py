@@ -66,6 +66,7 @@ class MeshBackend(OfWorld):
         self._by_rank = [place_of[rank] for rank in dist.get_process_group_ranks(self.world.group)]
         self._backends: dict[tuple[int, ...], Backend] = {(): LocalBackend()}
         self._cut: set[int] = set()
+        self._met_dtensors = False
         self._in_pieces: set[int] = set()
         self._pieces: dict[Any, tuple[int, ...]] = {}
         self._holdings: dict[Any, Holding] = {}
@@ -107,6 +108,11 @@ class MeshBackend(OfWorld):
         return [known[key] for key in keys]
 
     @property
+    def holds_whole(self) -> bool:
+        """True if every rank holds the whole model, as far as parameters were asked for: the mesh is one of nodes."""
+        return not (self._met_dtensors or self._own or any(self.stages))
+
+    @property
     def inside(self) -> Backend:
         """The ranks that hold one replica together, as far as parameters are cut that were asked for."""
         return self._over(self._inside())
@@ -131,6 +137,7 @@ class MeshBackend(OfWorld):
         if (own := self._own.get(id(p))) is not None:
             own.check(p)
         else:
+            self._met_dtensors |= is_sharded(p)
             self._cut.update(self.dims_of(p))
             self._in_pieces.update(self._cut_over(p))
 

@@ -122,7 +122,7 @@ class Topology:
         receipt: what it has sent and received since that was cleared.
         world: all ranks, which agree on every step.
         rank, world_size: of the world.
-        is_sharded: whether ranks hold parts of the model, and not all of them the whole.
+        is_sharded: whether ranks may hold parts of the model, and are asked of each parameter how.
         replicas: who averages with whom: one entry for each set of ranks that parameters were :meth:`held` by.
         copies: how many ranks hold the same, at most: 1 if nothing is averaged. Of this rank's parameters, before
             :meth:`agree_on_extent`; of all ranks' after it.
@@ -164,6 +164,11 @@ class Topology:
         if self._stages is None:
             self._stages = self.backend.stages if self.is_sharded else [0] * self.world_size  # type: ignore[attr-defined]
         return self._stages
+
+    @property
+    def holds_whole(self) -> bool:
+        """True if every rank holds the whole model."""
+        return not self.is_sharded or self.backend.holds_whole  # type: ignore[attr-defined, no-any-return]
 
     def same_part(self) -> list[int]:
         """The ranks that hold the same part of the model as this one."""

@@ -314,6 +314,8 @@ def _check_group(group: Any) -> None:
     hint = ""
     if isinstance(group, str):
         hint = f": to choose what torch.distributed uses, call init_process_group({group!r})"
+    elif hasattr(group, "all_reduce"):
+        hint = ": give a backend as backend="
     elif isinstance(group, (int, list, tuple, range)):
         hint = ": the group of some ranks is torch.distributed.new_group([0, 1, ...]), which all ranks call"
     raise ValueError(f"process_group must be a ProcessGroup, a DeviceMesh or None, got {group!r}{hint}")

@@ -38,7 +38,7 @@ from commopt.optim.consolidate import gather_parts
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import OF_RANKS
 from commopt.optim.state_bucket import fp32_bytes
-from commopt.sharding import local
+from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")
 
@@ -294,7 +294,7 @@ def _connected(
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
     # of a sharded model gathered weights are sent in evaluations, too: nobody would confirm them
-    topology = Topology(backend, receipt=NoReceipt() if hasattr(backend, "holding") else None)
+    topology = Topology(backend, receipt=NoReceipt() if any(map(is_sharded, params)) else None)
     groups = Groups()
     try:
         if error is not None:

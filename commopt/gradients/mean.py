@@ -109,7 +109,7 @@ class GradientMean:
         self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.params}
         topology.open()
         self._control = topology.control()
-        whole = topology.world_size > 1 and not topology.is_sharded
+        whole = topology.world_size > 1 and topology.holds_whole
         self._watch = MeanWatch(topology.receipt, self.params, check_every) if whole else None
         self._kept: dict[int, Tensor] = {}
         self._doubtful = False  # a backward has failed since: what was kept may have been set to zeros

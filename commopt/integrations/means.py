@@ -60,4 +60,4 @@ def _in_order(
 
 def _takes_model(optimizer: PackedOptimizer) -> bool:
     come_and_go = getattr(optimizer, "members", None) is not None
-    return optimizer.takes_local_steps and not optimizer.topology.is_sharded and not come_and_go
+    return optimizer.takes_local_steps and optimizer.topology.holds_whole and not come_and_go

@@ -154,6 +154,7 @@ class CommOptimizer(PackedOptimizer):
         self._right: dict[int, int] = {}  # whose replica the others get after the step
         self._in_flight: StepInFlight | None = None
         self._watching: Overlap | None = None
+        self._made_to_overlap = self.overlap
         self._control: CountingBackend | None = None
 
     # what a subclass says ---------------------------------------------------------------------------------------------
@@ -208,6 +209,10 @@ class CommOptimizer(PackedOptimizer):
         """Bits: whether this rank has gradients that move nothing, though they should; after :meth:`growth`."""
         return 0
 
+    def terms(self) -> dict[str, Any]:
+        """What all ranks must have alike in a step that they take together, by name, besides groups and settings."""
+        return {}
+
     def heard(self, decision: StepDecision) -> None:
         """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
 
@@ -226,7 +231,7 @@ class CommOptimizer(PackedOptimizer):
         leave_out_of_loaded(type(self), self.param_groups, self.known_options, self.topology.rank == 0)
         for group in self.param_groups:
             group[WHOSE] = self.saved_as()
-            if not group["step"]:  # the state of a plain Adam counts by parameter only
+            if origin is None and not group["step"]:  # the state of a plain Adam counts by parameter only
                 steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
                 group["step"] = int(max(steps, default=0))
 
@@ -409,10 +414,10 @@ class CommOptimizer(PackedOptimizer):
     def _follow(self, step: StepInFlight) -> Exception | None:
         """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
         else was done to them. The other ranks hear of it when they agree."""
-        if step.started and any(bucket.stale() for bucket in self.buckets):
+        if step.started and self.stale():
             return ValueError(
-                "parameters were moved or cast between backward() and step(), but overlap=True has sent gradients of "
-                "them already; do it after step()"
+                "parameters were moved, cast or put into other groups between backward() and step(), but overlap=True "
+                "has sent gradients of them already; do it after step()"
             )
         try:
             binding.refuse_exchanged(self)
@@ -453,6 +458,8 @@ class CommOptimizer(PackedOptimizer):
         try:
             checks.check_gradients(params)
             checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)  # it may have been set
+            if self.overlap != self._made_to_overlap:
+                raise ValueError(f"overlap was set to {self.overlap}: give it where the optimizer is made")
             growth = self.growth(unscale)
         except Exception as error:
             return StepReport(0.0, present, False, self.blame(error))
@@ -620,7 +627,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _watch(self) -> None:
         """Watches all parameters, if their gradients start buckets."""
-        if self.overlap and self.topology.world_size > 1:
+        if self._made_to_overlap and self.topology.world_size > 1:
             self._watching = self._watching or Overlap(self)
             self._watching.follow(self.buckets)
 
@@ -641,7 +648,12 @@ class CommOptimizer(PackedOptimizer):
     def _guarded(self, report: StepReport, number: int) -> StepReport:
         """``report`` of step ``number``, with what the ranks compare."""
         terms = [{k: as_number(group[k]) for k in self.defaults if k in group} for group in self.param_groups]
-        terms.append({"compressor": self.compressor, "max_grad_norm": self.max_grad_norm})
+        own: dict[str, Any] = {}
+        if report.error is None and len(set(self.topology.stages)) == 1:  # else ranks have other parameters
+            own = self.terms()
+            for group, words in zip(self.param_groups, terms):
+                words["parameters"] = len(group["params"])
+        terms.append({**own, "compressor": self.compressor, "max_grad_norm": self.max_grad_norm})
         local = min((group.get("local_steps", 0) for group in self.param_groups), default=0)
         checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
         decide = functools.partial(self._compare, number)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -68,6 +69,19 @@ def exchanged(optimizer: PackedOptimizer) -> bool:
     return any(id(p) not in groups for bucket in optimizer.buckets for p in bucket.params)
 
 
+def regrouped(optimizer: PackedOptimizer) -> bool:
+    """True if somebody has put parameters into other groups, so that a bucket has some of several."""
+    now = [group["params"] for group in optimizer.param_groups]
+    if len(now) == len(optimizer._registered) and all(map(_same_objects, now, optimizer._registered)):
+        return False
+    groups = optimizer.group_of()
+    return any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets)
+
+
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def refuse_exchanged(optimizer: PackedOptimizer) -> None:
     """Raises ValueError if somebody has exchanged parameters in the groups, or taken some away."""
     if exchanged(optimizer):
@@ -88,7 +102,7 @@ def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     """Forgets what was made for groups behind the first ``known``, which are gone again."""
     gone = {id(p) for params in optimizer._registered[known:] for p in params}
     optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in gone]
-    del optimizer._registered[known:]
+    optimizer._registered = optimizer._registered[:known]
 
 
 def rebind_if_new(optimizer: PackedOptimizer) -> None:
@@ -221,7 +235,10 @@ def register_groups(
             )
     for group in groups:
         optimizer.make_buckets(group)
+    split = regrouped(optimizer)  # some were taken out of other groups
     optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
+    if split:
+        optimizer._rebuild(optimizer._all_state(), optimizer._origin(), optimizer._runs())
 
 
 def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[Any]) -> None:

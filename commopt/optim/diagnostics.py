@@ -160,8 +160,12 @@ class Diagnostics:
         if blocking and self._once("overlap lost"):
             logger.warning(
                 "%s: overlap is lost from bucket %d of %d on: %s had no gradient when backward ended, and buckets "
-                "start in order. Freeze what is never used (requires_grad_(False)).",
+                "start in order. %s.",
                 self.optimizer, index, buckets, listed(blocking, groups),
+                "Freeze what is never used (requires_grad_(False)) before the optimizer is made"
+                if any(p.requires_grad for p in blocking)
+                else "It was frozen after the optimizer was made: one that is made now, and loads its state, has no "
+                "bucket with it",
             )  # fmt: skip
 
     def zero_variance(

@@ -36,7 +36,10 @@ class Rest:
     """The rest of ``model`` beside the parameters of its optimizer: its buffers, and parameters not ``held`` (by their
     ids). Made the same on all ranks: buffers of floats their ``"mean"``, or rank 0's, by ``"broadcast"``; numbers
     of steps and the like rank 0's in any case; parameters their mean, where they differ. All ranks must do so at the
-    same point, with the same buffers.
+    same point, with the same ``layout``.
+
+    Attributes:
+        layout: what of the model is made the same, in words that ranks compare.
 
     Raises:
         ValueError: for what is no model, for another ``how``, or if ranks hold parts of the model.
@@ -49,19 +52,26 @@ class Rest:
             raise ValueError(f"model must be a torch.nn.Module or None, got {model!r}")
         check_how(how)
         self._topology, self._how = topology, how
-        self._buffers = [] if model is None else [b for b in model.buffers() if b.numel()]
-        if self._buffers and topology.is_sharded:
+        named = [] if model is None else [(name, b) for name, b in model.named_buffers() if b.numel()]
+        self._buffers = [_without_repeats(b) for _, b in named]
+        if self._buffers and not topology.holds_whole:
             raise ValueError(
                 f"the {len(self._buffers)} buffers of a sharded model are each rank's own: leave the model out"
             )
-        others = [] if model is None else [p for p in model.parameters() if id(p) not in held and p.numel()]
-        if topology.is_sharded and any(p.requires_grad for p in others):
+        every = [] if model is None else model.named_parameters()
+        more = [(name, p) for name, p in every if id(p) not in held and p.numel()]
+        others = [p for _, p in more]
+        if not topology.holds_whole and any(p.requires_grad for p in others):
             shapes = [tuple(p.shape) for p in others if p.requires_grad]
             raise ValueError(
                 f"the model has {len(shapes)} trained parameters that the optimizer does not hold, such as one of "
                 f"shape {shapes[0]}, and ranks hold parts of it: leave it out"
             )
-        self._others = [] if topology.is_sharded else others
+        self._others = others if topology.holds_whole else []
+        self.layout = [
+            f"{name} ({str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)})"
+            for name, x in ([*named, *more] if topology.holds_whole else [])
+        ]
 
     @contextlib.contextmanager
     def same(self) -> Iterator[None]:
@@ -87,6 +97,14 @@ class Rest:
         for device in dict.fromkeys(p.device for p in copies):
             _make_same(self._topology, [p for p in copies if p.device == device], "mean")
         self._topology.traffic.leave_out()
+
+
+def _without_repeats(x: Tensor) -> Tensor:
+    """A view of ``x`` that has what repeats along a dimension, as of an expanded tensor, once: it can be written."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride())):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 @torch._disable_dynamo
@@ -136,7 +154,7 @@ def _make_same(topology: Topology, buffers: Sequence[Tensor], how: HowBuffers) -
     where = f"the rest of the model, {len(buffers)} tensors"
     here, devices = buffers[0].device, sends_from(topology.backend)
     over = here if devices is None or here.type in devices else message_device(topology.backend)
-    as_bytes = [b.flatten().view(torch.uint8) for b in buffers]
+    as_bytes = [b.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for b in buffers]
     sent = torch.cat(as_bytes).to(over)
     wait(topology.world.broadcast(sent), where)
     pieces = sent.to(here).split([piece.numel() for piece in as_bytes])

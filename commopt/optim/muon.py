@@ -103,8 +103,12 @@ class Muon(torch.optim.Optimizer):
 
         Returns:
             what the closure returned, or None.
+
+        Raises:
+            ValueError: for sparse gradients; nothing has changed then.
         """
         loss = loss_of(closure)
+        checks.check_gradients([p for group in self.param_groups for p in group["params"]])
         todo: list[_Matrix] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

@@ -72,7 +72,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _ready = False  # whether it is made
     _attachment: Any
     _diagnostics: Diagnostics
-    _registered: list[list[Tensor]]  # the parameters of each group, as they were
+    _registered: Sequence[list[Tensor]] = ()  # the parameters of each group, as they were
     _check_next: bool  # digests, when the ranks next communicate
     _skipped_in_a_row: int
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
@@ -373,14 +373,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         bucket.chunks = bucket.split(capacity, self.chunk_multiple())
         bucket.add_residuals(self.overlap)
 
+    def stale(self) -> bool:
+        """True if parameters were moved, cast or put into other groups, so that buckets are to be made anew."""
+        return any(bucket.stale() for bucket in self.buckets) or binding.regrouped(self)
+
     def follow_parameters(self) -> bool:
-        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction), takes over what
-        was assigned to it, and packs parameters that have become trainable. Returns whether all buckets were made anew.
+        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction) or put into other
+        groups, takes over what was assigned to it, and packs parameters that have become trainable. Returns whether all
+        buckets were made anew.
 
         Raises:
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
         """
-        moved = any(bucket.stale() for bucket in self.buckets)
+        moved = self.stale()
         if moved:
             assigned.check(self)
             runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
@@ -406,15 +411,15 @@ class PackedOptimizer(torch.optim.Optimizer):
             buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
-            ValueError: for another word, or buffers, or such parameters, of a sharded model.
+            ValueError: for another word; for buffers, or such parameters, of a sharded model, or of which ranks have
+                other ones.
             RuntimeError: within :meth:`averaged`; and if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
         self.refuse_inside_averaged("synchronize()")
         if model is not None:
             self.refuse_here("synchronize(model)")
-        rest = replicas.rest_of(self, model, buffers)
-        replicas.begin_with(self, model, "synchronize()")
+        rest = replicas.begin_with(self, model, buffers, "synchronize()")
         if self.replicas_differ:
             self._of_ranks = None
             self.agree_to("synchronize()")
@@ -446,8 +451,9 @@ class PackedOptimizer(torch.optim.Optimizer):
             buffers: "mean" of the ranks' (of integers, rank 0's), or "broadcast", rank 0's.
 
         Raises:
-            ValueError: for another word, or buffers, or such parameters, of a sharded model; and if somebody has
-                exchanged the parameters in the groups since the first step, before :meth:`rebind`.
+            ValueError: for another word; for buffers, or such parameters, of a sharded model, or of which ranks have
+                other ones; and if somebody has exchanged the parameters in the groups since the first step, before
+                :meth:`rebind`.
             RuntimeError: if another rank cannot take part.
             commopt.comm.CollectiveError: a collective failed or timed out.
         """
@@ -543,6 +549,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._refresh_own_tensors()
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
+        out["param_groups"] = cloned(out["param_groups"])  # a learning rate may be a tensor
         if (self.topology.world_size > 1 or self.owns_alone) and not self.own_in_state:
             out["residuals"] = self._signed_part()
         if self._of_ranks is not None:
@@ -731,7 +738,9 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+            RuntimeError: within :meth:`averaged`.
         """
+        self.refuse_inside_averaged("a copy or a pickle of the optimizer")
         assigned.check(self)
         own = {"state": cloned(self._all_state()), "origin": self._origin(), "runs": self._runs()}
         alone = type(self.topology.backend) is LocalBackend

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ from commopt.optim import binding, calls
 from commopt.optim.calls import StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
+from commopt.optim.setup import gather_texts
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -45,24 +48,42 @@ _REMEDY = (
 
 @torch._disable_dynamo
 def agree(
-    topology: Topology, over: CountingBackend, buckets: Sequence[StateBucket], error: Exception | None, what: str
+    topology: Topology,
+    over: CountingBackend,
+    buckets: Sequence[StateBucket],
+    error: Exception | None,
+    what: str,
+    layout: str = "",
 ) -> None:
     """Makes sure that all ranks can take the mean now, which ``what`` is called in; ``error`` is what forbids it on
     this one. They say so ``over`` the channel on which they agree on a step.
 
+    Args:
+        layout: lines that must be the same on all ranks: of what they make the same besides.
+
     Raises:
         error: on the rank that has one; the others raise StepRefused.
+        ValueError: on all ranks, if they differ in ``layout``.
         commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
     with reaching_others(topology, buckets, what):
-        table = calls.tell(over, what, cannot=error is not None)
+        table = calls.tell(over, what, zlib.crc32(layout.encode()), cannot=error is not None)
     topology.traffic.leave_out()
     calls.refuse_other_calls(table, over, what)
     if error is not None:
         raise error
     if (failed := calls.first_that_cannot(table, over)) is not None:
         raise StepRefused(f"{what}: rank {failed} cannot take part; its own error says why")
+    if any(row[1] != table[0][1] for row in table):
+        texts = [text.split("\n") for text in gather_texts(over.inner, layout)]
+        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        theirs, first = next((a, b) for a, b in zip_longest(texts[rank], texts[0], fillvalue="no more") if a != b)
+        there, here = (numbers_in_world(over)[r] for r in (rank, 0))
+        raise ValueError(
+            f"{what}: ranks have other buffers, or other parameters that the optimizer does not hold: rank {there} has "
+            f"{theirs or 'no model'}, rank {here} has {first or 'no model'}; give the same model on all ranks, or none"
+        )
 
 
 def agree_inside(
@@ -93,22 +114,24 @@ def agree_inside(
 @contextlib.contextmanager
 def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Iterator[None]:
     """``optimizer.averaged()``."""
-    rest = rest_of(optimizer, model, buffers)
-    begin_with(optimizer, model, "averaged()")
+    rest = begin_with(optimizer, model, buffers, "averaged()")
     with rest.same(), _averaged_parameters(optimizer):
         yield
 
 
-def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, call: str) -> None:
-    """Begins ``call`` on all ranks, if they tell each other the buffers of ``model`` in it."""
-    if model is not None:
-        calls.begin(optimizer.agrees_over, call)
-        optimizer.topology.traffic.leave_out()
-
-
-def rest_of(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers) -> Rest:
-    """The rest of ``model`` beside the parameters."""
-    rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
+def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers, call: str) -> Rest:
+    """The rest of ``model`` beside the parameters. Where there is a model, all ranks begin ``call`` here, and make sure
+    that they have the same of it."""
+    rest, error = Rest(optimizer.topology, None, "mean"), None
+    try:
+        rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
+    except ValueError as caught:
+        error = caught
+    if model is not None and optimizer.topology.world_size > 1:
+        layout = "\n".join(["a model", *rest.layout])
+        agree(optimizer.topology, optimizer.agrees_over, optimizer.buckets, error, call, layout)
+    if error is not None:
+        raise error
     tell_of_copies(optimizer, model)
     return rest
 
@@ -233,7 +256,7 @@ class _EvaluationWatch:
         if optimizer._own_values is not None or not optimizer.replicas_differ:
             return
         optimizer._warned_in_evaluation = True
-        whole = not optimizer.topology.is_sharded and getattr(optimizer, "members", None) is None
+        whole = optimizer.topology.holds_whole and getattr(optimizer, "members", None) is None
         if optimizer.topology.rank == 0:
             logger.warning(
                 "%s: the model is evaluated between two rounds, and every rank's differs. Evaluate it within `with "

@@ -144,7 +144,7 @@ def count_others(optimizer: PackedOptimizer) -> None:
 def ddp_may_average(topology: Topology) -> bool:
     """False where no DistributedDataParallel can average over these ranks, nor need be looked for: the same on all of
     them."""
-    if topology.world_size == 1 or topology.is_sharded:
+    if topology.world_size == 1 or not topology.holds_whole:
         return False
     return is_of_processes(topology.backend)  # else no process group's ranks, so no DDP's
 

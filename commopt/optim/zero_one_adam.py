@@ -454,6 +454,15 @@ class ZeroOneAdam(CommOptimizer):
         bucket.increment(("step", "interval_step"), moving)
         return moving
 
+    def terms(self) -> dict[str, Any]:
+        """Which parameters have not moved since the last round: each rank has let them alone."""
+        still: set[int] = set()
+        for bucket, group in self.grouped_buckets():
+            if group["local_steps"]:
+                since = bucket.numbers["interval_step"].tolist()
+                still.update(id(p) for p, steps in zip(bucket.params, since) if steps == 0)
+        return {"parameters frozen since the last round": [i for i, p in enumerate(self.params) if id(p) in still]}
+
     # where the parameters are -----------------------------------------------------------------------------------------
 
     def _differing(self) -> Iterator[tuple[StateBucket, FrozenAdam]]:
