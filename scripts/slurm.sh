@@ -34,11 +34,15 @@ ensure_env train # here once, and not on all machines at the same time
 
 config="$(default_config "$@")"
 set -- ${config:+"$config"} "$@"
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    set -- "$@" --resume=auto
-fi
 # Mistakes in the config end here, with one line, before any process is started.
-python -m commopt train "$@" --print_config >/dev/null || exit $?
+resolved="$(python -m commopt train "$@" --print_config)" || exit $?
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    run_dir="$(sed -n 's/^  run_dir: //p' <<<"$resolved")"
+    # A checkpoint that was given counts until the run has one of its own.
+    if [[ " $* " != *" --resume"* ]] || compgen -G "$run_dir/checkpoints/step-*" >/dev/null; then
+        set -- "$@" --resume=auto
+    fi
+fi
 
 machines="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 COMMOPT_MACHINES="$(wc -l <<<"$machines")"

@@ -146,6 +146,7 @@ class Tuning:
                 both = out[method]["seeds"].keys() & other["seeds"].keys()
                 gaps = [out[method]["seeds"][seed] - other["seeds"][seed] for seed in both]
                 compare(out[method], other, statistics.mean(gaps) if gaps else math.nan)
+                out[method]["worse"] = f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
         return list(out.values())
 
 
@@ -176,12 +177,13 @@ def launch(runs: list[Record], ranks: int, out: Path) -> None:
 
 def table(found: list[Record]) -> str:
     """As Markdown."""
-    head = ["optimizer", "learning rate", "seeds", "held-out loss", "spread", "against", "gap", "within", "sent"]
+    head = ["optimizer", "learning rate", "seeds", "held-out loss", "spread"]
+    head += ["against", "gap", "worse on", "within", "sent"]
     lines = []
     for row in found:
-        against = ["", "", ""]
+        against = ["", "", "", ""]
         if "gap" in row:
-            against = [row["against"], f"{row['gap']:+.3f}", "yes" if row["passed"] else "no"]
+            against = [row["against"], f"{row['gap']:+.3f}", row["worse"], "yes" if row["passed"] else "no"]
         rate = f"{row['lr']:.2g}" + (" (edge)" if row["edge"] else "")
         cells = [row["method"], rate, str(len(row["seeds"])), f"{row['loss']:.3f}", f"{row['spread']:.3f}", *against]
         lines.append([*cells, share(row["sent"])])

@@ -955,3 +955,106 @@ def cast_after(rank: int, world_size: int) -> float:
         net(torch.full((2, 6), 1.0 + rank, dtype=torch.float64)).square().mean().backward()
         found.append([p.grad.full_tensor() for p in net.parameters()])
     return max(float((a - b).abs().max()) for a, b in zip(*found))
+
+
+class Three(nn.Sequential):
+    """Blocks of names of their own: a base, an expert, and a head."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(OrderedDict(base=nn.Linear(16, 16), expert=nn.Linear(16, 16), head=nn.Linear(16, 16)))
+
+
+def beside_what_is_cut_over_all(rank: int, world_size: int) -> dict[str, Any]:
+    """Of blocks with replicas, beside one that is cut over all ranks and beside none: what they send, and owe."""
+    mesh, out = grid(2, 2), {}
+    for way in ("alone", "beside"):
+        net = Three()
+        for name in ("base", "head"):
+            fully_shard(net.get_submodule(name), mesh=mesh)
+        fully_shard(net.expert, **({} if way == "beside" else {"mesh": mesh}))
+        fully_shard(net, mesh=mesh)
+        handle = commopt.compress_gradients(net, Int4(block=8), process_group=mesh, weights=Int8(block=8))
+        for _ in range(2):
+            net.zero_grad()
+            net(images(0, rank, torch.float32).repeat(1, 2)).square().mean().backward()
+        state, stats = handle.state_dict()["residuals"]["state"], handle.comm_stats()
+        out[way] = {
+            "residuals": [bool(state[i]["worker_error"].any()) for i in range(6)],
+            "between": stats["step"]["by_collective"]["all_to_all"]["bytes"] > 0,
+            "all-reduced": "all_reduce" in stats["step"].get("intra_node", {}).get("by_collective", {}),
+            "fp32": stats["fp32_bytes"],
+        }
+        handle.remove()
+    return out
+
+
+def forward_between(rank: int, world_size: int) -> tuple[float, float]:
+    """Ratios of a step, and of one with a forward without gradients between its forward and its backward."""
+    net = cut(Odd(torch.float32))
+    handle = commopt.compress_gradients(net, Int8(block=8), weights=Int8(block=8))
+    ratios = []
+    for teacher in (False, True):
+        net.zero_grad()
+        y = net(images(0, rank, torch.float32))
+        if teacher:
+            with torch.no_grad():
+                net(images(1, rank, torch.float32))
+        y.square().mean().backward()
+        ratios.append(handle.comm_stats()["ratio"])
+    return ratios[0], ratios[1]
+
+
+def frozen_altogether(rank: int, world_size: int) -> dict[str, Any]:
+    """A block that is frozen when gradients are compressed: its weights are gathered as all are, and to train it later
+    is an error."""
+    net = Three()
+    net.base.requires_grad_(False)
+    for name in ("base", "expert", "head"):
+        fully_shard(net.get_submodule(name))
+    fully_shard(net)
+    out: dict[str, Any] = {}
+    x = images(0, rank, torch.float32).repeat(1, 2)
+    for weights in (None, Int8(block=8)):
+        handle = commopt.compress_gradients(net, Int4(block=8), weights=weights)
+        net(x).square().mean().backward()
+        out[str(weights)] = handle.comm_stats()["step"]["by_collective"].get("all_gather", {}).get("bytes", 0)
+        net.base.requires_grad_(True)
+        try:
+            net(x).square().mean().backward()
+            out["said"] = "allowed"
+        except RuntimeError as error:
+            out["said"] = str(error)
+        net.base.requires_grad_(False)
+        handle.remove()
+    return out
+
+
+def of_several_dtypes(rank: int, world_size: int) -> list[str]:
+    """What is said of weights in bfloat16 and float32 in one group; and that a policy makes them one."""
+    out = []
+    for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        net = Three()
+        net.base.bfloat16().requires_grad_(False)
+        fully_shard(net, **policy)  # type: ignore[call-overload]
+        try:
+            commopt.compress_gradients(net, Int4(block=8), weights=Int8(block=8))
+            out.append("allowed")
+        except ValueError as error:
+            out.append(str(error))
+    return out
+
+
+def evaluated_after_a_load(rank: int, world_size: int) -> bool:
+    """Whether training goes on where an evaluation was the first to gather weights after a state was loaded."""
+    net = cut(Odd(torch.float32))
+    handle = commopt.compress_gradients(net, Int8(block=8), weights=Differences(Int4(block=8)))
+    backward(net, 0, rank)
+    state = handle.state_dict()
+    state["residuals"]["state"].pop("groups")  # as of another world
+    handle.load_state_dict(state)
+    with torch.inference_mode():
+        net(images(0, rank, torch.float32))
+    net.reshard()
+    backward(net, 1, rank)
+    return all(g is None or bool(g.isfinite().all()) for g in gradients(net))

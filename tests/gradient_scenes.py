@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from trainer_runs import assert_same
 
 import commopt
-from commopt.compress import Identity, Int4, PowerSGD, Sign
+from commopt.compress import Identity, Int4, Int8, PowerSGD, Sign
 from commopt.sharding import local
 
 
@@ -445,3 +445,21 @@ def compiled_as_a_whole(rank: int, world_size: int) -> dict[str, list[list[Tenso
                 call(batch(i, rank))
             out.setdefault(kind, []).append([local(p.detach()).clone() for p in net.parameters()])
     return out
+
+
+def with_experts_of_its_own(rank: int, world_size: int) -> dict[str, Any]:
+    """Under a DDP that has been told to leave a layer alone, which each rank has for itself."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(net[1].weight, float(rank))
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["1.weight", "1.bias"])
+    ddp = DDP(net)
+    handle = commopt.compress_gradients(ddp, Int8(), check_every=1)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(torch.full((2, 4), 1.0 + rank + step)).sum().backward()
+    return {
+        "shared": net[0].bias.grad.clone(),
+        "own": net[1].weight.grad.clone(),
+        "residuals": sorted(key for key in handle.state_dict()["residuals"]["state"] if isinstance(key, int)),
+    }

@@ -10,7 +10,7 @@ from every import GOSSIP, OUTER, every_outer
 from torch import Tensor, nn
 from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, through_a_file, train
 
-from commopt import Guard, LocalSGD, OneBitAdam, SparseLoCo
+from commopt import Guard, LocalSGD, Mixed, OneBitAdam, SparseLoCo
 from commopt.comm import CONFIRMATION_BYTES, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity
 from commopt.optim import join_state_dict, split_state_dict
@@ -286,3 +286,39 @@ def test_a_rank_that_has_used_a_scalar_only_knows_of_no_name():
 
     first, second = on_threads(2, run)
     assert same_bits(first, second)
+
+
+def test_a_part_whose_parameters_have_had_no_gradient_yet_refuses_no_round():
+    """The one that has such a state may be the one that has none so far."""
+
+    def run(backend):
+        a, b = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        base = Mixed(torch.optim.AdamW([a], lr=0.1), torch.optim.SGD([b], lr=0.1, momentum=0.9))
+        optimizer = LocalSGD(base, period=1, state_period={"momentum_buffer": 1}, backend=backend)
+        for step in range(3):
+            a.grad = torch.full_like(a, 1.0 + backend.rank)
+            b.grad = torch.full_like(b, 1.0 + backend.rank) if step == 2 or (step == 1 and backend.rank) else None
+            optimizer.step()
+        return [base.state[p].get("momentum_buffer") for p in (a, b)]
+
+    for none, momentum in on_threads(2, run):
+        assert none is None
+        assert momentum.tolist() == pytest.approx([((0.9 * 2 + 2) + 1) / 2] * 3)
+
+
+@pytest.mark.parametrize("broken", [[1], [0, 1]])
+def test_a_state_with_inf_counts_for_nothing_and_gets_the_mean_of_the_others(broken):
+    def run(backend):
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = LocalSGD([p], lr=0.0, period=1, state_period={"exp_avg_sq": 1}, backend=backend)
+        p.grad = torch.ones(3) * (1 + backend.rank)
+        optimizer.step()
+        if backend.rank in broken:
+            optimizer.base.state[p]["exp_avg_sq"][1] = float("inf")
+        p.grad = torch.zeros(3)
+        optimizer.step()
+        return optimizer.base.state[p]["exp_avg_sq"].clone()
+
+    for rank, found in enumerate(on_threads(3, run)):
+        assert bool(found.isfinite().all()) == (broken == [1] or rank == 2)
+        assert broken != [1] or torch.allclose(found, torch.full((3,), 0.999 * 0.001 * (1 + 4 + 9) / 3))

@@ -290,6 +290,38 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
+@pytest.mark.parametrize(
+    "words", [["{a}", "{b}"], ["--config={a}", "{b}"], ["{a}", "--config", "{b}"], ["--config={a}", "--config={b}"]]
+)
+def test_of_several_files_the_later_one_holds_however_they_are_given(tmp_path: Path, words: list[str]) -> None:
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in "ab"}
+    Path(paths["a"]).write_text("optim: {lr: 1e-4, args: {freeze_step: 3}}\ntrain: {steps: 7}\n")
+    Path(paths["b"]).write_text("optim: {lr: 2e-4, args: {freeze_step: 4}}\n")
+    config = parse([word.format(**paths) for word in words])
+    assert (config.optim.lr, config.optim.args, config.train.steps) == (2e-4, {"freeze_step": 4}, 7)
+
+
+def test_from_python_names_stand_for_compressors_and_settings_are_refused() -> None:
+    assert OptimConfig(compressor="Int4").compressor == CompressorConfig("Int4")  # type: ignore[arg-type]
+    assert CommConfig(compress="Int4").compress == GradientsConfig("Int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optim.settings=.* is of config files"):
+        check_plan(Config(optim=OptimConfig(name="AdamW", settings={"AdamW": {"lr": 5.0}})))
+
+
+@pytest.mark.parametrize("name", ["CSER", "QSparseLocalSGD", "NoLoCo", "Gossip"])
+def test_optimizers_that_know_no_nodes_say_so_before_a_corpus_is_read(name: str) -> None:
+    config = Config(optim=OptimConfig(name=name), comm=CommConfig(ranks_per_node=2))
+    with pytest.raises(ConfigError, match=f"comm.ranks_per_node=2 is not allowed with optim.name={name}.*must be 1"):
+        check_plan(config)
+
+
+@pytest.mark.parametrize(("name", "args"), [("Adafactor", {}), ("Rprop", {}), ("DiLoCo", {"base": "Adafactor"})])
+def test_optimizers_of_torch_that_fail_of_pieces_are_refused_on_a_mesh(name: str, args: dict[str, Any]) -> None:
+    config = Config(optim=OptimConfig(name=name, args=args), parallel=ParallelConfig(shard=2))
+    with pytest.raises(ConfigError, match=r"(Adafactor|Rprop) is not allowed with parallel\.\*"):
+        check_plan(config)
+
+
 def test_a_compressor_is_a_name_or_name_and_args(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
@@ -368,6 +400,16 @@ WRONG = [
     ([], "[1, 2]", "must hold keys and values, not list"),
     ([], "model: !!python/object/apply:os.getcwd []", "not valid YAML.*python/object"),
     (["--resume"], "", "--resume needs a value"),
+    (
+        [],
+        "optim.args.freeze_step: 5",
+        "optim.args.freeze_step in .*c.yaml is not allowed: put freeze_step below optim.args",
+    ),
+    (
+        [],
+        "optim: {args.freeze_step: 5}",
+        "optim.args.freeze_step in .* is not allowed: put freeze_step below optim.args",
+    ),
     (["nowhere.yaml"], "", "config file nowhere.yaml: No such file"),
     (["--train.steps=0"], "", "train.steps=0 is not allowed"),
 ]

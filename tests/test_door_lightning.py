@@ -372,6 +372,15 @@ def test_clipping_by_each_rank_is_reported_once(ranks: list[Any]) -> None:
     assert "OneBitAdam(..., max_grad_norm=0.5)" in said[0][0]
 
 
+def test_clipping_by_value_has_no_counterpart(caplog: pytest.LogCaptureFixture) -> None:
+    def run(backend: Any) -> None:
+        advice.for_lightning(0.5, False, OneBitAdam([torch.nn.Parameter(torch.ones(2))], backend=backend))
+
+    on_threads(2, run)
+    assert "OneBitAdam has no clipping by value: set gradient_clip_val=None" in caplog.text
+    assert "max_grad_norm=0.5" not in caplog.text
+
+
 def test_clipping_is_right_for_an_optimizer_that_clips_each_ranks_own_itself(caplog: pytest.LogCaptureFixture) -> None:
     def run(backend: Any) -> None:
         for make in (DiLoCo, OneBitAdam):

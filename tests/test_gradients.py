@@ -1100,3 +1100,18 @@ def test_saving_confirms_the_last_mean():
             handle.consolidated_state_dict()
 
     on_threads(2, run)
+
+
+def test_frozen_parameters_start_as_those_of_rank_0_too(caplog):
+    """Ranks that draw their own would train other models, and nothing compares what is frozen."""
+
+    def run(backend):
+        torch.manual_seed(backend.rank)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        net[0].requires_grad_(False)
+        commopt.compress_gradients(net, Int8(), backend=backend)
+        return [p.detach().clone() for p in net.parameters()]
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+    assert "parameters differed between ranks; all have those of rank 0 now" in caplog.text

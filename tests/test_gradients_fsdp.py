@@ -369,3 +369,36 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
 
 def test_a_model_may_be_cast_later(pool):
     assert max(pool.over_gloo(2, fsdp_scenes.cast_after)) < 1e-6
+
+
+def test_blocks_with_replicas_are_compressed_beside_one_that_is_cut_over_all_ranks(pool):
+    for found in pool.over_gloo(4, fsdp_scenes.beside_what_is_cut_over_all):
+        for way in ("alone", "beside"):
+            assert found[way]["between"]
+            assert not found[way]["all-reduced"]
+            assert all(found[way]["residuals"])
+        mine = 4 * (16 * 16 + 16) // 2  # of a block, by a rank of two that hold it
+        assert found["alone"]["fp32"] == 3 * mine
+        # an expert's gradients and weights leave a rank three times, its quarter each time; twice for the weights
+        assert found["beside"]["fp32"] == 2 * mine + 3 * 3 * 4 * (16 * 16 + 16) // 4
+
+
+def test_a_forward_without_gradients_between_two_of_a_step_hides_nothing_of_it(pool):
+    for ratio, between in pool.over_gloo(2, fsdp_scenes.forward_between):
+        assert ratio == between
+
+
+def test_what_is_frozen_altogether_is_gathered_as_the_rest_and_not_trained_later(pool):
+    for found in pool.over_gloo(2, fsdp_scenes.frozen_altogether):
+        assert found["None"] < found[str(Int8(block=8))]
+        assert "a parameter of base is trained that was frozen when compress_gradients was called" in found["said"]
+
+
+def test_weights_of_several_dtypes_are_refused_where_fsdp_gathers_bytes(pool):
+    for refused, allowed in pool.over_gloo(2, fsdp_scenes.of_several_dtypes):
+        assert "torch.bfloat16, torch.float32, which FSDP2 gathers as bytes" in refused
+        assert allowed == "allowed"
+
+
+def test_an_evaluation_may_be_the_first_after_a_load(pool):
+    assert all(pool.over_gloo(2, fsdp_scenes.evaluated_after_a_load))

@@ -125,3 +125,10 @@ def test_a_step_that_is_compiled_as_a_whole(pool):
         for plain, compiled in found.values():
             for a, b in zip(plain, compiled):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_ddp_is_told_to_leave_alone_is_each_ranks_own(pool):
+    one, other = pool.over_gloo(2, gradient_scenes.with_experts_of_its_own)
+    assert same_bits([one["shared"]], [other["shared"]])
+    assert not torch.equal(one["own"], other["own"])
+    assert one["residuals"] == other["residuals"] == [0, 1]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from given import Given, split_all
-from torch import Tensor
-from worlds import on_threads, same_bits
+from torch import Tensor, nn
+from worlds import on_threads, same_bits, tensors_in
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
@@ -512,3 +512,25 @@ def test_of_ranks_in_nodes_other_ranks_and_nodes_owe_the_same(method, world_size
         if world_size == 4:
             for mine, theirs in zip(kept, states):
                 assert torch.equal(mine[i]["worker_error"], theirs["residuals"]["state"][i]["worker_error"])
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), ACP(2)], ids=str)
+def test_a_state_that_is_refused_changes_nothing(method):
+    """Of a model whose last matrix is another: the first ones would fit."""
+
+    def run(backend):
+        handles = []
+        for last in (12, 13):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, last), nn.Linear(last, 8))
+            handle = commopt.compress_gradients(net, method, backend=backend)
+            torch.manual_seed(backend.rank)
+            for _ in range(3):
+                net(torch.randn(4, 8)).square().mean().backward()
+            handles.append(handle)
+        before = tensors_in(handles[0].state_dict())
+        with pytest.raises(ValueError, match="of another model"):
+            handles[0].load_state_dict(handles[1].state_dict())
+        assert same_bits(before, tensors_in(handles[0].state_dict()))
+
+    on_threads(2, run)

@@ -32,7 +32,8 @@ case "$1 $2" in
 "-c "*) echo 8 ;;
 "-m commopt")
     if [ -n "${MISTAKE:-}" ]; then echo "commopt: error: $MISTAKE" >&2; exit 2; fi
-    echo "$*" >>"$LOG/checked" ;;
+    echo "$*" >>"$LOG/checked"
+    printf 'train:\n  run_dir: runs/a b\n' ;;
 "-m commopt.train.launcher")
     printf '%s\\n' "$@" >"$LOG/launch-${COMMOPT_MACHINE:-}"
     printf '%s\\n' "${GLOO_SOCKET_IFNAME:-}" >"$LOG/environment-${COMMOPT_MACHINE:-}"
@@ -187,10 +188,16 @@ def test_slurm_with_one_machine_needs_no_address(cluster: Cluster) -> None:
     assert cluster.started("0") == ["--standalone", "--nproc-per-node=8", "-m", "commopt", "train", *WORDS]
 
 
-def test_slurm_starts_again_where_it_was(cluster: Cluster) -> None:
-    words = (*WORDS, "--resume=elsewhere")
+@pytest.mark.parametrize("given", ["--resume=elsewhere", None])
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_slurm_starts_again_where_it_was(cluster: Cluster, given: str | None, has_checkpoint: bool) -> None:
+    """From the checkpoint that was given, as long as the run has none of its own."""
+    words = (*WORDS, *([given] if given else []))
+    if has_checkpoint:
+        (cluster.root / "runs/a b/checkpoints/step-00000005").mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job, SLURM_RESTART_COUNT="1", MASTER_PORT="5000") == (0, "")
-    assert cluster.started("1") == documented(1, "node7", 5000, *words, "--resume=auto")  # the last one counts
+    added = [] if given and not has_checkpoint else ["--resume=auto"]  # the last one counts
+    assert cluster.started("1") == documented(1, "node7", 5000, *words, *added)
 
 
 def test_slurm_says_what_is_wrong_before_it_starts_anything(cluster: Cluster, tmp_path: Path) -> None:

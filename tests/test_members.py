@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from member_world import Died, Rendezvous, averaging, give_grads, numbers, run_ranks, some_params, until
@@ -17,6 +19,7 @@ from commopt import DiLoCo, LocalSGD, Members, SignMomentum, SlowMo, SparseLoCo,
 from commopt.comm import given_up
 from commopt.compress import Sign
 from commopt.outer import LeftOut, NotEnoughMembers
+from commopt.outer.joining import message_of
 from commopt.outer.member_rounds import _residuals
 from commopt.outer.view import Report, View, mad_ones
 
@@ -278,3 +281,34 @@ def test_where_the_others_are_nearly_alike_nobody_is_mad_for_little():
     assert mad(1.0, 1.01, 1.02, 3.4) == []
     assert mad(1.0, 1.01, 1.02, 3.7) == [3]
     assert mad(1.0, 100.0) == []  # of two nobody knows which
+    weights, norms = (0.0, 0.0, 10.0, 10.0, 10.0, 0.0), (0.0, 0.0, 1.0, 1.1, 9.0, 1e-3)
+    idle = {i: Report("round", weight=w, norm=norm) for i, (w, norm) in enumerate(zip(weights, norms))}
+    assert list(mad_ones(idle, 5.0)) == [4]  # those that have done nothing are no measure
+
+
+def test_the_mean_that_averaged_shows_is_of_those_that_are_finite():
+    world = Rendezvous()
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=3, patience=1.0)
+        optimizer.param_groups[0]["period"] = 3
+        for p in params:
+            p.grad = torch.full_like(p, -(name + 1.0))
+        optimizer.step()
+        if name == 2:
+            params[0].data[1] = float("nan")
+        with optimizer.averaged():
+            shown = params[0].tolist()
+        return shown, params[0].isfinite().all().item()
+
+    shown = [1.5, 1.5, 1.5]
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(shown, True), (shown, True), (shown, False)]
+
+
+def test_a_learning_rate_of_numpy_goes_to_those_that_join():
+    tree = {"lr": np.float64(0.25), "steps": [np.int64(3)], "x": torch.ones(2)}
+    header = message_of(tree)[1]
+    skeleton, _ = torch.load(io.BytesIO(bytes(header.tolist())), weights_only=True)
+    assert skeleton["lr"] == 0.25
+    assert type(skeleton["lr"]) is float
+    assert skeleton["steps"] == [3]

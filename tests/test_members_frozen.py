@@ -120,3 +120,26 @@ def test_a_rank_that_was_left_out_meanwhile_joins_anew_and_has_frozen_what_the_o
     assert found[0] == found[1] == found[2]
     second = 2.0 if way == "frozen" else 1.5 + 1.5 + 2.0
     assert found[0] == ([[2.0 + 1.5 + 1.5 + 2.0] * 3, [second] * 3], [0, 1, 2])
+
+
+def test_a_member_that_unfreezes_later_than_the_others_is_refused_and_they_go_on():
+    """Its buckets have others in them, of which their sizes say nothing."""
+    world = Rendezvous()
+
+    def rank(name):
+        params = two_params()
+        params[1].requires_grad_(False)
+        members, params, optimizer = averaging(world, name, params, ranks=3, patience=1.0)
+        for step in range(3):
+            params[1].requires_grad_(step >= (2 if name == 2 else 1))
+            if step == 1 and name == 2:
+                with pytest.raises(RuntimeError, match="it trains, or has trained, other parameters than most others"):
+                    go([p for p in params if p.requires_grad], optimizer, name)
+                return None
+            go([p for p in params if p.requires_grad], optimizer, name)
+        return [p[0].item() for p in params], members.names
+
+    both, other, nothing = run_ranks([lambda n=n: rank(n) for n in range(3)])
+    assert nothing is None
+    assert both == other
+    assert both[1] == [0, 1]

@@ -12,7 +12,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, through_a_file, tokens, train
 
-from commopt import DiLoCo, Lamb, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming, attach
+from commopt import (
+    DiLoCo,
+    Lamb,
+    LocalSGD,
+    Mixed,
+    NoLoCo,
+    OneBitAdam,
+    SignMomentum,
+    SlowMo,
+    SparseLoCo,
+    Streaming,
+    attach,
+)
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
 from commopt.optim import join_state_dict, replicas, split_state_dict
@@ -926,3 +938,36 @@ def test_equal_gradients_are_reported_once(caplog):
 
     on_threads(2, run)
     assert caplog.text.count("the gradients are equal on all ranks") == 1
+
+
+@pytest.mark.parametrize("streaming", [None, Streaming(2, 1)], ids=str)
+def test_the_state_of_the_base_alone_may_be_loaded_between_two_rounds(streaming, caplog):
+    """Parameters, which differ, become anchors: those of rank 0, with a warning."""
+
+    def run(backend):
+        model = Toy(torch.float64)
+        adamw = torch.optim.AdamW(Toy(torch.float64).parameters(), lr=1e-2)
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=4, streaming=streaming, backend=backend)
+        train(model, optimizer, range(6), backend.rank, 2)
+        optimizer.load_state_dict(adamw.state_dict())
+        train(model, optimizer, range(6, 14), backend.rank, 2)
+        optimizer.synchronize()
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b)
+    assert "parameters were changed between two rounds, to values that differ between ranks" in caplog.text
+
+
+def test_the_groups_of_a_base_that_was_loaded_by_itself_are_saved():
+    model = Toy()
+    base = Mixed(
+        torch.optim.AdamW([model.weight], lr=0.1), torch.optim.SGD([model.bias, model.gain, model.embedding], lr=0.1)
+    )
+    optimizer = LocalSGD(base, period=4)
+    saved = base.parts[0].state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    base.parts[0].load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    base.parts[0].load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "lr": 0.25}]})
+    assert base.state_dict()["param_groups"][0]["lr"] == 0.25

@@ -584,6 +584,32 @@ def test_what_is_in_flight_counts_in_full_at_another_world_size(streaming, old, 
         torch.testing.assert_close([p.detach() for p in params], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("streaming", [Streaming(2, 0), Streaming(2, 1), Streaming(2, merge="eager")], ids=str)
+def test_one_fragment_that_is_never_merged_ends_the_run_though_others_are(streaming):
+    """One parameter of one rank is NaN, and so are all of its gradients from then on."""
+
+    def run(backend):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        settings = {"lr": 0.01, "period": 4, "streaming": streaming, "guard": Guard(max_skipped=3)}
+        optimizer = DiLoCo(params, torch.optim.SGD, backend=backend, **settings)
+        for step in range(40):
+            bad = backend.rank == 1 and step >= 5
+            if bad and step == 5:
+                params[0].data[0] = math.nan
+            for p in params:
+                p.grad = torch.full_like(p, math.nan if bad else 1.0)
+            try:
+                optimizer.step()
+            except NotFinite as error:
+                return step, str(error)
+        return None
+
+    (first, said), other = on_threads(2, run)
+    assert (first, said) == other
+    assert first < 24
+    assert "3 synchronisations in a row were skipped, of fragment" in said
+
+
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():
     def run(backend):
         model = Toy()

@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from forks import python
+from ports import free_port
 from trainer_pair import Pair, run
 from worlds import on_threads
 
@@ -411,6 +412,45 @@ def test_a_run_that_never_compresses_says_so(pair: Pair, tiny: Make, tmp_path: P
     assert messages == ["freeze_step=5 is not before train.steps=4: this run never compresses"]
 
 
+def test_a_base_that_is_alone_on_its_rank_compresses_nothing_and_is_not_warned_of(
+    pair: Pair, tiny: Make, tmp_path: Path
+) -> None:
+    optim = {"name": "DiLoCo", "args": {"base": "OneBitAdam", "period": 2}}
+    assert pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}, optim=optim))[0] == []
+
+
+def asked_after(config: Config) -> list[int]:
+    """Steps behind which ranks asked each other whether one was told to stop."""
+    asked, ask = [], Trainer._ask
+
+    def counting(trainer: Trainer, met: bool) -> bool:
+        asked.extend([trainer.step] if (found := ask(trainer, met)) else [])
+        return found
+
+    Trainer._ask = counting  # type: ignore[method-assign]
+    try:
+        run(config)
+    finally:
+        Trainer._ask = ask  # type: ignore[method-assign]
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "period", "after"), [("LocalSGD", 6, [6, 12, 16]), ("LocalSGD", 30, [16, 20]), ("AdamW", 0, None)]
+)
+def test_ranks_do_not_wait_for_each_other_behind_a_local_step(
+    pair: Pair, tiny: Make, tmp_path: Path, name: str, period: int, after: list[int] | None
+) -> None:
+    """But where a record is due, at step 16, and now and then."""
+    steps = 22 if period == 30 else 16
+    train = {"steps": steps, "log_every": 16, "eval_every": 100, "checkpoint_every": 100}
+    optim = {"name": name, "args": {"period": period} if period else {}}
+    config = tiny(tmp_path, train=train, optim=optim)
+    expected = list(range(1, steps + 1)) if after is None else sorted({*after, steps})
+    for asked in pair.run(asked_after, config):
+        assert asked == expected
+
+
 def test_a_warm_up_that_cannot_end_is_said() -> None:
     def warning(freeze: Any, steps: int) -> str | None:
         return warn_of_freeze({"freeze_step": freeze}, steps)
@@ -482,6 +522,33 @@ def test_a_second_signal_ends_at_once() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == -signal.SIGINT
+
+
+JOIN_ONCE_MORE = """
+import os, torch.distributed as dist
+from commopt.train.stop import StopSignal
+
+agents = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True)  # outlives what joins over it
+with StopSignal() as stop:
+    stop.requested = True
+    try:
+        join("gloo", 20.0, stop)
+    except Stopped:
+        print("stopped")
+for _ in range(2):
+    with StopSignal() as stop:
+        join("gloo", 20.0, stop)
+    print("joined", dist.get_world_size())
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_may_join_several_times_over_one_store() -> None:
+    """As a script does that calls train() once more, under torchrun, whose agents have a store."""
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**os.environ, **given, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([python(), "-c", JOIN_ONCE_MORE], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["stopped", "joined 1", "joined 1"], done.stderr
 
 
 def test_the_launcher_adds_nothing_to_a_mistake(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_row_is_of_the_best_rate_and_of_seeds_that_both_have():
     assert (plain["loss"], plain["edge"], "against" in plain) == (pytest.approx(15.2 / 3), False, False)
     assert (compressed["edge"], compressed["against"], compressed["sent"]) == (True, "AdamW", 0.25)
     assert compressed["gap"] == pytest.approx(0.15)
-    assert "| OneBitAdam | 0.0002 (edge) | 2 | 3.250 | 0.300 | AdamW | +0.150 | yes | 25.0 % |" in tuned.table(
+    assert "| OneBitAdam | 0.0002 (edge) | 2 | 3.250 | 0.300 | AdamW | +0.150 | 2 of 2 | yes | 25.0 % |" in tuned.table(
         [plain, compressed]
     )
 

@@ -132,13 +132,16 @@ class MeshBackend(OfWorld):
         backend = next((other for other in self._own.values() if other.mesh == mesh), None) or MeshBackend(mesh)
         self._own.update((id(p), backend) for p in params)
 
-    def check(self, p: Tensor) -> None:
-        """Raises ValueError for a parameter that is cut over other ranks than those along dimensions of the mesh."""
+    def check(self, p: Tensor, elsewhere: bool = False) -> None:
+        """Raises ValueError for a parameter that is cut over other ranks than those along dimensions of the mesh;
+        ``elsewhere``: others average it, and it says nothing of how the rest of the model is held."""
         if (own := self._own.get(id(p))) is not None:
             own.check(p)
-        else:
-            self._met_dtensors |= is_sharded(p)
-            self._cut.update(self.dims_of(p))
+            return
+        dims = self.dims_of(p)
+        self._met_dtensors |= is_sharded(p)
+        if not elsewhere:
+            self._cut.update(dims)
             self._in_pieces.update(self._cut_over(p))
 
     def holding(self, p: Tensor) -> Holding:

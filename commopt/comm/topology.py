@@ -179,10 +179,10 @@ class Topology:
         """The ranks that hold one replica together; this rank alone where it holds a whole one."""
         return self._counted_inside(self.backend.inside) if self.is_sharded else self._alone  # type: ignore[attr-defined]
 
-    def check(self, p: Tensor) -> None:
-        """Raises ValueError if the ranks cannot hold ``p``. Communicates nothing."""
+    def check(self, p: Tensor, elsewhere: bool = False) -> None:
+        """Raises ValueError if the ranks cannot hold ``p``; ``elsewhere``: others average it. Communicates nothing."""
         if self.is_sharded:
-            self.backend.check(p)  # type: ignore[attr-defined]
+            self.backend.check(p, elsewhere)  # type: ignore[attr-defined]
 
     def held(self, p: Tensor) -> tuple[Replicas, Holding]:
         """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at

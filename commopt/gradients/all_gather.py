@@ -150,7 +150,8 @@ class GroupDifferences(GroupWeights):
     def _gather(self, rows: Tensor, mine: Tensor) -> None:
         replica = self._replica
         if replica is None or replica.shape != rows.shape or replica.dtype != rows.dtype:
-            self._replica, self._last = torch.empty_like(rows), mine.clone()
+            with torch.inference_mode(False):  # they outlive an evaluation that makes them
+                self._replica, self._last = torch.empty_like(rows), mine.clone()
             self._in_full(self._replica, mine)
         elif torch._C._current_graph_task_id() == -1:  # else in a backward
             self._follow(replica, mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,21 +16,12 @@ from commopt.compress import Compressor
 from commopt.ddp_models import ddp_models_around
 from commopt.gradients.all_gather import Differences
 from commopt.gradients.ddp import CopiedHook, DDPHook
-from commopt.gradients.fsdp import Group, groups_of
+from commopt.gradients.fsdp import Group, Groups, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
 from commopt.optim import checks
 from commopt.optim.wrapped import ddp_may_average
 from commopt.sharding import covers, is_sharded, left_dims
-
-
-class Groups(NamedTuple):
-    """FSDP's groups of parameters."""
-
-    over_all: Sequence[Group] = ()
-    """Those that are cut over all ranks."""
-    replicated: Sequence[Group] = ()
-    """Those of which there are replicas."""
 
 
 def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) -> Groups:
@@ -39,7 +30,8 @@ def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) 
     found = groups_of(model) if topology.is_sharded else []
     ours = [group for group in found if group.params and id(group.params[0]) in trained]
     replicated = [group for group in ours if all(_has_replicas(p, topology) for p in group.params)]
-    return Groups([group for group in ours if group not in replicated], replicated)
+    frozen = [group for group in found if not group.params]
+    return Groups([group for group in ours if group not in replicated], replicated, frozen)
 
 
 def _has_replicas(p: Tensor, topology: Topology) -> bool:
@@ -58,7 +50,7 @@ def check_exchanges(
 ) -> None:
     """Raises ValueError for what does not go with how the model is held; ``grouped``: see
     :class:`commopt.gradients.sharded.ShardedDoor`."""
-    whole, replicated = groups
+    whole, replicated, frozen = groups
     if topology.is_sharded:
         _check_mesh(groups, params, topology)
     if inside is not None and not isinstance(inside, Compressor):
@@ -66,10 +58,12 @@ def check_exchanges(
     if weights is not None and not isinstance(weights, (Compressor, Differences)):
         raise ValueError(f"weights must be None, a commopt.compress.Compressor or Differences(), got {weights!r}")
     alone = topology.world_size == 1 and any(map(is_sharded, params))  # nothing is gathered there
-    if weights is not None and not (whole or replicated or alone):
+    if weights is not None and not (whole or replicated or frozen or alone):
         raise ValueError(f"weights={weights!r} is for models sharded by FSDP2: no other gathers weights")
-    for group in [*whole, *(replicated if inside or weights else [])]:
+    for group in [*whole, *(replicated if inside or weights else []), *(frozen if weights else [])]:
         group.check()
+    for group in [*whole, *replicated, *frozen] if weights is not None else []:
+        group.check_dtypes()
     if whole and not isinstance(compressor, Compressor):
         raise ValueError(
             f"{compressor!r} goes by all ranks having the same of a gradient, and of this model each gets other rows: "
@@ -164,8 +158,9 @@ def _check_ddp(model: DistributedDataParallel, topology: Topology, reduction: st
 
 
 def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) -> None:
+    ours = {id(p) for group in groups.over_all for p in group.params}
     for p in params:
-        topology.check(p)
+        topology.check(p, elsewhere=id(p) in ours)
     if len(set(topology.stages)) > 1:
         raise ValueError(
             "stages of a pipeline are not supported on one mesh: wrap each stage's module in DistributedDataParallel "
@@ -179,7 +174,6 @@ def _check_mesh(groups: Groups, params: Sequence[Tensor], topology: Topology) ->
                 "norms, would be compressed beside what they do not, and not stay alike: compress between replicas "
                 "only, on a mesh of (replicate, shard, tensor)"
             )
-    ours = {id(p) for group in groups.over_all for p in group.params}
     cut = [p for p in params if is_cut_whole(p, topology) and id(p) not in ours]
     if topology.world_size > 1 and cut:
         mesh = cut[0].device_mesh  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -197,11 +197,7 @@ class Group:
         Raises:
             RuntimeError: if that cannot be told.
         """
-        if any(p.sharded_param.requires_grad for p in self._frozen):
-            raise RuntimeError(
-                f"a parameter of {self.name} is trained that was frozen when compress_gradients was called: call "
-                "remove() on the handle, and compress_gradients again"
-            )
+        self.refuse_thawed()
         arrived, self._arrived = self._arrived, set()
         if columns == self.columns:
             return range(len(self.places))
@@ -230,6 +226,25 @@ class Group:
                     "weights would be compressed: leave it away, or call remove() on the handle that has set it"
                 )
 
+    def check_dtypes(self) -> None:
+        """Raises ValueError if FSDP gathers bytes, and no numbers that could be compressed."""
+        computes = self._theirs.mp_policy.param_dtype
+        dtypes = {str(computes or p.sharded_param.dtype) for p in (*self._of, *self._frozen)}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{self.name} has parameters of {', '.join(sorted(dtypes))}, which FSDP2 gathers as bytes, so that "
+                "weights= could compress none of them: give fully_shard() MixedPrecisionPolicy(param_dtype=...), shard "
+                "them as modules of their own, or leave weights= out"
+            )
+
+    def refuse_thawed(self) -> None:
+        """Raises RuntimeError if a parameter is trained that was frozen."""
+        if any(p.sharded_param.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                f"a parameter of {self.name} is trained that was frozen when compress_gradients was called: call "
+                "remove() on the handle, and compress_gradients again"
+            )
+
     def exchange_by(self, reduce_scatter: Any, all_gather: Any) -> Any:
         """Has FSDP call these in place of its own collectives, where they are not None. Returns a function that undoes
         it."""
@@ -250,6 +265,17 @@ class Group:
                 handle.remove()
 
         return undo
+
+
+class Groups(NamedTuple):
+    """FSDP's groups of parameters."""
+
+    over_all: Sequence[Group] = ()
+    """Those that are cut over all ranks."""
+    replicated: Sequence[Group] = ()
+    """Those of which there are replicas."""
+    frozen: Sequence[Group] = ()
+    """Those that no gradient is of."""
 
 
 def groups_of(model: nn.Module) -> list[Group]:

@@ -19,8 +19,9 @@ from commopt.comm import Backend, NoReceipt, Topology, TorchBackend, message_dev
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
-from commopt.gradients.checks import Groups, NeverWrapped, check_exchanges, check_model, fsdp_groups, is_cut_whole
+from commopt.gradients.checks import NeverWrapped, check_exchanges, check_model, fsdp_groups, is_cut_whole
 from commopt.gradients.ddp import DDPHook
+from commopt.gradients.fsdp import Groups
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.loco import LoCo, LoCoRows
 from commopt.gradients.loss_scale import LossScale, check_scaler
@@ -290,7 +291,7 @@ def _connected(
     error: Exception | None,
     scaler: torch.amp.GradScaler | None,
 ) -> CompressedGradients:
-    params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
+    params = _trained(model)
     grouped = process_group is not None or backend is not None  # else dimensions of a mesh need not be machines
     backend = _ranks(model, process_group, backend, params)
     # of a sharded model gathered weights are sent in evaluations, too: nobody would confirm them
@@ -325,13 +326,16 @@ def _connected(
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
     else:
         rest = [p for p in params if id(p) not in elsewhere]
+        frozen = [p for p in model.parameters() if not p.requires_grad and not is_sharded(p)]
         for replicas in topology.replicas:
             same = [local(p) for p in rest if topology.held(p)[0] is replicas]
+            same += frozen if replicas.world_size == topology.world_size else []
             if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
                 logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
         door = ParameterHooks(model, rest, mean, unseen, [NeverWrapped(rest, topology), *(t.check for t in taken)])
-        if groups.over_all or (groups.replicated and (given.inside or given.weights)):
+        exchanged = groups.over_all or (groups.replicated and given.inside)
+        if exchanged or ((groups.replicated or groups.frozen) and given.weights):
             sharded = ShardedDoor(
                 model, topology, groups, given.compressor, given.feedback, given.inside, given.weights, door.begin,
                 grouped,
@@ -345,6 +349,15 @@ def _connected(
     else:  # weakly: the hooks of the model keep the door, and this the handle
         sharded.handle, _HANDLES[model] = handle, weakref.ref(handle)
     return handle
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    """The parameters whose gradients are averaged; of what is no model none. DDP has been told to leave some alone."""
+    if not isinstance(model, nn.Module):
+        return []
+    alone: set[str] = getattr(model, "parameters_to_ignore", set())
+    named = (model.module if isinstance(model, DistributedDataParallel) else model).named_parameters()
+    return [p for name, p in named if p.requires_grad and name not in alone]
 
 
 def _owners(model: nn.Module, params: Sequence[Tensor]) -> list[nn.Module]:

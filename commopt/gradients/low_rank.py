@@ -143,13 +143,20 @@ class Thin:
         here: Origin,
         fold: Callable[[Tensor, Tensor], None],
     ) -> bool:
-        left_out = False
-        for bucket in buckets:
-            state = self._of[id(bucket)]
-            for k, factors in enumerate(state.matrices):
+        matrices: list[list[Factors]] = []
+        for bucket in buckets:  # refuses before anything changes
+            state, found = self._of[id(bucket)], list[Factors]()
+            for factors in state.matrices:
                 entry = entries.get(p := bucket.params[factors.index], {})
-                if "p" in entry and (origin == here or not is_sharded(p)):  # of other pieces, these begin anew
-                    state.matrices[k] = factors.loaded(entry)
+                serves = "p" in entry and (origin == here or not is_sharded(p))  # of other pieces, these begin anew
+                found.append(factors.loaded(entry) if serves else factors)
+            matrices.append(found)
+            for i, p in enumerate(bucket.params) if state.error is not None else ():
+                _error_to_take(bucket, i, entries.get(p, {}), origin, here)
+        left_out = False
+        for bucket, found in zip(buckets, matrices):
+            state = self._of[id(bucket)]
+            state.matrices = found
             if state.error is not None:
                 state.error.zero_()
                 thin = {factors.index for factors in state.matrices}
@@ -158,6 +165,33 @@ class Thin:
                 for i, p in enumerate(bucket.params):
                     left_out = _take_error(bucket, i, state.error, entries.get(p, {}), origin, here, fold) or left_out
         return left_out
+
+
+def _error_to_take(
+    bucket: StateBucket, i: int, entry: Mapping[str, Any], origin: Origin | None, here: Origin
+) -> tuple[Tensor | None, bool]:
+    """The residual of parameter ``i`` in what is loaded that is this rank's, None if there is none; and whether any was
+    left out, because it is another rank's, or of the means of all ranks, of another way to take them.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    given, server, p, shape = entry.get("worker_error"), entry.get("server_error"), bucket.params[i], bucket.shapes[i]
+    if given is None:
+        return None, False
+    if server is not None and not server.any():
+        server = None
+    if origin is not None and origin[0] == MERGED:
+        given = given.reshape(p.shape)
+        given, server = cut(given if server is None else given + server.reshape(p.shape), p), None
+    elif origin is None or origin[0] == MIXED or origin[:2] != here[:2] or (is_sharded(p) and origin != here):
+        return None, bool(given.any())
+    if given.numel() != shape.numel():
+        raise ValueError(
+            f"the loaded residual of a parameter of shape {tuple(p.shape)} has {given.numel()} elements, and "
+            f"{shape.numel()} are here: it is of another model"
+        )
+    return given, server is not None
 
 
 def _take_error(
@@ -169,29 +203,18 @@ def _take_error(
     here: Origin,
     fold: Callable[[Tensor, Tensor], None],
 ) -> bool:
-    """Puts the residual of parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left out,
-    because it is another rank's, or of the means of all ranks, of another way to take them."""
-    given, server, p, shape = entry.get("worker_error"), entry.get("server_error"), bucket.params[i], bucket.shapes[i]
+    """Puts the residual of parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left
+    out."""
+    given, left_out = _error_to_take(bucket, i, entry, origin, here)
     if given is None:
-        return False
-    if server is not None and not server.any():
-        server = None
-    if origin is not None and origin[0] == MERGED:
-        given = given.reshape(p.shape)
-        given, server = cut(given if server is None else given + server.reshape(p.shape), p), None
-    elif origin is None or origin[0] == MIXED or origin[:2] != here[:2] or (is_sharded(p) and origin != here):
-        return bool(given.any())
-    if given.numel() != shape.numel():
-        raise ValueError(
-            f"the loaded residual of a parameter of shape {tuple(p.shape)} has {given.numel()} elements, and "
-            f"{shape.numel()} are here: it is of another model"
-        )
+        return left_out
+    shape = bucket.shapes[i]
     given = given.to(bucket.device).reshape(shape)
     if bucket.replicas.nodes == 1:
-        fold(p, given)
+        fold(bucket.params[i], given)
     else:
         error[bucket.offsets[i] : bucket.offsets[i] + given.numel()].view(shape).copy_(given)
-    return server is not None
+    return left_out
 
 
 Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]

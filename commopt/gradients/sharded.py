@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from commopt.comm import Backend, MeshBackend, Topology, TorchBackend, Traffic, gather_rows, message_device
 from commopt.compress import Compressor
 from commopt.gradients.all_gather import Differences, GroupDifferences, GroupWeights
-from commopt.gradients.fsdp import Group
+from commopt.gradients.fsdp import Group, Groups
 from commopt.gradients.loco import LoCo
 from commopt.gradients.reduce_scatter import GroupMean
 from commopt.gradients.shard_group import ShardGroup
@@ -29,7 +29,8 @@ class ShardedDoor:
     Args:
         model: all of it.
         topology: all ranks.
-        groups: those whose gradients are averaged nowhere else, and those whose are between replicas too.
+        groups: those whose gradients are averaged nowhere else, those whose are between replicas too, and those that
+            have none.
         compressor, feedback: for the gradients of the first kind; the same on all ranks.
         inside: for the gradients of the second, and inside the nodes of the first, without feedback; None: in full
             precision.
@@ -45,7 +46,7 @@ class ShardedDoor:
         self,
         model: nn.Module,
         topology: Topology,
-        groups: tuple[Sequence[Group], Sequence[Group]],
+        groups: Groups,
         compressor: Any,
         feedback: bool | LoCo,
         inside: Compressor | None,
@@ -53,7 +54,7 @@ class ShardedDoor:
         begin: Callable[[], None],
         grouped: bool,
     ) -> None:
-        self.whole, self._within = groups
+        self.whole, self._frozen = groups.over_all, groups.frozen
         self._topology, self._grouped = topology, grouped
         self._ranks: dict[dist.ProcessGroup, ShardGroup] = {}
         self.means: list[GroupMean] = []
@@ -61,25 +62,34 @@ class ShardedDoor:
         self.fp32_bytes = 0
         self.handle: Any = None
         self._undo: list[Callable[[], None]] = [
-            model.register_forward_pre_hook(torch.compiler.disable(self._forward), prepend=True).remove
+            model.register_forward_pre_hook(torch.compiler.disable(self._forward), prepend=True).remove,
+            model.register_forward_hook(torch.compiler.disable(self._in_step), always_call=True).remove,
         ]
-        for group in [*self.whole, *self._within]:
-            between = group in self.whole
+        self._far: list[GroupWeights] = []  # of what no rank has beside
+        for group in [*groups.over_all, *groups.replicated, *(groups.frozen if weights is not None else [])]:
+            between = group in groups.over_all or (group in groups.frozen and group.world_size == topology.world_size)
             ranks = self._cut_over(topology, group.ranks, inside=not between)
             mean: GroupMean | None = None
-            if between:
+            if group in groups.over_all:
                 mean = GroupMean(group, ranks, compressor, feedback, begin, inside)
                 self.means.append(mean)
-            elif inside is not None:
+            elif inside is not None and group in groups.replicated:
                 mean = GroupMean(group, ranks, inside, False, None)
             gather = None if weights is None else _gather_of(group, ranks, weights, topology.traffic)
             if gather is not None:
                 self.weights.append(gather)
+                self._far += [gather] if between else []
             self._undo.append(group.exchange_by(mean, gather))
 
     def _forward(self, model: nn.Module, args: Any) -> None:
         """Before FSDP's hook, which gathers: what is gathered in evaluations is of no step."""
+        for group in self._frozen:
+            group.refuse_thawed()
         self._topology.traffic.in_step = torch.is_grad_enabled()
+
+    def _in_step(self, *_: Any) -> None:
+        """Behind a forward: one without gradients may come between that of a step and its backward."""
+        self._topology.traffic.in_step = True
 
     def _cut_over(self, topology: Topology, group: dist.ProcessGroup, inside: bool) -> ShardGroup:
         if group not in self._ranks:
@@ -124,11 +134,10 @@ class ShardedDoor:
     def end(self, sound: bool) -> None:
         for mean in self.means:
             mean.end(sound)
-        weights = self.weights if self.whole else []  # else they stay inside
-        self.fp32_bytes = sum(mean.fp32_bytes for mean in self.means) + sum(gather.fp32_bytes for gather in weights)
+        self.fp32_bytes = sum(mean.fp32_bytes for mean in self.means) + sum(gather.fp32_bytes for gather in self._far)
         for mean in self.means:
             mean.fp32_bytes = 0
-        for gather in weights:
+        for gather in self.weights:
             gather.fp32_bytes = 0
 
     def forget(self) -> None:

@@ -30,13 +30,16 @@ def for_transformers(args: Any, optimizer: PackedOptimizer, model: Any) -> None:
         logger.warning("the model has buffers, and DDP %s to send them: set ddp_broadcast_buffers=False", waits)
 
 
-def for_lightning(gradient_clip_val: float, optimizer: PackedOptimizer) -> None:
-    """Warns of a Trainer's, on rank 0 of several."""
+def for_lightning(gradient_clip_val: float, by_norm: bool, optimizer: PackedOptimizer) -> None:
+    """Warns of a Trainer's, on rank 0 of several; ``by_norm``: else it clips each element."""
     several = optimizer.topology.world_size > 1
     if several and optimizer.topology.rank == 0 and isinstance(optimizer, CommOptimizer):  # as above
         name = type(optimizer).__name__
         logger.warning(
             "Trainer(gradient_clip_val=%s) clips each rank's own gradient, another on each rank, unless DDP has "
-            "averaged it. Set gradient_clip_val=None and %s(..., max_grad_norm=%s): that norm is of all ranks.",
-            gradient_clip_val, name, gradient_clip_val,
-        )  # fmt: skip
+            "averaged it. %s",
+            gradient_clip_val,
+            f"Set gradient_clip_val=None and {name}(..., max_grad_norm={gradient_clip_val}): that norm is of all ranks."
+            if by_norm
+            else f"{name} has no clipping by value: set gradient_clip_val=None, and max_grad_norm= clips by a norm.",
+        )

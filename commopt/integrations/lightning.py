@@ -66,7 +66,8 @@ class CommoptCallback(Callback):
             tell_of_shards(getattr(trainer.strategy, "device_mesh", None), optimizers[0])
         if optimizers and trainer.gradient_clip_val and not self._warned:
             self._warned = True
-            advice.for_lightning(trainer.gradient_clip_val, optimizers[0])
+            by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+            advice.for_lightning(trainer.gradient_clip_val, by_norm, optimizers[0])
         # not by on_save_checkpoint(): Lightning leaves it out where only weights are saved
         trainer.save_checkpoint = functools.partial(_save_mean, trainer, self._buffers)  # type: ignore[method-assign]
 
@@ -111,4 +112,4 @@ def _averaged(trainer: Trainer, buffers: HowBuffers) -> contextlib.AbstractConte
 
 def _save_mean(trainer: Trainer, buffers: HowBuffers, *args: Any, **kwargs: Any) -> None:
     with _averaged(trainer, buffers):
-        Trainer.save_checkpoint(trainer, *args, **kwargs)
+        type(trainer).save_checkpoint(trainer, *args, **kwargs)

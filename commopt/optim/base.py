@@ -150,6 +150,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
+        self._skipped_in_a_row = 0
         self._damaged: str | None = None
         self._right: dict[int, int] = {}  # whose replica the others get after the step
         self._in_flight: StepInFlight | None = None

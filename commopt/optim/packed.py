@@ -74,7 +74,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     _diagnostics: Diagnostics
     _registered: Sequence[list[Tensor]] = ()  # the parameters of each group, as they were
     _check_next: bool  # digests, when the ranks next communicate
-    _skipped_in_a_row: int
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
@@ -777,7 +776,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
         self._check_next = True
-        self._skipped_in_a_row = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
         new = type(self).__new__(type(self))

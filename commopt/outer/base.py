@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -194,6 +195,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
+        self._skipped_in_a_row: Counter[int | None] = Counter()  # rounds, by fragment; None: of all
         self._moved = self._loaded_anchors = False
         self._where = {}
         self._local_skips = 0
@@ -423,15 +425,19 @@ class OuterOptimizer(PackedOptimizer):
 
     def follow(self) -> None:
         """Follows what was done to parameters, and to the base behind our back."""
-        if isinstance(self.base, Mixed):
-            self.base.follow()
-        if self.param_groups is not self.base.param_groups:  # somebody has loaded the base
-            self.adopt_groups(self.param_groups)
+        self.follow_base()
         binding.refuse_exchanged(self)
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
         self._where = follow_casts(self.base, self.params, self._where)
+
+    def follow_base(self) -> None:
+        """Follows the groups of the base, which somebody may have loaded."""
+        if isinstance(self.base, Mixed):
+            self.base.follow()
+        if self.param_groups is not self.base.param_groups:
+            self.adopt_groups(self.param_groups)
 
     @property
     def replicas_differ(self) -> bool:
@@ -608,6 +614,7 @@ class OuterOptimizer(PackedOptimizer):
         Raises:
             ValueError: where parameters are sharded, and the base has state that is not cut as they are.
         """
+        self.follow_base()
         if self.own_in_state:
             refuse_uncuttable(self.base)
         return super().state_dict()
@@ -635,6 +642,7 @@ class OuterOptimizer(PackedOptimizer):
             RuntimeError: within :meth:`averaged`.
             commopt.comm.CollectiveError: what was in flight has failed.
         """
+        self.flights.land_all()  # what has failed there is raised before anything changes
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -657,6 +665,7 @@ class OuterOptimizer(PackedOptimizer):
         if of_base:
             for group in self.param_groups:
                 group.update(self.position())
+            self._moved = True  # to parameters that may differ between ranks
         else:
             stream_state.complete(self, given["param_groups"])
         users = loading.forget_users(self, {**given, "state": {}} if of_base else given)
@@ -720,6 +729,10 @@ class OuterOptimizer(PackedOptimizer):
         if self.topology.copies == 1 and self.members is None:
             return "plain"
         return "synchronizing" if self._ends_with_next_step() else "local"
+
+    def steps_locally(self) -> bool:
+        """True if ranks tell each other nothing in the next step."""
+        return not self._ends_with_next_step()
 
     def _ends_with_next_step(self) -> bool:
         """True if ranks may have to wait for each other at the end of the next step."""

@@ -10,7 +10,8 @@ period, which is its K_x.
 
 Where this differs from the paper: it is one option of any outer step on any base. A rank whose base has no state of a
 parameter yet, because it has never had a gradient there, counts for nothing, and is given nothing: a base that makes
-its state in its first step would take a part of it for all.
+its state in its first step would take a part of it for all. A tensor that is not finite counts for nothing, and is
+given the mean of the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt import ops
 from commopt.comm import Pipeline, Topology, confirm, mean_over_all
 from commopt.optim.replicas import reaching_others
 from commopt.optim.rules import square_norm
@@ -67,8 +69,10 @@ def check_names(base: torch.optim.Optimizer, names: Sequence[str]) -> None:
 
 
 def lacking(base: torch.optim.Optimizer, names: Sequence[str]) -> ValueError | None:
-    """The error of :func:`check_names`, by the state that there is; None where it is of scalars alone."""
-    if not names:
+    """The error of :func:`check_names`, by the state that there is; None where it is of scalars alone, and as long as
+    some parameter has none: it may be what will have it."""
+    trained = [p for group in base.param_groups for p in group["params"] if p.requires_grad and p.dim()]
+    if not names or not all(base.state.get(p) for p in trained):
         return None
     states = [(p, entry) for p, entry in base.state.items() if entry and isinstance(p, Tensor) and p.dim()]
     shaped = set().union(*(_shaped_like(local(p.detach()), entry) for p, entry in states))
@@ -125,7 +129,7 @@ def mean_states(
         shares = flat[bucket.padded :].tolist()  # of the ranks that have it
         for p, mean, share in zip(bucket.params, bucket.views(flat[: bucket.padded]), shares):
             mine = _tensor(base, p, name)
-            if mine is not None:
+            if mine is not None and share > 0:
                 out.append((mine, mean if share == 1 else mean.div_(share)))
     return out
 
@@ -136,7 +140,7 @@ def _packed(bucket: StateBucket, base: torch.optim.Optimizer, name: str) -> Tens
     flat = torch.zeros(bucket.padded + flags, dtype=bucket.dtype, device=bucket.device)
     for i, (p, view) in enumerate(zip(bucket.params, bucket.views(flat[: bucket.padded]))):
         mine = _tensor(base, p, name)
-        if mine is not None:
+        if mine is not None and ops.all_finite(mine):
             view.copy_(mine)
             flat[bucket.padded + i] = 1
     return flat

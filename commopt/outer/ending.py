@@ -61,7 +61,7 @@ def end_round(optimizer: OuterOptimizer, error: Exception | None, fragments: Seq
     due = [(base_state.due(optimizer.state_period, optimizer.round_of(p) + 1), p) for p in fragments]
     error = error or base_state.lacking(optimizer.base, [name for names, _ in due for name in names])
     checks = whole or fragments[-1] == optimizer.fragments - 1
-    decision = agreed(optimizer, report(optimizer, error, checks), where)
+    decision = agreed(optimizer, report(optimizer, error, checks), where, None if whole else fragments[0])
     if decision is None:
         return False
     entries = optimizer.entries(fragments)
@@ -104,26 +104,34 @@ def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
     return [(mine, mean) for _, mine, mean in out]
 
 
-def agreed(optimizer: OuterOptimizer, mine: RoundReport, where: str) -> RoundDecision | None:
-    """The decision of the ranks to end a round, None if they skip it: waits for their reports. Anchors are the same on
-    all ranks then, if parameters were changed before it."""
+def agreed(
+    optimizer: OuterOptimizer, mine: RoundReport, where: str, fragment: int | None = None
+) -> RoundDecision | None:
+    """The decision of the ranks to end a round, of a ``fragment`` or all, None if they skip it: waits for their
+    reports. Anchors are the same on all ranks then, if parameters were changed before it."""
     buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
     decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
     if decision.broken:
-        skip(optimizer, decision.broken)
+        skip(optimizer, decision.broken, fragment=fragment)
         return None
     if decision.moved:
         optimizer.anchors_moved(device, where)
-    follow(optimizer, decision, where)
+    follow(optimizer, decision, where, fragment)
     return decision
 
 
-def follow(optimizer: OuterOptimizer, decision: RoundDecision, where: str, waits: bool = True) -> None:
-    """Does what follows for a round that the ranks end: says what is odd, and compares replicas if it is time.
+def follow(
+    optimizer: OuterOptimizer, decision: RoundDecision, where: str, fragment: int | None = None, waits: bool = True
+) -> None:
+    """Does what follows for a round, of a ``fragment`` or all, that the ranks end: says what is odd, and compares
+    replicas if it is time.
 
     Unless it ``waits``, what follows from the digests is seen at the next merge of a fragment.
     """
-    optimizer._skipped_in_a_row = 0
+    if fragment is None:
+        optimizer._skipped_in_a_row.clear()
+    else:
+        del optimizer._skipped_in_a_row[fragment]
     if decision.equal_gradients:
         optimizer._diagnostics.equal_gradients_in_rounds(wrapped.advice(optimizer))
     wrapped.averages_now(optimizer, decision.equal_gradients)
@@ -243,21 +251,21 @@ def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str
         )
 
 
-def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = None) -> None:
-    """Counts a round that all ranks skip, because of those that are ``broken``. ``why``: what of these is not finite,
-    in the same words on all ranks, which tell each other where it is None.
+def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = None, fragment: int | None = None) -> None:
+    """Counts a round, of a ``fragment`` or all, that all ranks skip, because of those that are ``broken``. ``why``:
+    what of these is not finite, in the same words on all ranks, which tell each other where it is None.
 
     Raises:
         commopt.optim.NotFinite: there were too many.
     """
     optimizer.skipped_rounds += 1
-    optimizer._skipped_in_a_row += 1
+    optimizer._skipped_in_a_row[fragment] += 1
+    in_a_row = optimizer._skipped_in_a_row[fragment]
     optimizer._diagnostics.round_skipped(broken, optimizer.skipped_rounds)
-    if optimizer.guard.ends_after(optimizer._skipped_in_a_row):
+    if optimizer.guard.ends_after(in_a_row):
         why = why or tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
-        raise NotFinite(
-            f"{type(optimizer).__name__}: {optimizer._skipped_in_a_row} synchronisations in a row were skipped: {why}"
-        )
+        of = "" if fragment is None else f", of fragment {fragment + 1} of {optimizer.fragments}"
+        raise NotFinite(f"{type(optimizer).__name__}: {in_a_row} synchronisations in a row were skipped{of}: {why}")
 
 
 def _positions(optimizer: OuterOptimizer) -> dict[int, int]:

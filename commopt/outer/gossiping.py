@@ -68,6 +68,8 @@ class GossipOptimizer(OuterOptimizer):
         """A number of the round of ``bucket`` that ends now, or is in flight: another one for each fragment."""
         return self.round_of(bucket.fragment) * self.fragments + bucket.fragment
 
+    knows_nodes = False
+
     def check_replicas(self, replicas: Replicas) -> None:
         if replicas.intra_node.world_size > 1:
             raise ValueError(

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,6 +206,8 @@ def message_of(tree: Any) -> list[Tensor]:
         if isinstance(node, Tensor):
             tensors.append(node)
             return {_TENSOR: len(tensors) - 1}
+        if isinstance(node, np.generic):  # a learning rate that numpy has made
+            return node.item()
         if isinstance(node, dict):
             return {key: without(value) for key, value in node.items()}
         return type(node)(map(without, node)) if type(node) in (list, tuple) else node

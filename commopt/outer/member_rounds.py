@@ -180,11 +180,7 @@ class Exchange:
         self._frozen = ending.frozen_of(optimizer) if decision.alike_frozen else ()
         entries, factor = optimizer.entries(), view.factors()[topology.rank]
         flats = [pseudo_gradient(bucket) for bucket, _ in entries]
-        for flat in flats:
-            if factor == 0:
-                flat.zero_()  # also where it is not finite
-            elif factor != 1:
-                flat.mul_(factor)
+        scale(flats, factor)
         means = optimizer.means_of(entries, flats)
         sound = receive_means(topology, means, where)
         self._means = means.flats
@@ -210,6 +206,15 @@ class Exchange:
         return f"not finite are parameters of {who}. {guard.REMEDY}"
 
 
+def scale(flats: Sequence[Tensor], factor: float) -> None:
+    """Multiplies ``flats`` by ``factor``; by 0 also what is not finite."""
+    for flat in flats:
+        if factor == 0:
+            flat.zero_()
+        elif factor != 1:
+            flat.mul_(factor)
+
+
 def tell_of(members: Members, failed: Exception | None) -> None:
     """Says that an exchange has failed, and that members meet again."""
     why = str(failed).partition(";")[0] if failed else "another member has not had all"
@@ -232,20 +237,26 @@ def reach(optimizer: OuterOptimizer, members: Members) -> None:
 def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
     """Report of this rank on its round."""
     mine = ending.report(optimizer, None, checks=True)
-    norm = sum(square_norm([pseudo_gradient(bucket)]) for bucket in optimizer.buckets) ** 0.5
     return Report(
         kind="round",
         step=mine.step,
         number=mine.number,
         terms=mine.terms,
         weight=members.weight,
-        norm=norm if mine.finite else float("nan"),
+        norm=_norm(optimizer, mine),
         square_norm=mine.square_norm,
         moved=mine.moved,
         checks=mine.checks,
         frozen=mine.frozen,
+        packed=mine.packed,
         unreached=list(unreached),
     )
+
+
+def _norm(optimizer: OuterOptimizer, mine: RoundReport) -> float:
+    """2-norm of the pseudo-gradient of this rank, NaN if its parameters are not finite."""
+    norm = sum(square_norm([pseudo_gradient(bucket)]) for bucket in optimizer.buckets) ** 0.5
+    return norm if mine.finite else float("nan")
 
 
 def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
@@ -288,16 +299,20 @@ def _residuals(optimizer: OuterOptimizer, world_size: int, same_ranks: bool) -> 
 
 
 def take_mean(optimizer: OuterOptimizer, members: Members) -> None:
-    """Makes the parameters the mean of those of the members that are there, which all are not to go on from."""
+    """Makes the parameters the mean of those of the members that are there, which all are not to go on from. Without
+    those that are not finite, as in a round, and without weights."""
     where = f"{type(optimizer).__name__}, averaged()"
     mine = ending.report(optimizer, None, checks=False)
     failed: Exception | None = None
     for _ in range(ATTEMPTS):
-        members.meet(Report("mean", mine.step, mine.number, mine.terms))
+        view = members.meet(
+            Report("mean", mine.step, mine.number, mine.terms, norm=_norm(optimizer, mine), packed=mine.packed)
+        )
         flats: list[Tensor] = []
         try:
             reach(optimizer, members)
             flats = [bucket.pack_params() for bucket in optimizer.buckets]
+            scale(flats, view.factors()[optimizer.topology.rank])
             with reaching_others(optimizer.topology, optimizer.buckets, where):
                 average_exactly(optimizer.topology, optimizer.buckets, flats, where)
             failed = None

@@ -94,6 +94,10 @@ class Mixed(torch.optim.Optimizer):
             step_base(part)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        self.follow()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave: each optimizer loads what is of its groups, as it does by itself.
 

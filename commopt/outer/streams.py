@@ -105,13 +105,13 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
     if decision is None or not decision.alike_frozen:
         flight.frozen = ()
     if decision is not None and not decision.broken:
-        ending.follow(optimizer, decision, flight.where, waits=False)
+        ending.follow(optimizer, decision, flight.where, flight.fragment, waits=False)
         return True
     if not optimizer.is_eager:  # what is merged eagerly is sent once more
         optimizer.flights.done(flight)
         _take_back(optimizer, flight.fragment)
     if decision is not None:
-        ending.skip(optimizer, decision.broken)
+        ending.skip(optimizer, decision.broken, fragment=flight.fragment)
     return False
 
 
@@ -149,7 +149,7 @@ def _send(optimizer: OuterOptimizer, fragment: int, error: Exception | None) -> 
         merge(optimizer, fragment)
     if not optimizer.param_groups[0]["started"]:
         where = ending.where_of(optimizer, fragment)
-        decision = ending.agreed(optimizer, ending.report(optimizer, error, False), where)
+        decision = ending.agreed(optimizer, ending.report(optimizer, error, False), where, fragment)
         if decision is None:
             return False
         optimizer._moved = False

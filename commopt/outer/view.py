@@ -49,7 +49,7 @@ class Report:
         weight: of what it has done in its round; None: it has not said.
         norm: 2-norm of its pseudo-gradient; not finite if its parameters are not.
         square_norm: of the last gradients that it stepped on.
-        moved, checks, frozen: as of :class:`commopt.outer.rounds.RoundReport`.
+        moved, checks, frozen, packed: as of :class:`commopt.outer.rounds.RoundReport`.
         unreached: the tickets of members that it has tried to reach, and has not.
         unconnected: whether it has no connections to the members of the last view.
     """
@@ -64,13 +64,14 @@ class Report:
     moved: bool = False
     checks: bool = False
     frozen: int = 0
+    packed: int = 0
     unreached: Sequence[Ticket] = ()
     unconnected: bool = False
 
     @property
     def place(self) -> tuple[Any, ...]:
         """Values that must be the same of all members."""
-        return self.kind, self.step, self.number, self.terms, self.weight is None
+        return self.kind, self.step, self.number, self.terms, self.packed, self.weight is None
 
     @property
     def finite(self) -> bool:
@@ -216,6 +217,11 @@ def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
         )
     if mine[3] != usual[3]:
         return "it has other learning rates or outer hyper-parameters than most others; set them alike on every rank"
+    if mine[4] != usual[4]:
+        return (
+            "it trains, or has trained, other parameters than most others; freeze and unfreeze the same ones on every "
+            "rank, in the same round"
+        )
     return "it has called add_weight(), or has not, other than most others; all must, or none"
 
 
@@ -236,7 +242,7 @@ def cut_off(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> d
 
 def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Ticket, str]:
     """Those whose pseudo-gradients do not count, and why: inf or NaN in the parameters, unless that is so of all; a
-    norm too far above the others'.
+    norm too far above the others', of those that have done anything.
 
     The z-score is the robust one: of n ranks the plain one is never above (n-1) / sqrt(n), however mad one of them is.
     Where the others are nearly alike, half their median stands for their spread, so that nobody is mad for little.
@@ -251,6 +257,8 @@ def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Tick
     }
     if max_z is None or len(finite) < 3:  # of two, nobody knows which
         return out
+    at_work = {t: norm for t, norm in finite.items() if reports[t].weight != 0}
+    finite = at_work or finite
     median = statistics.median(finite.values())
     spread = max(1.4826 * statistics.median(abs(norm - median) for norm in finite.values()), median / 2)
     for ticket, norm in finite.items():

@@ -203,6 +203,8 @@ class OptimConfig:
     Resolved when a config is read, and then empty."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.compressor, str):
+            self.compressor = CompressorConfig(self.compressor)
         _check("optim.lr", self.lr, 0 < self.lr < 1e30, "> 0, and less than 1e30")
         _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
         clip = self.max_grad_norm
@@ -250,6 +252,8 @@ class CommConfig:
     comm.compress, without parallel or where parallel.shard are all ranks."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.compress, str):
+            self.compress = GradientsConfig(self.compress)
         _check("comm.ranks_per_node", self.ranks_per_node, self.ranks_per_node >= 0, ">= 0")
         _check("comm.timeout", self.timeout, 0 < self.timeout <= 604800, "in (0, 604800]")
         _check("comm.backend", self.backend, bool(self.backend), f"{', '.join(BACKENDS)} or a dotted path")

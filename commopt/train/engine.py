@@ -69,6 +69,11 @@ class Engine(Protocol):
         """Phase of the next step: ddp, hsdp, plain (one rank), or what the optimizer says."""
         ...
 
+    @property
+    def steps_locally(self) -> bool:
+        """True if ranks tell each other nothing in the next step."""
+        ...
+
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one of several backward passes of a step."""
         ...
@@ -117,6 +122,11 @@ class SelfCommunicating:
     def phase(self) -> str:
         """As the optimizer says."""
         return self.optimizer.phase
+
+    @property
+    def steps_locally(self) -> bool:
+        """As the optimizer says."""
+        return self.optimizer.steps_locally()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Holds an overlapping optimizer back until the last backward."""
@@ -191,6 +201,8 @@ class DataParallel:
         if self.gradients is not None:
             return "compressed" if self.gradients.nodes > 1 else "plain"
         return "plain" if self.alone else "ddp"
+
+    steps_locally = False
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """DDP all-reduces in the last backward pass only."""
@@ -294,8 +306,12 @@ class Hybrid(DataParallel):
 
     @property
     def phase(self) -> str:
-        """Always the same."""
-        return "hsdp" if self.gradients is None else "compressed"
+        """Always the same; "plain" where nothing is sent."""
+        if self.gradients is not None:
+            return "compressed" if self.gradients.nodes > 1 else "plain"
+        return "plain" if self.mesh.size() == 1 else "hsdp"
+
+    steps_locally = False
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas, and inside the

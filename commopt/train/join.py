@@ -6,6 +6,7 @@ that they are there; the last one, or one that has to leave, settles for all of 
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ LOOK = 0.05
 """Seconds between two looks."""
 HERE, FATE, READ = (f"commopt/{word}" for word in ("here", "fate", "read"))
 GO = b"go"
+_JOINED = itertools.count()
 
 
 def join(kind: str, timeout: float, stop: StopSignal) -> None:
@@ -52,7 +54,7 @@ def join(kind: str, timeout: float, stop: StopSignal) -> None:
         store = _while_looking(lambda: _open_store(place, serves, size, timeout), stop)
         # a store of the agents outlives an attempt; ours does not, and agents that came later count fewer attempts
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"
-        store = dist.PrefixStore(f"/commopt/attempt_{attempt}", store)
+        store = dist.PrefixStore(f"/commopt/attempt_{attempt}/{next(_JOINED)}", store)  # all ranks join equally often
         _meet(store, size, serves, deadline, stop, where)
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except CollectiveError:

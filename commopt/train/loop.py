@@ -22,6 +22,7 @@ import torch
 
 import commopt.ops
 from commopt.comm import CollectiveError
+from commopt.outer import OuterOptimizer
 from commopt.train import checkpoint, lock, resume
 from commopt.train.alike import check_alike
 from commopt.train.config import Config
@@ -38,6 +39,9 @@ from commopt.train.tasks import IGNORE, Batch, make_samples
 from commopt.train.world import World, is_loss_of_contact, open_world
 
 log = logging.getLogger(__name__)
+
+ASK_EVERY = 20
+"""Local steps after which ranks ask each other whether one was told to stop."""
 
 
 def train(config: Config, stop: StopSignal | None = None) -> Record:
@@ -149,6 +153,7 @@ class Trainer:
         self.skipped = 0  # steps skipped by the rank that has skipped the most, as of the last message
         self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record
+        self.local = False  # whether the last step was
         resume.seed_dropout(self)
         if init is not None:
             resume.take_weights(self, init)
@@ -174,12 +179,17 @@ class Trainer:
                 if len(record) > 1:
                     record |= self.meter.totals() | {"skipped_steps": self.skipped}
                     self.world.together(functools.partial(recorder.write, record), name_rank=False)
-                stopping = self.world.any(self.world.wished) and not last
+                stopping = self._ask(due or len(record) > 1) and self.world.any(self.world.wished) and not last
                 if stopping or last or self.step % train.checkpoint_every == 0:
                     resume.save(self)
                 if stopping:
                     break
         return self._summary(heldout)
+
+    def _ask(self, met: bool) -> bool:
+        """True if the ranks ask each other after this step whether to stop; ``met``: they have waited for each other
+        anyway. Behind a local step they do so now and then only, or nothing would be local."""
+        return met or not self.local or self.step % ASK_EVERY == 0
 
     def train_step(self) -> Record:
         """One optimizer step; return what happened on this rank, the loss still on its device."""
@@ -188,6 +198,7 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
+        self.local = self.engine.steps_locally
         phase, loss = self.engine.phase, torch.zeros((), device=self.world.device)
         for number in range(accumulate):
             inputs, labels = self._batch(number)
@@ -301,6 +312,7 @@ class Trainer:
         if (
             world.is_main
             and world.size > 1
+            and not isinstance(optimizer, OuterOptimizer)  # whose base, on its rank alone, compresses nothing
             and (warning := warn_of_freeze(optimizer.param_groups[0], config.train.steps))
         ):
             log.warning("%s", warning)

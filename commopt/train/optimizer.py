@@ -209,29 +209,29 @@ def check_name(name: str, key: str) -> None:
         find_class(name, key, PLACES, torch.optim.Optimizer)
 
 
+WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+"""Optimizers of torch that fail of DTensors in their step."""
+
+
 def check_plan(config: Config) -> None:
     """Raise ConfigError for an optimizer, a compressor or a backend that cannot be, or not together."""
+    if config.optim.settings:
+        raise ConfigError(
+            f"optim.settings={config.optim.settings!r} is of config files, where optim.name chooses among them; from "
+            "Python give lr=, args= and so on themselves"
+        )
     cls, args = plan_optimizer(config.optim)
     if all(known.__module__.split(".")[0] in HARMLESS for known in (cls, args.get("base", cls))):
         try_out(config.optim)
     own = backend_class(config.comm)
     if not takes_guard(cls):
         _check_unguarded(config)
-    if config.parallel.on_mesh and issubclass(cls, PlainOptimizer):
-        raise ConfigError(
-            f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
-            "OneBitLamb is LAMB up to its freeze_step"
-        )
+    if config.parallel.on_mesh:
+        _check_steps_what_is_cut(config, cls, args.get("base", cls))
     if config.comm.compress is not None:
         plan_compression(config)
-        if issubclass(cls, OURS):
-            raise ConfigError(
-                f"comm.compress.name={config.comm.compress.name} is not allowed with optim.name={config.optim.name}, "
-                "which sends what it compresses itself, by optim.compressor: it must be null"
-            )
     if issubclass(cls, OURS):
-        if config.parallel.on_mesh:
-            check_arguments(cls, {"process_group": None}, "parallel")
+        _check_ours(config, cls)
         return
     nodes = config.comm.ranks_per_node
     for key, value, allowed in (
@@ -243,6 +243,35 @@ def check_plan(config: Config) -> None:
                 f"comm.{key}={value} is not allowed with optim.name={config.optim.name}: that is trained under "
                 f"DistributedDataParallel, which has {allowed}"
             )
+
+
+def _check_steps_what_is_cut(config: Config, cls: type, stepping: Any) -> None:
+    """Raise ConfigError for an optimizer ``cls``, whose local steps ``stepping`` takes, that needs whole tensors."""
+    if issubclass(cls, PlainOptimizer):
+        raise ConfigError(
+            f"optim.name={config.optim.name} is not allowed with parallel.*: it needs whole tensors; "
+            "OneBitLamb is LAMB up to its freeze_step"
+        )
+    if stepping in WHOLE_ONLY:
+        raise ConfigError(
+            f"{stepping.__name__} is not allowed with parallel.*: torch's does not step tensors that are cut"
+        )
+
+
+def _check_ours(config: Config, cls: Any) -> None:
+    """Raise ConfigError for what an optimizer of commopt does not go with."""
+    if config.comm.compress is not None:
+        raise ConfigError(
+            f"comm.compress.name={config.comm.compress.name} is not allowed with optim.name={config.optim.name}, "
+            "which sends what it compresses itself, by optim.compressor: it must be null"
+        )
+    if config.parallel.on_mesh:
+        check_arguments(cls, {"process_group": None}, "parallel")
+    if config.comm.ranks_per_node > 1 and not cls.knows_nodes:
+        raise ConfigError(
+            f"comm.ranks_per_node={config.comm.ranks_per_node} is not allowed with optim.name={config.optim.name}, "
+            "which knows no nodes of several ranks: it must be 1"
+        )
 
 
 def check_without_importing(config: Config) -> None:

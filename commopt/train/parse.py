@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,13 +73,18 @@ def _check_key(key: str, where: str) -> None:
         raise ConfigError(f"unknown key {key!r} {where}{nearest(key, valid)}")
 
 
-def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "") -> None:
+def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "", dotted: bool = True) -> None:
+    """Raise ConfigError unless ``data`` has known keys; ``dotted``: those of free mappings, such as optim.args.betas,
+    too."""
     for name, value in data.items():
         key = f"{prefix}{name}"
         _check_key(key, where)
+        parent, _, own = key.rpartition(".")
+        if not dotted and key not in keys() and "." in str(name):
+            raise ConfigError(f"{key} {where} is not allowed: put {own} below {parent}")
         if _section(hint := keys().get(key)) is not None:
             if isinstance(value := _named(key, value), Mapping):
-                _check_tree(value, where, f"{key}.")
+                _check_tree(value, where, f"{key}.", dotted)
             elif value is not None or not _may_be_null(hint):
                 raise ConfigError(f"{key}={value!r} {where} is not allowed: it must be keys and values below {key}")
 
@@ -133,7 +137,7 @@ def _content(path: Path) -> str:
     data = read_yaml(path)
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"config file {path}: it must hold keys and values, not {type(data).__name__}")
-    _check_tree(data or {}, f"in {path}")
+    _check_tree(data or {}, f"in {path}", dotted=False)
     whole = _whole(data or {})
     if whole == (data or {}):
         return str(path) if data else ""
@@ -147,6 +151,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words:
         if not word.startswith("--"):
             files.append(word)
+        elif word.startswith("--config="):
+            files.append(word.removeprefix("--config="))
         elif "=" in word:
             overrides.append(word)
         else:
@@ -154,7 +160,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if value is None:
                 _check_key(word[2:], "on the command line")
                 raise ConfigError(f"{word} needs a value: {word}=VALUE")
-            overrides.append(f"{word}={value}")
+            if word == "--config":
+                files.append(value)
+            else:
+                overrides.append(f"{word}={value}")
     return files, overrides
 
 
@@ -205,10 +214,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
     from argparse import ArgumentError
 
     files, overrides = _split(argv)
-    named = [word.split("=", 1)[1] for word in overrides if word.startswith("--config=")]
-    overrides = [word for word in overrides if not word.startswith("--config=")]
-    files = [os.path.expanduser(path) for path in (*files, *named)]
-    contents = [content for path in files if (content := _content(Path(path)))]
+    contents = [content for path in files if (content := _content(Path(path).expanduser()))]
     for word in overrides:
         key, _, value = word[2:].partition("=")
         _check_key(key.removesuffix("+"), "on the command line")
