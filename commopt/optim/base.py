@@ -188,6 +188,10 @@ class CommOptimizer(PackedOptimizer):
         """True if the group's next step needs gradients averaged over the ranks in full precision."""
         return self.phase_of(group) != "compressed"
 
+    def _in(self, phase: str) -> list[dict[str, Any]]:
+        """The groups whose next step is in ``phase``."""
+        return [group for group in self.param_groups if self.phase_of(group) == phase]
+
     def sends_in(self, phase: str) -> str:
         """Way in which gradients or momenta are sent in ``phase``, in words for a user."""
         return str(self.compressor)

@@ -171,9 +171,6 @@ class WarmupOptimizer(CommOptimizer):
             window = round(1 / (1 - group["betas"][1]))
             self._run |= {"enough": min(window, 100), "freeze_step": group["freeze_step"]}
 
-    def _in(self, phase: str) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if self.phase_of(group) == phase]
-
     def growth(self, unscale: float) -> float:
         return self._frozen.growth(self, self._in("compressed"), unscale)
 

@@ -314,9 +314,6 @@ class ZeroOneAdam(CommOptimizer):
     def heard(self, decision: StepDecision) -> None:
         self._frozen.heard(decision.growth, decision.unmoved, self._clip(decision))
 
-    def _in(self, phase: str) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if self.phase_of(group) == phase]
-
     def after_step(self) -> None:
         """Counts the local steps since the last round. Stops a variance that has settled, and lets it move again where
         it had not (``stop="auto"``)."""
