@@ -69,7 +69,7 @@ class Rest:
             )
         self._others = others if topology.holds_whole else []
         self.layout = [
-            f"{name} ({str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)})"
+            f"{_bare(name)} ({str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)})"
             for name, x in ([*named, *more] if topology.holds_whole else [])
         ]
 
@@ -97,6 +97,11 @@ class Rest:
         for device in dict.fromkeys(p.device for p in copies):
             _make_same(self._topology, [p for p in copies if p.device == device], "mean")
         self._topology.traffic.leave_out()
+
+
+def _bare(name: str) -> str:
+    """``name`` in the model itself, and not in what was put around it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _without_repeats(x: Tensor) -> Tensor:
