@@ -156,14 +156,14 @@ def tables(figures: Record) -> str:
     return "\n\n".join(parts)
 
 
-def sources(figures: Record, runs: Sequence[Record]) -> str:
-    """Markdown: where the settings of the methods of ``runs`` come from, how long their schedules are, and which
-    methods have no run."""
+def sources(labels: Record, runs: Sequence[Record]) -> str:
+    """Markdown: where the settings of the methods of ``runs`` come from, by their ``labels``, how long their schedules
+    are, and which methods have no run."""
     names = dict.fromkeys(run["method"] for run in runs)
-    missing = "; ".join(label for name, (label, _) in figures["labels"].items() if name not in names)
+    missing = "; ".join(label for name, (label, _) in labels.items() if name not in names)
     steps = {run["method"]: run["steps"] for run in reversed(runs)}
     lines = ["| method | steps | settings from |", "| --- | ---: | --- |"]
-    lines += [f"| {figures['labels'][name][0]} | {steps[name]} | {figures['labels'][name][1]} |" for name in names]
+    lines += [f"| {labels[name][0]} | {steps[name]} | {labels[name][1]} |" for name in names]
     return "\n".join(lines) + (f"\n\nMethods of the script without a run: {missing}." if missing else "")
 
 
@@ -174,12 +174,12 @@ def page(figures: Record | None, elsewhere: Record | None = None) -> str:
         return "No figures yet: the runs have not been made on a quiet machine."
     parts = [f"{machine(figures)}.", tables(figures)]
     parts += ["![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"]
-    commands, runs = [figures["command"]], figures["runs"]
+    commands, runs, labels = [figures["command"]], figures["runs"], figures["labels"]
     if elsewhere:
-        parts += [f"With the defaults of today, on another machine: {machine(elsewhere)}.", tables(elsewhere)]
+        parts += [f"With today's `min_variance`, on another machine: {machine(elsewhere)}.", tables(elsewhere)]
         commands.append(elsewhere["command"])
-        runs = [*runs, *elsewhere["runs"]]
-    return "\n\n".join([*parts, sources(figures, runs), "```bash\n" + "\n".join(commands) + "\n```"])
+        runs, labels = [*runs, *elsewhere["runs"]], {**labels, **elsewhere["labels"]}
+    return "\n\n".join([*parts, sources(labels, runs), "```bash\n" + "\n".join(commands) + "\n```"])
 
 
 def machine(figures: Record) -> str:
