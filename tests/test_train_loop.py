@@ -526,7 +526,8 @@ def test_a_second_signal_ends_at_once() -> None:
 
 JOIN_ONCE_MORE = """
 import os, torch.distributed as dist
-from commopt.train.stop import StopSignal
+from commopt.train.join import join
+from commopt.train.stop import Stopped, StopSignal
 
 agents = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True)  # outlives what joins over it
 with StopSignal() as stop:

@@ -68,7 +68,12 @@ class ShardedBackend(OfWorld):
         """Those that all three can send from."""
         return common_devices(self.world, self.inside, self.replicas)
 
-    def check(self, p: Tensor) -> None:
+    @property
+    def holds_whole(self) -> bool:
+        """True if every rank holds the whole model."""
+        return len(set(self.parts)) == 1
+
+    def check(self, p: Tensor, elsewhere: bool = False) -> None:
         """Any parameter will do."""
 
     def holding(self, p: Tensor) -> Holding:

@@ -28,6 +28,7 @@ LOOK = 0.05
 HERE, FATE, READ = (f"commopt/{word}" for word in ("here", "fate", "read"))
 GO = b"go"
 _JOINED = itertools.count()
+"""How often this process has joined others over a store of the agents."""
 
 
 def join(kind: str, timeout: float, stop: StopSignal) -> None:
@@ -52,9 +53,10 @@ def join(kind: str, timeout: float, stop: StopSignal) -> None:
     serves = rank == 0 and not agents
     try:
         store = _while_looking(lambda: _open_store(place, serves, size, timeout), stop)
-        # a store of the agents outlives an attempt; ours does not, and agents that came later count fewer attempts
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents else "0"
-        store = dist.PrefixStore(f"/commopt/attempt_{attempt}/{next(_JOINED)}", store)  # all ranks join equally often
+        # a store of the agents outlives an attempt, and what joins over it, as each rank does equally often; ours does
+        # not, and agents that came later count fewer attempts
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_JOINED)}" if agents else "0"
+        store = dist.PrefixStore(f"/commopt/attempt_{attempt}", store)
         _meet(store, size, serves, deadline, stop, where)
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except CollectiveError:
