@@ -10,7 +10,7 @@ import pytest
 import torch
 from every import COMMUNICATING, make
 from torch import nn
-from worlds import on_threads, same_bits
+from worlds import on_threads, same_bits, seeded
 
 from commopt import OneBitAdam
 from commopt.comm import ThreadBackend
@@ -19,8 +19,8 @@ RANKS = 2
 
 
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    with seeded():
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
 
 
 def train(net: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
@@ -68,7 +68,7 @@ def test_it_moves_by_its_new_group_and_the_others_by_theirs(
         optimizer.synchronize()
         moved = [not torch.equal(p, q) for p, q in zip(net.parameters(), before)]
         # by an outer momentum, or what the last round has left of its error
-        coasts = name in ("DiLoCo", "NoLoCo") or (name == "QSparseLocalSGD" and when > 3)
+        coasts = name in ("DiLoCo", "NoLoCo", "SparseLoCo") or (name == "QSparseLocalSGD" and when > 3)
         assert moved == [coasts, True, *[coasts or move is into_a_new_one] * 2]
         train(*copied, range(when, when + 9), backend.rank)
         copied[1].synchronize()
@@ -103,6 +103,90 @@ def test_a_layer_that_is_given_a_new_group_warms_up_once_more(frozen: str) -> No
     on_threads(RANKS, run)
 
 
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "DiLoCo", "CSER"])
+@pytest.mark.parametrize("move", [into_a_new_one, into_another])
+def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
+    name: str, move: Callable[[nn.Module, Any], None]
+) -> None:
+    def run(backend: ThreadBackend) -> list[torch.Tensor]:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = make(name, groups, backend=backend)
+        train(net, optimizer, range(7), backend.rank)
+        assert optimizer.replicas_differ
+        lists = [list(group["params"]) for group in optimizer.param_groups]
+
+        def moved() -> None:
+            move(net, optimizer)
+            train(net, optimizer, range(7, 8), backend.rank)
+
+        with pytest.raises(ValueError, match="was put into another group between two rounds, where replicas differ"):
+            moved()
+        for group, params in zip(optimizer.param_groups, lists):
+            group["params"] = params
+        optimizer.synchronize()
+        move(net, optimizer)
+        train(net, optimizer, range(7, 12), backend.rank)
+        optimizer.synchronize()
+        return [p.detach() for p in net.parameters()]
+
+    a, b = on_threads(RANKS, run)
+    assert same_bits(a, b)
+
+
+def test_what_is_owed_of_each_parameter_stays_owed(caplog: pytest.LogCaptureFixture) -> None:
+    """The sum of what workers and servers owe, over the ranks; no bucket begins anew."""
+
+    def owed(optimizer: Any) -> list[torch.Tensor]:
+        """Of the mean: of a worker its share, of a server what it has of the whole."""
+        out = []
+        for p in optimizer.params:
+            bucket, i = next((b, i) for b in optimizer.buckets for i, q in enumerate(b.params) if q is p)
+            whole = bucket.feedback.worker / RANKS
+            whole.view(RANKS, -1)[bucket.shard_index] += bucket.feedback.server
+            out.append(bucket.views(whole)[i].clone())
+        return out
+
+    def run(backend: ThreadBackend) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        net = model()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, freeze_step=3, backend=backend)
+        train(net, optimizer, range(6), backend.rank)
+        before = owed(optimizer)
+        into_a_new_one(net, optimizer)
+        after = dict(zip(map(id, optimizer.params), owed(optimizer)))
+        return before, [after[id(p)] for p in net.parameters()]
+
+    (a, c), (b, d) = on_threads(RANKS, run)
+    for x, y, z, w in zip(a, b, c, d):
+        torch.testing.assert_close(z + w, x + y)
+        assert bool((x + y).any())
+    assert "residuals" not in caplog.text
+
+
+def test_with_overlap_it_may_be_done_between_two_steps() -> None:
+    def run(backend: ThreadBackend) -> list[torch.Tensor]:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-4, backend=backend)
+
+        def step(number: int) -> None:
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            optimizer.step()
+
+        for number in range(4):
+            step(number)
+        into_another(net, optimizer)
+        before = net[0].weight.detach().clone()
+        for number in range(4, 7):
+            step(number)
+        assert torch.equal(before, net[0].weight)
+        return [p.detach() for p in net.parameters()]
+
+    a, b = on_threads(RANKS, run)
+    assert same_bits(a, b)
+
+
 def test_a_rank_that_moves_one_alone_is_told() -> None:
     def run(backend: ThreadBackend) -> None:
         net = model()
@@ -113,5 +197,40 @@ def test_a_rank_that_moves_one_alone_is_told() -> None:
             into_another(net, optimizer)
         with pytest.raises(RuntimeError, match=r"of parameter group [01] is .* on rank 1 and .* on rank 0"):
             train(net, optimizer, range(2, 3), backend.rank)
+
+    on_threads(RANKS, run)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_overlap_that_one_rank_alone_sets_is_told_to_the_other(on: bool) -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = OneBitAdam(
+            net.parameters(), lr=1e-2, freeze_step=1, overlap=not on, bucket_mb=1e-4, backend=backend
+        )
+        for number in range(4):
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            if number == 2 and backend.rank:
+                optimizer.overlap = on
+            if number < 2:
+                optimizer.step()
+                continue
+            error, said = (ValueError, f"overlap was set to {on}") if backend.rank else (RuntimeError, "rank 1 cannot")
+            with pytest.raises(error, match=said):
+                optimizer.step()
+
+    on_threads(RANKS, run)
+
+
+def test_a_hyperparameter_that_is_gone_on_one_rank_is_told_to_the_other() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, freeze_step=1, backend=backend)
+        train(net, optimizer, range(3), backend.rank)
+        if backend.rank:
+            del optimizer.param_groups[0]["betas"]
+        with pytest.raises(KeyError if backend.rank else RuntimeError, match="betas" if backend.rank else "rank 1"):
+            train(net, optimizer, range(3, 4), backend.rank)
 
     on_threads(RANKS, run)

@@ -134,6 +134,7 @@ class CommOptimizer(PackedOptimizer):
         self.overlap = overlap
         self.guard = Guard() if guard is None else guard
         self.reduction = reduction
+        self.buckets = []
         self.skipped_steps = 0
         self.dropped_gradients = 0
         self._restart()
@@ -257,6 +258,7 @@ class CommOptimizer(PackedOptimizer):
             known = {*self.defaults, *self.known_options}
             check_group_keys(type(self), self.param_groups[-1], known, where)
             self.check_group(self.param_groups[-1])
+            binding.refuse_moved(self, self.param_groups[-1]["params"])
 
         if self._ready:
             self.give_up_step()
@@ -389,7 +391,7 @@ class CommOptimizer(PackedOptimizer):
             phases = [self.phase_of(group) for group in self.param_groups]
             return self.steps_locally(), self.starts_in_backward(), phases, None
         except Exception as error:
-            if self.overlap:  # others may have begun in backward what this rank cannot begin
+            if self._made_to_overlap:  # others may have begun in backward what this rank cannot begin
                 raise self.blame(error) from None
             return False, False, [], self.blame(error)
 
@@ -419,13 +421,17 @@ class CommOptimizer(PackedOptimizer):
     def _follow(self, step: StepInFlight) -> Exception | None:
         """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
         else was done to them. The other ranks hear of it when they agree."""
+        try:
+            binding.refuse_exchanged(self)
+            binding.refuse_regrouped(self)
+        except ValueError as error:
+            return error
         if step.started and self.stale():
             return ValueError(
                 "parameters were moved, cast or put into other groups between backward() and step(), but overlap=True "
                 "has sent gradients of them already; do it after step()"
             )
         try:
-            binding.refuse_exchanged(self)
             for bucket in self.buckets:
                 bucket.check_shapes()
             late = step.started > 0 and assigned.follow(self)
@@ -492,8 +498,8 @@ class CommOptimizer(PackedOptimizer):
         try:
             for group in self.param_groups:
                 self.check_group(group)
-        except ValueError as wrong:
-            return wrong
+        except Exception as wrong:  # KeyError for one that is gone
+            return wrong if isinstance(wrong, ValueError) else error
         return error
 
     def _clip(self, decision: StepDecision) -> float:
@@ -540,6 +546,7 @@ class CommOptimizer(PackedOptimizer):
             factor=lambda bucket: -bucket.factor if group_of(bucket)["maximize"] else bucket.factor,
             has_stages=has_stages,
             channels=self._channels_of,
+            stale=self.stale,
         )
 
     def starts_in_backward(self) -> bool:
@@ -547,7 +554,7 @@ class CommOptimizer(PackedOptimizer):
         attached or not, nor in the first step of a copy, which has no channels yet, nor where the agreement would share
         their order."""
         opened = all(ranks.channels is not None for ranks in self.topology.replicas)
-        if not self.overlap or self.topology.copies == 1 or not opened:
+        if not self._made_to_overlap or self.topology.copies == 1 or not opened:
             return False
         if self._all_on_one_channel() or self.steps_locally():
             return False
@@ -584,7 +591,7 @@ class CommOptimizer(PackedOptimizer):
         """True if a step has begun in backward on some rank: one whose gradients are all missing has begun none. Before
         the first step, as in a resume, which may fail on one rank alone, nobody is asked."""
         begun, ranks = self._in_flight is not None, self._control
-        may_begin = self.overlap and self.topology.copies > 1 and not self._all_on_one_channel()
+        may_begin = self._made_to_overlap and self.topology.copies > 1 and not self._all_on_one_channel()
         if ranks is None or not may_begin or not self._looked:
             return begun
         return any(calls.begin(ranks.inner, calls.GIVING_UP, int(begun)))

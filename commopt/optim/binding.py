@@ -19,6 +19,7 @@ from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_devic
 from commopt.optim import calls, checks, loading
 from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
+from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import covers, is_sharded, local
 
 if TYPE_CHECKING:
@@ -76,6 +77,47 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return False
     groups = optimizer.group_of()
     return any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets)
+
+
+def refuse_moved(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
+    """Raises ValueError if some of ``params``, of a new group, were taken out of another one between two rounds."""
+    packed = optimizer.packed()
+    if any(id(p) in packed for p in params):
+        _refuse_between_rounds(optimizer)
+
+
+def refuse_regrouped(optimizer: PackedOptimizer) -> None:
+    """Raises ValueError if parameters were put into other groups between two rounds."""
+    if regrouped(optimizer):
+        _refuse_between_rounds(optimizer)
+
+
+def _refuse_between_rounds(optimizer: PackedOptimizer) -> None:
+    if optimizer.replicas_differ:
+        raise ValueError(
+            "a parameter was put into another group between two rounds, where replicas differ: put it back, call "
+            "synchronize() on all ranks, and then move it"
+        )
+
+
+def regroup(optimizer: PackedOptimizer) -> None:
+    """Gives parameters that were put into other groups buckets of those, with their state, and what this rank owes of
+    each."""
+    buckets = [bucket for bucket in optimizer.buckets if bucket.feedback is not None]
+    owed: dict[Tensor, Tensor] | None = None
+    if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
+        owed = {p: mine for bucket in buckets for p, mine in zip(bucket.params, bucket.views(_owed(bucket)))}
+    state, origin, runs = optimizer._all_state(), optimizer._origin(), optimizer._runs()
+    optimizer._rebuild(state, origin, runs, owed)
+
+
+def _owed(bucket: StateBucket) -> Tensor:
+    """The worker's residual of a bucket, and with it the server's: what that is of, is divided by the nodes."""
+    assert bucket.feedback is not None
+    worker, nodes = bucket.feedback.worker.clone(), bucket.replicas.nodes
+    if bucket.feedback.serves:
+        worker.view(nodes, -1)[bucket.replicas.inter_node.rank].add_(bucket.feedback.server, alpha=nodes)
+    return worker
 
 
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -142,6 +184,7 @@ def rebind(optimizer: PackedOptimizer) -> None:
     new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
     state, origin = optimizer._all_state(), optimizer._origin()
     moved = {new.get(key, key): entry for key, entry in state.items()}
+    optimizer._kept_packed = {id(new[p]) for bucket in optimizer.buckets for p in bucket.params if p in new}
     if any(is_sharded(q) for q in new.values()) and not optimizer.topology.is_sharded:
         # residuals of whole parameters, which other ranks had the other parts of, mean nothing here
         moved = {
@@ -150,7 +193,6 @@ def rebind(optimizer: PackedOptimizer) -> None:
         }
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
-    optimizer._kept_packed = {id(new[p]) for bucket in optimizer.buckets for p in bucket.params if p in new}
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, error or _error_in_groups(optimizer), differ)
     optimizer._kept_packed = ()
@@ -238,7 +280,7 @@ def register_groups(
     split = regrouped(optimizer)  # some were taken out of other groups
     optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
     if split:
-        optimizer._rebuild(optimizer._all_state(), optimizer._origin(), optimizer._runs())
+        regroup(optimizer)
 
 
 def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[Any]) -> None:

@@ -122,12 +122,14 @@ class Starter:
         factor: of the gradients of a bucket, negative to maximize.
         has_stages: whether it has further collectives, over the channel for replies.
         channels: those of a bucket, by its index: for what goes out, and for what comes back.
+        stale: whether buckets are to be made anew, as parameters were moved, cast or put into other groups.
     """
 
     task: Callable[[StateBucket, StepContext], Task]
     factor: Callable[[StateBucket], float]
     has_stages: Callable[[StateBucket], bool]
     channels: Callable[[int], tuple[Channel, Channel]]
+    stale: Callable[[], bool]
 
 
 class StepInFlight:
@@ -191,9 +193,9 @@ class StepInFlight:
             self._start_next(1.0, True)
 
     def _any_stale(self) -> bool:
-        """True if some parameter was moved or cast since the last step: then none starts before all are followed."""
+        """True if buckets are to be made anew since the last step: then none starts before that."""
         if self._stale is None:
-            self._stale = any(bucket.stale() for bucket in self.buckets)
+            self._stale = self._starter.stale()
         return self._stale
 
     def replace(self, buckets: Sequence[StateBucket]) -> None:

@@ -54,8 +54,14 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
 
 
 @torch.no_grad()
-def fill(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) -> None:
-    """Copies ``entries``, of ``origin``, into the buffers of ``optimizer``, and gives its groups what they lack."""
+def fill(
+    optimizer: PackedOptimizer,
+    entries: Entries,
+    origin: Origin | None,
+    owed: Mapping[Tensor, Tensor] | None = None,
+) -> None:
+    """Copies ``entries``, of ``origin``, into the buffers of ``optimizer``, and gives its groups what they lack.
+    ``owed``: the worker's residual of each parameter on this rank, in place of those in ``entries``."""
     for group in optimizer.param_groups:
         for key, default in optimizer.defaults.items():
             group.setdefault(key, group.get(key.removeprefix("local_"), default))  # what a local step had: the group's
@@ -63,15 +69,24 @@ def fill(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) ->
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
     here = optimizer._origin()
     expected, fold = optimizer.residual_expected, optimizer.fold_residual_into
-    if saving.fill_residuals(optimizer.buckets, entries, origin, here, expected, fold):
+    if owed is not None:
+        for p, mine in optimizer.residuals.items():
+            if p in owed:
+                mine["worker_error"].copy_(owed[p].view(mine["worker_error"].shape))
+    elif saving.fill_residuals(optimizer.buckets, entries, origin, here, expected, fold):
         _report_left_out(optimizer, origin, here)
     optimizer.loaded(entries, origin)
 
 
-def take_over(optimizer: PackedOptimizer, state: Mapping[Any, Any], origin: Origin | None) -> None:
+def take_over(
+    optimizer: PackedOptimizer,
+    state: Mapping[Any, Any],
+    origin: Origin | None,
+    owed: Mapping[Tensor, Tensor] | None = None,
+) -> None:
     """Copies ``state``, by parameter and of ``origin``, into buckets that were made anew, and puts back what users have
-    added to it."""
-    fill(optimizer, saving.without_values(state), origin)
+    added to it; ``owed``: as of :func:`fill`."""
+    fill(optimizer, saving.without_values(state), origin, owed)
     keep_users(optimizer, saving.added_by_users(state, our_names(optimizer)))
 
 

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from commopt.comm import Topology, gather_rows, message_device, sends_from, wait
 from commopt.ddp_models import instances_of, with_subclasses
 from commopt.optim.digest import digest
+from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
@@ -52,25 +53,27 @@ class Rest:
             raise ValueError(f"model must be a torch.nn.Module or None, got {model!r}")
         check_how(how)
         self._topology, self._how = topology, how
+        tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+        whole = topology.holds_whole and not any(map(is_sharded, tensors))
         named = [] if model is None else [(name, b) for name, b in model.named_buffers() if b.numel()]
         self._buffers = [_without_repeats(b) for _, b in named]
-        if self._buffers and not topology.holds_whole:
+        if self._buffers and not whole:
             raise ValueError(
                 f"the {len(self._buffers)} buffers of a sharded model are each rank's own: leave the model out"
             )
         every = [] if model is None else model.named_parameters()
         more = [(name, p) for name, p in every if id(p) not in held and p.numel()]
         others = [p for _, p in more]
-        if not topology.holds_whole and any(p.requires_grad for p in others):
+        if not whole and any(p.requires_grad for p in others):
             shapes = [tuple(p.shape) for p in others if p.requires_grad]
             raise ValueError(
                 f"the model has {len(shapes)} trained parameters that the optimizer does not hold, such as one of "
                 f"shape {shapes[0]}, and ranks hold parts of it: leave it out"
             )
-        self._others = others if topology.holds_whole else []
+        self._others = others if whole else []
         self.layout = [
             f"{_bare(name)} ({str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)})"
-            for name, x in ([*named, *more] if topology.holds_whole else [])
+            for name, x in ([*named, *more] if whole else [])
         ]
 
     @contextlib.contextmanager

@@ -196,6 +196,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.settle()
 
+    @binding.on_itself
     @torch.no_grad()
     def rebind(self) -> None:
         """Takes over the parameters that are in the groups now, with the state of those that were in their places.
@@ -376,6 +377,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if parameters were moved, cast or put into other groups, so that buckets are to be made anew."""
         return any(bucket.stale() for bucket in self.buckets) or binding.regrouped(self)
 
+    def _regroup(self) -> None:
+        """Follows parameters that were put into other groups, unless a step is to refuse that."""
+        if not self.replicas_differ and binding.regrouped(self):
+            binding.regroup(self)
+
     def follow_parameters(self) -> bool:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction) or put into other
         groups, takes over what was assigned to it, and packs parameters that have become trainable. Returns whether all
@@ -384,16 +390,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
         """
-        moved = self.stale()
+        moved, regrouped = any(bucket.stale() for bucket in self.buckets), binding.regrouped(self)
         if moved:
             assigned.check(self)
             runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
             self._rebuild(self._all_state(), self._origin(), runs)
+        elif regrouped:
+            assigned.check(self)
+            binding.regroup(self)
         else:
             assigned.follow(self)
         for group in self.param_groups:
             self.make_buckets(group)
-        return moved
+        return moved or regrouped
 
     # replicas ---------------------------------------------------------------------------------------------------------
 
@@ -542,6 +551,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         binding.refuse_exchanged(self)
         assigned.follow(self)
         if self._own_values is None:
+            self._regroup()
             self.adopt_values()
             if is_of_processes(self.topology.backend):  # of processes: elsewhere all are within reach
                 replicas.tell_of_copies(self)
@@ -705,9 +715,16 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if some group has counted a step or a round."""
         return any(group.get(name) for group in self.param_groups for name in ("step", "round_step", "rounds"))
 
-    def _rebuild(self, state: Mapping[Any, Any], origin: Origin | None, runs: Sequence[Sequence[Tensor]] = ()) -> None:
+    def _rebuild(
+        self,
+        state: Mapping[Any, Any],
+        origin: Origin | None,
+        runs: Sequence[Sequence[Tensor]] = (),
+        owed: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
         """Makes all buckets anew, with ``state``, by parameter and of ``origin``: one of each of ``runs``, whatever is
-        trainable now, so that residuals fit, and then of what else is."""
+        trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those
+        in ``state``, where buckets are others."""
         self.state = defaultdict(dict)
         self.buckets = []
         kept = {id(p) for run in runs for p in run}
@@ -722,7 +739,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.make_buckets(group)
         self._refresh_own_tensors()
         self._registered = [list(group["params"]) for group in self.param_groups]
-        loading.take_over(self, state, origin)
+        loading.take_over(self, state, origin, owed)
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
@@ -741,6 +758,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         self.refuse_inside_averaged("a copy or a pickle of the optimizer")
         assigned.check(self)
+        self._regroup()
         own = {"state": cloned(self._all_state()), "origin": self._origin(), "runs": self._runs()}
         alone = type(self.topology.backend) is LocalBackend
         return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
@@ -771,7 +789,6 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _restart(self) -> None:
         """Sets what is neither state nor setting."""
-        self.buckets = []
         self._attachment = None
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)

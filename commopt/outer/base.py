@@ -138,6 +138,7 @@ class OuterOptimizer(PackedOptimizer):
         self.reduction = reduction
         self.streaming = streaming
         self.state_period: Any = {} if state_period is None else state_period
+        self.buckets = []
         self.skipped_steps = self.skipped_rounds = 0
         self._restart()
 
@@ -265,12 +266,13 @@ class OuterOptimizer(PackedOptimizer):
             self._check_new(self.param_groups[-1])
             return
         self.refuse_here("add_param_group()")
-        streams.heed_digests(self)
 
         def add() -> None:
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
+            binding.refuse_moved(self, new["params"])
+            streams.heed_digests(self)
             given.extend(new["params"])
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
@@ -427,6 +429,7 @@ class OuterOptimizer(PackedOptimizer):
         """Follows what was done to parameters, and to the base behind our back."""
         self.follow_base()
         binding.refuse_exchanged(self)
+        binding.refuse_regrouped(self)
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
@@ -603,6 +606,7 @@ class OuterOptimizer(PackedOptimizer):
         if self.streaming is not None:
             stream_state.take_over(self, entries)
 
+    @binding.on_itself
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, as copies. Communicates nothing.
 
@@ -627,6 +631,7 @@ class OuterOptimizer(PackedOptimizer):
         """Also those whose state its base loads, alone."""
         return self.saved_as(), *names_loaded(self.base)
 
+    @binding.on_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of the base optimizer alone.
 

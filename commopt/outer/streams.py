@@ -296,7 +296,8 @@ def _sent_before(optimizer: OuterOptimizer, flight: Flight | None, waits: Collec
     found: dict[int, _Sent] = {}
     for (bucket, group), sent, mean in zip(flight.means.entries, flight.sent, flight.means.flats):
         own = freezing.without(bucket, _or_zero(sent), waits)
-        times = optimizer.topology.copies / group["sent_copies"][flight.fragment]
+        copies = optimizer.topology.copies
+        times = copies / (group["sent_copies"][flight.fragment] or copies)  # 0: of a state from before it was counted
         found[id(bucket)] = _Sent(own, own if times == 1 else own * times, mean)
     return found
 

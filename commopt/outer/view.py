@@ -187,7 +187,7 @@ def next_view(
         drawn=drawn if joins else last.drawn,
         refused=refused,
         unreached=unreached,
-        excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z),
+        excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z if joins else None),
         failures=last.failures + 1 if state == "failed" else 0,
     )
 
@@ -255,10 +255,10 @@ def mad_ones(reports: Mapping[Ticket, Report], max_z: float | None) -> dict[Tick
         for ticket in reports
         if ticket not in finite
     }
-    if max_z is None or len(finite) < 3:  # of two, nobody knows which
-        return out
     at_work = {t: norm for t, norm in finite.items() if reports[t].weight != 0}
     finite = at_work or finite
+    if max_z is None or len(finite) < 3:  # of two, nobody knows which
+        return out
     median = statistics.median(finite.values())
     spread = max(1.4826 * statistics.median(abs(norm - median) for norm in finite.values()), median / 2)
     for ticket, norm in finite.items():
