@@ -306,7 +306,7 @@ def test_a_part_whose_parameters_have_had_no_gradient_yet_refuses_no_round():
         assert momentum.tolist() == pytest.approx([((0.9 * 2 + 2) + 1) / 2] * 3)
 
 
-@pytest.mark.parametrize("broken", [[1], [0, 1]])
+@pytest.mark.parametrize("broken", [[1], [0, 1], [0, 1, 2]])
 def test_a_state_with_inf_counts_for_nothing_and_gets_the_mean_of_the_others(broken):
     def run(backend):
         p = nn.Parameter(torch.zeros(3))
@@ -319,6 +319,6 @@ def test_a_state_with_inf_counts_for_nothing_and_gets_the_mean_of_the_others(bro
         optimizer.step()
         return optimizer.base.state[p]["exp_avg_sq"].clone()
 
-    for rank, found in enumerate(on_threads(3, run)):
-        assert bool(found.isfinite().all()) == (broken == [1] or rank == 2)
+    for found in on_threads(3, run):
+        assert bool(found.isfinite().all()) == (len(broken) < 3)
         assert broken != [1] or torch.allclose(found, torch.full((3,), 0.999 * 0.001 * (1 + 4 + 9) / 3))

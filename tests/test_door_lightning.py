@@ -385,7 +385,7 @@ def test_clipping_is_right_for_an_optimizer_that_clips_each_ranks_own_itself(cap
     def run(backend: Any) -> None:
         for make in (DiLoCo, OneBitAdam):
             p = torch.nn.Parameter(torch.ones(2))
-            advice.for_lightning(0.5, make([p], lr=0.1, backend=backend))
+            advice.for_lightning(0.5, True, make([p], lr=0.1, backend=backend))
 
     on_threads(2, run)
     (line,) = caplog.messages

@@ -607,7 +607,8 @@ def test_one_fragment_that_is_never_merged_ends_the_run_though_others_are(stream
     (first, said), other = on_threads(2, run)
     assert (first, said) == other
     assert first < 24
-    assert "3 synchronisations in a row were skipped, of fragment" in said
+    of = "" if streaming.waits else ", of fragment"  # which is tried again after each step
+    assert f"3 synchronisations in a row were skipped{of}" in said
 
 
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():

@@ -222,7 +222,7 @@ def test_steps_are_shares_of_a_methods_own_schedule(monkeypatch: pytest.MonkeyPa
     assert made["onebit_adam"].config.optim.args["freeze_step"] == 50
     assert made["zero_one_adam"].config.optim.args["variance"]["stop"] == 50
     assert made["ddp_powersgd4"].hook == {"name": "PowerSGD", "rank": 4, "start": 25}
-    bounds = {"none", "none_muon"}
+    bounds = {"none", "none_fast", "none_muon"}
     assert {made[name].rate for name in made if name not in bounds} == {"1gbit"}
     assert {made[name].rate for name in bounds} == {"none"}
     assert time_to_loss.resolved(Share(0.001), 64) == 1

@@ -266,13 +266,14 @@ class OuterOptimizer(PackedOptimizer):
             self._check_new(self.param_groups[-1])
             return
         self.refuse_here("add_param_group()")
+        if not binding.exchanged(self):  # else some are to be in the new group, which may be refused
+            streams.heed_digests(self)
 
         def add() -> None:
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
             binding.refuse_moved(self, new["params"])
-            streams.heed_digests(self)
             given.extend(new["params"])
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():

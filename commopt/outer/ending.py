@@ -131,7 +131,7 @@ def follow(
     if fragment is None:
         optimizer._skipped_in_a_row.clear()
     else:
-        del optimizer._skipped_in_a_row[fragment]
+        del optimizer._skipped_in_a_row[fragment], optimizer._skipped_in_a_row[None]
     if decision.equal_gradients:
         optimizer._diagnostics.equal_gradients_in_rounds(wrapped.advice(optimizer))
     wrapped.averages_now(optimizer, decision.equal_gradients)
@@ -259,12 +259,13 @@ def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = Non
         commopt.optim.NotFinite: there were too many.
     """
     optimizer.skipped_rounds += 1
-    optimizer._skipped_in_a_row[fragment] += 1
-    in_a_row = optimizer._skipped_in_a_row[fragment]
+    optimizer._skipped_in_a_row.update({fragment, None})
+    of_all, of_fragment = (optimizer._skipped_in_a_row[which] for which in (None, fragment))
+    in_a_row = max(of_all, of_fragment)
     optimizer._diagnostics.round_skipped(broken, optimizer.skipped_rounds)
     if optimizer.guard.ends_after(in_a_row):
         why = why or tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
-        of = "" if fragment is None else f", of fragment {fragment + 1} of {optimizer.fragments}"
+        of = "" if of_all == in_a_row else f", of fragment {(fragment or 0) + 1} of {optimizer.fragments}"
         raise NotFinite(f"{type(optimizer).__name__}: {in_a_row} synchronisations in a row were skipped{of}: {why}")
 
 

@@ -298,6 +298,7 @@ def _residuals(optimizer: OuterOptimizer, world_size: int, same_ranks: bool) -> 
     return out
 
 
+@torch.no_grad()
 def take_mean(optimizer: OuterOptimizer, members: Members) -> None:
     """Makes the parameters the mean of those of the members that are there, which all are not to go on from. Without
     those that are not finite, as in a round, and without weights."""
