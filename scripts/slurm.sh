@@ -37,9 +37,10 @@ set -- ${config:+"$config"} "$@"
 # Mistakes in the config end here, with one line, before any process is started.
 resolved="$(python -m commopt train "$@" --print_config)" || exit $?
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    run_dir="$(sed -n 's/^  run_dir: //p' <<<"$resolved")"
+    read_two='import sys, yaml; c = yaml.safe_load(sys.stdin); print(c["resume"] or "", c["train"]["run_dir"], sep="\n")'
+    mapfile -t known < <(python -c "$read_two" <<<"$resolved")
     # A checkpoint that was given counts until the run has one of its own.
-    if [[ " $* " != *" --resume"* ]] || compgen -G "$run_dir/checkpoints/step-*" >/dev/null; then
+    if [ -z "${known[0]}" ] || compgen -G "${known[1]}/checkpoints/step-*" >/dev/null; then
         set -- "$@" --resume=auto
     fi
 fi

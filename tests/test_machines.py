@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,10 +30,13 @@ DOCUMENTED = re.findall(
 
 PYTHON = """
 case "$1 $2" in
+"-c import sys, yaml"*) exec "$YAML_PYTHON" -c "$2" ;;
 "-c "*) echo 8 ;;
 "-m commopt")
     if [ -n "${MISTAKE:-}" ]; then echo "commopt: error: $MISTAKE" >&2; exit 2; fi
     echo "$*" >>"$LOG/checked"
+    resume=null; for word in "$@"; do case "$word" in --resume=*) resume="${word#*=}" ;; esac; done
+    echo "resume: $resume"
     printf 'train:\n  run_dir: runs/a b\n' ;;
 "-m commopt.train.launcher")
     printf '%s\\n' "$@" >"$LOG/launch-${COMMOPT_MACHINE:-}"
@@ -75,7 +79,8 @@ class Cluster:
         self.command(folder / "bin/srun", SRUN)
         self.command(folder / "bin/scontrol", SCONTROL)
         mine = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "COMMOPT_"))}
-        self.env = {**mine, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "LOG": str(self.log)}
+        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        self.env = {**mine, "PATH": path, "LOG": str(self.log), "YAML_PYTHON": sys.executable}
         self.job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_SUBMIT_DIR": str(self.root)}
 
     @staticmethod

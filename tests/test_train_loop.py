@@ -436,7 +436,7 @@ def asked_after(config: Config) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "period", "after"), [("LocalSGD", 6, [6, 12, 16]), ("LocalSGD", 30, [16, 20]), ("AdamW", 0, None)]
+    ("name", "period", "after"), [("LocalSGD", 6, [6, 10, 12, 16]), ("LocalSGD", 30, [10, 16, 20]), ("AdamW", 0, None)]
 )
 def test_ranks_do_not_wait_for_each_other_behind_a_local_step(
     pair: Pair, tiny: Make, tmp_path: Path, name: str, period: int, after: list[int] | None

@@ -62,7 +62,7 @@ def check_exchanges(
         raise ValueError(f"weights={weights!r} is for models sharded by FSDP2: no other gathers weights")
     for group in [*whole, *(replicated if inside or weights else []), *(frozen if weights else [])]:
         group.check()
-    for group in [*whole, *replicated, *frozen] if weights is not None else []:
+    for group in [*whole, *replicated] if weights is not None else []:
         group.check_dtypes()
     if whole and not isinstance(compressor, Compressor):
         raise ValueError(

@@ -226,11 +226,18 @@ class Group:
                     "weights would be compressed: leave it away, or call remove() on the handle that has set it"
                 )
 
-    def check_dtypes(self) -> None:
-        """Raises ValueError if FSDP gathers bytes, and no numbers that could be compressed."""
+    @property
+    def dtypes(self) -> set[str]:
+        """Of what FSDP gathers; it gathers several as bytes."""
         computes = self._theirs.mp_policy.param_dtype
-        dtypes = {str(computes or p.sharded_param.dtype) for p in (*self._of, *self._frozen)}
-        if len(dtypes) > 1:
+        return {str(computes or p.sharded_param.dtype) for p in (*self._of, *self._frozen)}
+
+    def check_dtypes(self) -> None:
+        """Raises ValueError if FSDP gathers bytes, and no numbers that could be compressed; what has a way of its own
+        to be gathered may."""
+        dtypes, every = self.dtypes, (*self._of, *self._frozen)
+        own = any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in every)
+        if len(dtypes) > 1 and not own:
             raise ValueError(
                 f"{self.name} has parameters of {', '.join(sorted(dtypes))}, which FSDP2 gathers as bytes, so that "
                 "weights= could compress none of them: give fully_shard() MixedPrecisionPolicy(param_dtype=...), shard "

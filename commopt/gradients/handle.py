@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
-from commopt.comm import Backend, NoReceipt, Topology, TorchBackend, message_device, resolve_backend
+from commopt.comm import (
+    Backend,
+    MeshBackend,
+    NoReceipt,
+    Topology,
+    TorchBackend,
+    gather_number,
+    message_device,
+    resolve_backend,
+)
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
@@ -34,6 +44,7 @@ from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.gradients.watching import check_interval
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
+from commopt.ops.checks import REAL
 from commopt.optim.checks import check_rank
 from commopt.optim.consolidate import gather_parts
 from commopt.optim.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
@@ -87,6 +98,11 @@ class CompressedGradients:
     def nodes(self) -> int:
         """The ``nodes`` that :func:`commopt.optim.join_state_dict` wants for this handle."""
         return nodes_of(self.mean, self._sharded)
+
+    @property
+    def compresses(self) -> bool:
+        """True if anything is sent between ranks that it compresses."""
+        return self.mean.topology.nodes > 1 or (self._sharded is not None and bool(self._sharded.means))
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
@@ -326,12 +342,14 @@ def _connected(
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
     else:
         rest = [p for p in params if id(p) not in elsewhere]
-        frozen = [p for p in model.parameters() if not p.requires_grad and not is_sharded(p)]
-        for replicas in topology.replicas:
-            same = [local(p) for p in rest if topology.held(p)[0] is replicas]
-            same += frozen if replicas.world_size == topology.world_size else []
-            if equalize(replicas.world, message_device(topology.backend), same) and replicas.rank == 0:
-                logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
+        alike = [(replicas, [p for p in rest if topology.held(p)[0] is replicas]) for replicas in topology.replicas]
+        differed = [
+            equalize(replicas.world, message_device(topology.backend), [local(p) for p in same]) and replicas.rank == 0
+            for replicas, same in alike
+        ]
+        differed.append(_equalize_frozen(model, topology, {p.device for p in params}) and topology.rank == 0)
+        if any(differed):
+            logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
         door = ParameterHooks(model, rest, mean, unseen, [NeverWrapped(rest, topology), *(t.check for t in taken)])
         exchanged = groups.over_all or (groups.replicated and given.inside)
@@ -351,13 +369,33 @@ def _connected(
     return handle
 
 
+def _equalize_frozen(model: nn.Module, topology: Topology, devices: Collection[torch.device]) -> bool:
+    """Makes frozen parameters those of rank 0, if all ranks have the same ones; returns whether they differed. Leaves
+    alone what is no plain tensor of floats beside those that are trained."""
+    plain = [
+        p.detach()
+        for p in model.parameters()
+        if not p.requires_grad and type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype in REAL
+        and p.device in devices and p.is_contiguous()
+    ]  # fmt: skip
+    if topology.is_sharded and not isinstance(topology.backend, MeshBackend):
+        return False  # ranks may hold other parts of them
+    layout = zlib.crc32(str([(tuple(p.shape), p.dtype) for p in plain]).encode())
+    if len(set(gather_number(topology.backend, layout))) > 1:
+        return False
+    return equalize(topology.world, message_device(topology.backend), plain)
+
+
 def _trained(model: nn.Module) -> list[Tensor]:
     """The parameters whose gradients are averaged; of what is no model none. DDP has been told to leave some alone."""
     if not isinstance(model, nn.Module):
         return []
-    alone: set[str] = getattr(model, "parameters_to_ignore", set())
-    named = (model.module if isinstance(model, DistributedDataParallel) else model).named_parameters()
-    return [p for name, p in named if p.requires_grad and name not in alone]
+    if not isinstance(model, DistributedDataParallel):
+        return [p for p in model.parameters() if p.requires_grad]
+    modules = model.module.named_modules()  # by the names that DDP's reducer goes by
+    named = ((f"{name}.{own}", p) for name, m in modules for own, p in m.named_parameters(recurse=False))
+    found = {id(p): p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
+    return list(found.values())
 
 
 def _owners(model: nn.Module, params: Sequence[Tensor]) -> list[nn.Module]:

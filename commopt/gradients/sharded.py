@@ -66,7 +66,9 @@ class ShardedDoor:
             model.register_forward_hook(torch.compiler.disable(self._in_step), always_call=True).remove,
         ]
         self._far: list[GroupWeights] = []  # of what no rank has beside
-        for group in [*groups.over_all, *groups.replicated, *(groups.frozen if weights is not None else [])]:
+        # differences would keep the whole of what is frozen, for nothing
+        gathered = [g for g in groups.frozen if len(g.dtypes) == 1] if isinstance(weights, Compressor) else []
+        for group in [*groups.over_all, *groups.replicated, *gathered]:
             between = group in groups.over_all or (group in groups.frozen and group.world_size == topology.world_size)
             ranks = self._cut_over(topology, group.ranks, inside=not between)
             mean: GroupMean | None = None
@@ -83,8 +85,9 @@ class ShardedDoor:
 
     def _forward(self, model: nn.Module, args: Any) -> None:
         """Before FSDP's hook, which gathers: what is gathered in evaluations is of no step."""
-        for group in self._frozen:
-            group.refuse_thawed()
+        if torch.is_grad_enabled():
+            for group in self._frozen:
+                group.refuse_thawed()
         self._topology.traffic.in_step = torch.is_grad_enabled()
 
     def _in_step(self, *_: Any) -> None:

@@ -308,7 +308,7 @@ class Hybrid(DataParallel):
     def phase(self) -> str:
         """Always the same; "plain" where nothing is sent."""
         if self.gradients is not None:
-            return "compressed" if self.gradients.nodes > 1 else "plain"
+            return "compressed" if self.gradients.compresses else "plain"
         return "plain" if self.mesh.size() == 1 else "hsdp"
 
     steps_locally = False

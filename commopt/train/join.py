@@ -50,12 +50,13 @@ def join(kind: str, timeout: float, stop: StopSignal) -> None:
     where = f"the ranks' meeting at {place[0]}:{place[1]}"
     deadline = time.monotonic() + timeout
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    joined = next(_JOINED) if agents else 0
     serves = rank == 0 and not agents
     try:
         store = _while_looking(lambda: _open_store(place, serves, size, timeout), stop)
         # a store of the agents outlives an attempt, and what joins over it, as each rank does equally often; ours does
         # not, and agents that came later count fewer attempts
-        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_JOINED)}" if agents else "0"
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{joined}" if agents else "0"
         store = dist.PrefixStore(f"/commopt/attempt_{attempt}", store)
         _meet(store, size, serves, deadline, stop, where)
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

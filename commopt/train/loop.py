@@ -40,7 +40,7 @@ from commopt.train.world import World, is_loss_of_contact, open_world
 
 log = logging.getLogger(__name__)
 
-ASK_EVERY = 20
+ASK_EVERY = 10
 """Local steps after which ranks ask each other whether one was told to stop."""
 
 
@@ -189,6 +189,7 @@ class Trainer:
     def _ask(self, met: bool) -> bool:
         """True if the ranks ask each other after this step whether to stop; ``met``: they have waited for each other
         anyway. Behind a local step they do so now and then only, or nothing would be local."""
+        met = met or self.world.size == 1 or self.step % self.config.train.checkpoint_every == 0
         return met or not self.local or self.step % ASK_EVERY == 0
 
     def train_step(self) -> Record:
