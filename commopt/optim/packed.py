@@ -378,8 +378,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         return any(bucket.stale() for bucket in self.buckets) or binding.regrouped(self)
 
     def _regroup(self) -> None:
-        """Follows parameters that were put into other groups, unless a step is to refuse that."""
-        if not self.replicas_differ and binding.regrouped(self):
+        """Follows parameters that were put into other groups, unless a step is to refuse that, or has begun."""
+        if not self.replicas_differ and self.why_not_synchronize() is None and binding.regrouped(self):
             binding.regroup(self)
 
     def follow_parameters(self) -> bool:
