@@ -182,7 +182,7 @@ class Topology:
     def check(self, p: Tensor, elsewhere: bool = False) -> None:
         """Raises ValueError if the ranks cannot hold ``p``; ``elsewhere``: others average it. Communicates nothing."""
         if self.is_sharded:
-            self.backend.check(p, *([True] if elsewhere else []))  # type: ignore[attr-defined]
+            self.backend.check(p, elsewhere)  # type: ignore[attr-defined]
 
     def held(self, p: Tensor) -> tuple[Replicas, Holding]:
         """The ranks that hold the same of ``p`` as this one, and how all of them hold it. All ranks must call this at

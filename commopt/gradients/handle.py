@@ -342,14 +342,10 @@ def _connected(
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
     else:
         rest = [p for p in params if id(p) not in elsewhere]
-        alike = [(replicas, [p for p in rest if topology.held(p)[0] is replicas]) for replicas in topology.replicas]
-        differed = [
-            equalize(replicas.world, message_device(topology.backend), [local(p) for p in same]) and replicas.rank == 0
-            for replicas, same in alike
-        ]
-        differed.append(_equalize_frozen(model, topology, {p.device for p in params}) and topology.rank == 0)
-        if any(differed):
-            logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
+        held = [(of.world, [p for p in rest if topology.held(p)[0] is of]) for of in topology.replicas]
+        for ranks, same in [*held, (topology.world, _frozen_alike(model, topology, {p.device for p in params}))]:
+            if equalize(ranks, message_device(topology.backend), [local(p) for p in same]) and ranks.rank == 0:
+                logger.warning("compress_gradients: parameters differed between ranks; all have those of rank 0 now")
         unseen = [p for p in model.parameters() if not p.requires_grad and not is_cut_whole(p, topology)]
         door = ParameterHooks(model, rest, mean, unseen, [NeverWrapped(rest, topology), *(t.check for t in taken)])
         exchanged = groups.over_all or (groups.replicated and given.inside)
@@ -369,21 +365,19 @@ def _connected(
     return handle
 
 
-def _equalize_frozen(model: nn.Module, topology: Topology, devices: Collection[torch.device]) -> bool:
-    """Makes frozen parameters those of rank 0, if all ranks have the same ones; returns whether they differed. Leaves
-    alone what is no plain tensor of floats beside those that are trained."""
-    plain = [
-        p.detach()
+def _frozen_alike(model: nn.Module, topology: Topology, devices: Collection[torch.device]) -> list[Tensor]:
+    """The frozen parameters that are plain tensors of floats beside those that are trained, if all ranks have the same
+    ones; else none."""
+    if topology.is_sharded and not isinstance(topology.backend, MeshBackend):
+        return []  # ranks may hold other parts of them
+    plain: list[Tensor] = [
+        p
         for p in model.parameters()
         if not p.requires_grad and type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype in REAL
         and p.device in devices and p.is_contiguous()
     ]  # fmt: skip
-    if topology.is_sharded and not isinstance(topology.backend, MeshBackend):
-        return False  # ranks may hold other parts of them
     layout = zlib.crc32(str([(tuple(p.shape), p.dtype) for p in plain]).encode())
-    if len(set(gather_number(topology.backend, layout))) > 1:
-        return False
-    return equalize(topology.world, message_device(topology.backend), plain)
+    return plain if len(set(gather_number(topology.backend, layout))) == 1 else []
 
 
 def _trained(model: nn.Module) -> list[Tensor]:

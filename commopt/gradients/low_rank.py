@@ -143,7 +143,7 @@ class Thin:
         here: Origin,
         fold: Callable[[Tensor, Tensor], None],
     ) -> bool:
-        matrices: list[list[Factors]] = []
+        matrices, errors = list[list[Factors]](), list[list[tuple[Tensor | None, bool]]]()
         for bucket in buckets:  # refuses before anything changes
             state, found = self._of[id(bucket)], list[Factors]()
             for factors in state.matrices:
@@ -151,10 +151,9 @@ class Thin:
                 serves = "p" in entry and (origin == here or not is_sharded(p))  # of other pieces, these begin anew
                 found.append(factors.loaded(entry) if serves else factors)
             matrices.append(found)
-            for i, p in enumerate(bucket.params) if state.error is not None else ():
-                _error_to_take(bucket, i, entries.get(p, {}), origin, here)
-        left_out = False
-        for bucket, found in zip(buckets, matrices):
+            every = enumerate(bucket.params) if state.error is not None else ()
+            errors.append([_error_to_take(bucket, i, entries.get(p, {}), origin, here) for i, p in every])
+        for bucket, found, taken in zip(buckets, matrices, errors):
             state = self._of[id(bucket)]
             state.matrices = found
             if state.error is not None:
@@ -162,9 +161,10 @@ class Thin:
                 thin = {factors.index for factors in state.matrices}
                 has = {i for i, p in enumerate(bucket.params) if "worker_error" in entries.get(p, {})}
                 state.loaded = has - thin
-                for i, p in enumerate(bucket.params):
-                    left_out = _take_error(bucket, i, state.error, entries.get(p, {}), origin, here, fold) or left_out
-        return left_out
+                for i, (given, _) in enumerate(taken):
+                    if given is not None:
+                        _take_error(bucket, i, state.error, given, fold)
+        return any(left_out for taken in errors for _, left_out in taken)
 
 
 def _error_to_take(
@@ -195,26 +195,15 @@ def _error_to_take(
 
 
 def _take_error(
-    bucket: StateBucket,
-    i: int,
-    error: Tensor,
-    entry: Mapping[str, Any],
-    origin: Origin | None,
-    here: Origin,
-    fold: Callable[[Tensor, Tensor], None],
-) -> bool:
-    """Puts the residual of parameter ``i`` where it belongs in ``error``, (padded,). Returns whether any was left
-    out."""
-    given, left_out = _error_to_take(bucket, i, entry, origin, here)
-    if given is None:
-        return left_out
+    bucket: StateBucket, i: int, error: Tensor, given: Tensor, fold: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Puts ``given``, the residual of parameter ``i``, where it belongs in ``error``, (padded,)."""
     shape = bucket.shapes[i]
     given = given.to(bucket.device).reshape(shape)
     if bucket.replicas.nodes == 1:
         fold(bucket.params[i], given)
     else:
         error[bucket.offsets[i] : bucket.offsets[i] + given.numel()].view(shape).copy_(given)
-    return left_out
 
 
 Taken = tuple[list[Factors], list[Factors], list[Tensor], Tensor]

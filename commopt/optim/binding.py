@@ -19,7 +19,6 @@ from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_devic
 from commopt.optim import calls, checks, loading
 from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
-from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import covers, is_sharded, local
 
 if TYPE_CHECKING:
@@ -106,18 +105,9 @@ def regroup(optimizer: PackedOptimizer) -> None:
     buckets = [bucket for bucket in optimizer.buckets if bucket.feedback is not None]
     owed: dict[Tensor, Tensor] | None = None
     if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
-        owed = {p: mine for bucket in buckets for p, mine in zip(bucket.params, bucket.views(_owed(bucket)))}
+        owed = {p: x for b in buckets for p, x in zip(b.params, b.views(b.owed(b.world_size)))}
     state, origin, runs = optimizer._all_state(), optimizer._origin(), optimizer._runs()
     optimizer._rebuild(state, origin, runs, owed)
-
-
-def _owed(bucket: StateBucket) -> Tensor:
-    """The worker's residual of a bucket, and with it the server's: what that is of, is divided by the nodes."""
-    assert bucket.feedback is not None
-    worker, nodes = bucket.feedback.worker.clone(), bucket.replicas.nodes
-    if bucket.feedback.serves:
-        worker.view(nodes, -1)[bucket.replicas.inter_node.rank].add_(bucket.feedback.server, alpha=nodes)
-    return worker
 
 
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:

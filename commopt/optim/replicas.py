@@ -8,7 +8,6 @@ import logging
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from commopt.optim import binding, calls
 from commopt.optim.calls import StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
-from commopt.optim.setup import gather_texts
+from commopt.optim.setup import first_lines_apart, gather_texts
 from commopt.optim.state_bucket import StateBucket
 
 if TYPE_CHECKING:
@@ -76,9 +75,9 @@ def agree(
     if (failed := calls.first_that_cannot(table, over)) is not None:
         raise StepRefused(f"{what}: rank {failed} cannot take part; its own error says why")
     if any(row[1] != table[0][1] for row in table):
-        texts = [text.split("\n") for text in gather_texts(over.inner, layout)]
+        texts = gather_texts(over.inner, layout)
         rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
-        theirs, first = next((a, b) for a, b in zip_longest(texts[rank], texts[0], fillvalue="no more") if a != b)
+        theirs, first = first_lines_apart(texts[rank], texts[0])
         there, here = (numbers_in_world(over)[r] for r in (rank, 0))
         raise ValueError(
             f"{what}: ranks have other buffers, or other parameters that the optimizer does not hold: rank {there} has "
@@ -122,14 +121,14 @@ def averaged(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBu
 def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: HowBuffers, call: str) -> Rest:
     """The rest of ``model`` beside the parameters. Where there is a model, all ranks begin ``call`` here, and make sure
     that they have the same of it."""
-    rest, error = Rest(optimizer.topology, None, "mean"), None
+    error, layout = None, ["a model"]
     try:
         rest = Rest(optimizer.topology, model, buffers, frozenset(id(p) for p in optimizer.params))
+        layout += rest.layout
     except ValueError as caught:
         error = caught
     if model is not None and optimizer.topology.world_size > 1:
-        layout = "\n".join(["a model", *rest.layout])
-        agree(optimizer.topology, optimizer.agrees_over, optimizer.buckets, error, call, layout)
+        agree(optimizer.topology, optimizer.agrees_over, optimizer.buckets, error, call, "\n".join(layout))
     if error is not None:
         raise error
     tell_of_copies(optimizer, model)

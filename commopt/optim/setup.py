@@ -131,8 +131,7 @@ def _raise_different(backend: Backend, name: str, fact: str, rank: int, referenc
     odd_one, usual_one = numbers_in_world(backend)[rank], numbers_in_world(backend)[reference]
     where = ""
     if name == LISTS:
-        lines = zip_longest(theirs.split("\n"), first.split("\n"), fillvalue="no more")
-        odd, usual = next((a, b) for a, b in lines if a != b)
+        odd, usual = first_lines_apart(theirs, first)
         where = f"; the first that differs: rank {odd_one} has {odd}, rank {usual_one} has {usual}"
         theirs, first = counts[rank], counts[reference]
     at = next((i for i, (a, b) in enumerate(zip(theirs, first)) if a != b), min(len(theirs), len(first)))
@@ -143,6 +142,12 @@ def _raise_different(backend: Backend, name: str, fact: str, rank: int, referenc
     remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
     there, here = f"rank {odd_one} has {theirs}", f"rank {usual_one} has {first}"
     raise ValueError(f"{name} differ between ranks: {there}, {here}{where}{remedy}")
+
+
+def first_lines_apart(some: str, others: str) -> tuple[str, str]:
+    """The first lines in which two texts differ."""
+    lines = zip_longest(some.split("\n"), others.split("\n"), fillvalue="no more")
+    return next((a, b) for a, b in lines if a != b)
 
 
 def gather_texts(backend: Backend, text: str) -> list[str]:

@@ -97,6 +97,15 @@ class StateBucket(Bucket):
         workers, servers = self.part_views(self.feedback.worker), self.shares(self.feedback.server, self.shard_index)
         return [{"worker_error": w, "server_error": s} for w, s in zip(workers, servers)]
 
+    def owed(self, nodes: int) -> Tensor:
+        """The worker's residual, (padded,), of a bucket whose ranks are nodes of their own, with the server's in it,
+        which is of a mean: times the ``nodes`` by which what is sent is divided. A new tensor."""
+        assert self.feedback is not None
+        worker = self.feedback.worker.clone()
+        if self.feedback.serves:
+            worker.view(self.world_size, -1)[self.shard_index].add_(self.feedback.server, alpha=nodes)
+        return worker
+
     def residual_places(self, feedback: Feedback) -> list[dict[str, Place]]:
         """Of each parameter, where in the whole of it these residuals of the bucket lie."""
         node, nodes = self.replicas.inter_node.rank, self.replicas.nodes

@@ -265,7 +265,9 @@ def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = Non
     optimizer._diagnostics.round_skipped(broken, optimizer.skipped_rounds)
     if optimizer.guard.ends_after(in_a_row):
         why = why or tell_not_finite(optimizer.topology.world, optimizer.buckets, names_of(optimizer.param_groups))
-        of = "" if of_all == in_a_row else f", of fragment {(fragment or 0) + 1} of {optimizer.fragments}"
+        of = ""
+        if fragment is not None and of_fragment > of_all:
+            of = f", of fragment {fragment + 1} of {optimizer.fragments}"
         raise NotFinite(f"{type(optimizer).__name__}: {in_a_row} synchronisations in a row were skipped{of}: {why}")
 
 

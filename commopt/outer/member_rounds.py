@@ -285,16 +285,13 @@ def _residuals(optimizer: OuterOptimizer, world_size: int, same_ranks: bool) -> 
     """
     out: dict[Tensor, dict[str, Tensor]] = {}
     for bucket in optimizer.buckets:
-        feedback = bucket.feedback
-        if feedback is None:
+        if bucket.feedback is None:
             continue
         if same_ranks:
             out.update((p, {k: t.clone() for k, t in r.items()}) for p, r in zip(bucket.params, bucket.residuals()))
             continue
-        worker = feedback.worker.clone()
-        if feedback.serves:
-            worker.view(bucket.world_size, -1)[bucket.shard_index].add_(feedback.server, alpha=world_size)
-        out.update((p, {"worker_error": mine}) for p, mine in zip(bucket.params, bucket.views(worker)))
+        owed = bucket.views(bucket.owed(world_size))
+        out.update((p, {"worker_error": mine}) for p, mine in zip(bucket.params, owed))
     return out
 
 

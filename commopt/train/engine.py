@@ -199,7 +199,7 @@ class DataParallel:
     def phase(self) -> str:
         """Always the same; "plain" where there is one node, or one rank, and nothing to compress."""
         if self.gradients is not None:
-            return "compressed" if self.gradients.nodes > 1 else "plain"
+            return "compressed" if self.gradients.compresses else "plain"
         return "plain" if self.alone else "ddp"
 
     steps_locally = False
