@@ -28,7 +28,7 @@ import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
 from commopt.train.errors import CheckpointError, ConfigError
-from commopt.train.loop import SETTLES, Trainer, learning_rate, train, warn_of_freeze
+from commopt.train.loop import SETTLES, Trainer, learning_rate, steps_until_asked, train, warn_of_freeze
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.optimizer import make_optimizer
@@ -419,36 +419,44 @@ def test_a_base_that_is_alone_on_its_rank_compresses_nothing_and_is_not_warned_o
     assert pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}, optim=optim))[0] == []
 
 
-def asked_after(config: Config) -> list[int]:
-    """Steps behind which ranks asked each other whether one was told to stop."""
-    asked, ask = [], Trainer._ask
+def asked_after(config: Config) -> dict[int, float]:
+    """Steps behind which ranks asked each other whether one was told to stop, where that is for ten local steps; and
+    the seconds of a step that they asked by."""
+    asked, ask = {}, Trainer._told_to_stop
 
-    def counting(trainer: Trainer, met: bool) -> bool:
-        asked.extend([trainer.step] if (found := ask(trainer, met)) else [])
-        return found
+    def telling(trainer: Trainer, met: bool) -> bool:
+        def ten(seconds: float) -> int:
+            asked[trainer.step] = seconds
+            return 10
 
-    Trainer._ask = counting  # type: ignore[method-assign]
-    try:
+        with mock.patch("commopt.train.loop.steps_until_asked", ten):
+            return ask(trainer, met)
+
+    with mock.patch.object(Trainer, "_told_to_stop", telling):
         run(config)
-    finally:
-        Trainer._ask = ask  # type: ignore[method-assign]
     return asked
 
 
 @pytest.mark.parametrize(
-    ("name", "period", "after"), [("LocalSGD", 6, [6, 10, 12, 16]), ("LocalSGD", 30, [10, 16, 20]), ("AdamW", 0, None)]
+    ("name", "period", "after"),
+    [("LocalSGD", 6, [1, 6, 12, 16]), ("LocalSGD", 30, [1, 11, 16, 22]), ("AdamW", 0, None)],
 )
 def test_ranks_do_not_wait_for_each_other_behind_a_local_step(
     pair: Pair, tiny: Make, tmp_path: Path, name: str, period: int, after: list[int] | None
 ) -> None:
-    """But where a record is due, at step 16, and now and then."""
+    """But where a record is due, at step 16, and now and then; by the time of the rank that is slowest, on all."""
     steps = 22 if period == 30 else 16
     train = {"steps": steps, "log_every": 16, "eval_every": 100, "checkpoint_every": 100}
     optim = {"name": name, "args": {"period": period} if period else {}}
     config = tiny(tmp_path, train=train, optim=optim)
-    expected = list(range(1, steps + 1)) if after is None else sorted({*after, steps})
-    for asked in pair.run(asked_after, config):
-        assert asked == expected
+    asked, of_the_other = pair.run(asked_after, config)
+    assert list(asked) == (list(range(1, steps + 1)) if after is None else after)
+    assert asked == of_the_other
+    assert all(seconds > 0 for seconds in asked.values())
+
+
+def test_a_wish_to_stop_is_heard_in_seconds_however_long_a_step_takes() -> None:
+    assert [steps_until_asked(seconds) for seconds in (0.0, 0.001, 0.1, 0.9, 3.0, 100.0)] == [100, 100, 20, 2, 1, 1]
 
 
 def test_a_warm_up_that_cannot_end_is_said() -> None:

@@ -50,6 +50,6 @@ def run_and_stop(config: Config, step: int, rank: int, draw: bool = False) -> An
             os.kill(os.getpid(), signal.SIGTERM)
         return happened
 
-    at_once = mock.patch("commopt.train.loop.ASK_EVERY", 1)  # local steps, too
+    at_once = mock.patch("commopt.train.loop.ASK_AFTER", 0.0)  # local steps, too
     with at_once, mock.patch.object(Trainer, "train_step", step_and_signal):
         return run(config, draw)

@@ -40,8 +40,11 @@ from commopt.train.world import World, is_loss_of_contact, open_world
 
 log = logging.getLogger(__name__)
 
-ASK_EVERY = 10
-"""Local steps after which ranks ask each other whether one was told to stop."""
+ASK_AFTER = 2.0
+"""Seconds of local steps after which ranks ask each other whether one was told to stop: whoever tells them waits for
+some 30 at most."""
+ASK_AFTER_STEPS = 100
+"""Local steps after which they ask at the latest."""
 
 
 def train(config: Config, stop: StopSignal | None = None) -> Record:
@@ -112,6 +115,11 @@ def providers(device: str) -> str:
     return "; ".join(f"{provider}: {', '.join(names)}" for provider, names in served.items())
 
 
+def steps_until_asked(seconds: float) -> int:
+    """Local steps of so many seconds until ranks ask each other whether one was told to stop."""
+    return max(1, min(ASK_AFTER_STEPS, int(ASK_AFTER / max(seconds, 1e-9))))
+
+
 SETTLES = 60
 """Steps of the shortest warm-up of ``freeze_step="auto"``: its third look (:mod:`commopt.optim.settling`)."""
 
@@ -153,7 +161,8 @@ class Trainer:
         self.skipped = 0  # steps skipped by the rank that has skipped the most, as of the last message
         self.skipping_since: int | None = None  # first of the last steps, if all of those were skipped
         self.lap = (0, 0.0)  # tokens and seconds at the last record
-        self.local = False  # whether the last step was
+        self.local, self.seconds = False, 0.0  # whether the last step was, and what it took
+        self.asks_at = 0  # the step after which ranks ask each other, at the latest, whether one was told to stop
         resume.seed_dropout(self)
         if init is not None:
             resume.take_weights(self, init)
@@ -179,18 +188,22 @@ class Trainer:
                 if len(record) > 1:
                     record |= self.meter.totals() | {"skipped_steps": self.skipped}
                     self.world.together(functools.partial(recorder.write, record), name_rank=False)
-                stopping = self._ask(due or len(record) > 1) and self.world.any(self.world.wished) and not last
+                stopping = self._told_to_stop(met=len(record) > 1) and not last
                 if stopping or last or self.step % train.checkpoint_every == 0:
                     resume.save(self)
                 if stopping:
                     break
         return self._summary(heldout)
 
-    def _ask(self, met: bool) -> bool:
-        """True if the ranks ask each other after this step whether to stop; ``met``: they have waited for each other
-        anyway. Behind a local step they do so now and then only, or nothing would be local."""
-        met = met or self.world.size == 1 or self.step % self.config.train.checkpoint_every == 0
-        return met or not self.local or self.step % ASK_EVERY == 0
+    def _told_to_stop(self, met: bool) -> bool:
+        """True if a rank was told to stop, as far as the ranks ask each other after this step; ``met``: they have
+        waited for each other anyway. Behind local steps they do so now and then only, or nothing would be local."""
+        met = met or not self.local or self.step % self.config.train.checkpoint_every == 0 or self.world.size == 1
+        if not met and self.step < self.asks_at:
+            return False
+        wished, seconds = self.world.table([self.world.wished, self.seconds]).unbind(1)
+        self.asks_at = self.step + steps_until_asked(float(seconds.max()))
+        return bool(wished.any())
 
     def train_step(self) -> Record:
         """One optimizer step; return what happened on this rank, the loss still on its device."""
@@ -213,8 +226,8 @@ class Trainer:
         self.consumed += self.config.train.batch_size
         traffic = self.engine.traffic()
         self.skipping_since = (self.skipping_since or self.step) if traffic.skipped else None
-        tokens = self.config.train.batch_size * self.config.data.seq_len
-        self.meter.add(phase, traffic, tokens, time.perf_counter() - start)
+        tokens, self.seconds = self.config.train.batch_size * self.config.data.seq_len, time.perf_counter() - start
+        self.meter.add(phase, traffic, tokens, self.seconds)
         return {"loss": loss, "lr": lr, "phase": phase, "traffic": traffic}
 
     @torch.no_grad()
