@@ -6,6 +6,7 @@ Unlike the optimizer, it keeps the sum u of the paper and moves x_i step by step
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from oracle import compress, raised
 
@@ -69,14 +70,18 @@ class ZeroOneAdamOracle:
             return [v if a else 0.0 for v, a in zip(z, live)]
         return compress(z, self.block, self.norm, live)
 
-    def step(self, grads: list[list[float | None]], lr: float) -> None:
+    def step(self, grads: list[list[float | None]], lr: float, frozen: Collection[int] = ()) -> None:
         """One step on the gradients of each rank, flat, each of ``size`` elements; None where a rank has none. What no
-        rank has one of stays as it is, unless there are local steps in the interval: then it is zeros."""
+        rank has one of stays as it is, unless there are local steps in the interval: then it is zeros, but of what was
+        ``frozen`` when the interval began."""
         self.t += 1
         pad: list[float | None] = [None] * (len(self.v) - self.size)
         columns = list(zip(*(list(g) + pad for g in grads)))
         knows = self.t in self.exact or (self.t in self.sync and self.taken == 0)
-        here = [j for j, column in enumerate(columns) if not knows or column.count(None) < len(column)]
+        if self.taken == 0:
+            self.frozen = frozenset(frozen)
+            self.first = [t + 1 for t in self.steps]  # step of each element at which the interval began
+        here = [j for j, g in enumerate(columns) if (g.count(None) < len(g) if knows else j not in self.frozen)]
         filled = [[g or 0.0 for g in (column[i] for column in columns)] for i in range(len(grads))]
         if self.t in self.exact:
             self._exact(filled, lr, here)
@@ -86,8 +91,6 @@ class ZeroOneAdamOracle:
             if self.norm is not None:
                 self.v = raised(self.v, self.ranks, self.block, self.least)
             self.moved = False
-        if self.taken == 0:
-            self.first = [t + 1 for t in self.steps]  # step of each element at which the interval began
         self.taken, self.lr_sum = self.taken + 1, self.lr_sum + lr
         moving = [j for j in here if self.refreshed[j]]
         before = list(self.anchor)
@@ -95,9 +98,8 @@ class ZeroOneAdamOracle:
             self.steps[j] += 1
             self.anchor[j] *= 1 - lr * self.wd
         for m, u, x, g in zip(self.m, self.u, self.x, filled):
-            for j in here:
-                pull = self.pull * x[j] if self.refreshed[j] else 0.0
-                m[j] = self.b1 * m[j] + (1 - self.b1) * (g[j] + pull)
+            for j in moving:
+                m[j] = self.b1 * m[j] + (1 - self.b1) * (g[j] + self.pull * x[j])
                 u[j] += lr * m[j]
             for j in moving:
                 x[j] += self.anchor[j] - before[j]

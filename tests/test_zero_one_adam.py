@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from functools import partial
 
 import pytest
@@ -80,18 +81,29 @@ def rate(step: int) -> float:
     return 0.0 if 24 <= step <= 28 else 0.03 / (1 + 0.2 * step)  # steps count from 0; rounds at 23, 27, 31
 
 
+FROZEN = 2
+
+
+def is_frozen(step: int) -> bool:
+    """Of the parameter FROZEN: from the second step of an interval to that of another."""
+    return 15 <= step < 26
+
+
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize(
     ("compressor", "block", "norm"),
     [(Identity(), None, None), (Sign(block=16), 16, "l2"), (Sign(block=16, norm="l1"), 16, "l1")],
 )
-@pytest.mark.parametrize(("sync", "absent"), [(SYNC, False), (SYNC, True), (SyncPolicy(1, 8, 4), True)])
+@pytest.mark.parametrize(
+    ("sync", "absent"), [(SYNC, ""), (SYNC, "some"), (SYNC, "frozen"), (SyncPolicy(1, 8, 4), "some")]
+)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_every_step_is_that_of_the_algorithm_on_lists(
     world_size, per_node, compressor, block, norm, sync, absent, decoupled
 ):
-    """On every rank, between rounds too, with lr that changes and is 0 from one round to the next. ``absent``:
-    parameters come and go; the third policy has rounds one after another, too."""
+    """On every rank, between rounds too, with lr that changes and is 0 from one round to the next. "some" parameters
+    come and go, or one is "frozen", from within an interval into the middle of another; the other policy has rounds one
+    after another, too."""
     steps, order = 34, list(reversed(range(len(SIZES))))  # how a bucket packs
     refreshed, met = refreshes(2, 8), rounds(8, sync.first, sync.double_every, sync.longest, steps)
     oracle = ZeroOneAdamOracle(
@@ -103,10 +115,14 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
 
     def grads(step: int, rank: int) -> list[Tensor | None]:
         whole = [grad(step, rank, i) for i in range(len(SIZES))]
-        return some_of(whole, step, rank) if absent else whole
+        if absent == "frozen" and is_frozen(step):
+            whole[FROZEN] = None
+        return some_of(whole, step, rank) if absent == "some" else whole
 
+    start = sum(math.prod(SIZES[i]) for i in order[: order.index(FROZEN)])
     for step in range(steps):
-        oracle.step([flat_given(grads(step, r), SIZES) for r in range(world_size)], rate(step))
+        frozen = range(start, start + math.prod(SIZES[FROZEN])) if absent == "frozen" and is_frozen(step) else ()
+        oracle.step([flat_given(grads(step, r), SIZES) for r in range(world_size)], rate(step), frozen)
         expected.append([list(x) for x in oracle.x])
 
     def run(backend):
@@ -120,6 +136,7 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
         history = []
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate(step)
+            mine[FROZEN].requires_grad_(absent != "frozen" or not is_frozen(step))
             give(mine, grads(step, rank))
             optimizer.step()
             history.append(flat([mine[i] for i in order]))
@@ -227,6 +244,36 @@ def test_the_momentum_after_a_round_is_the_weighted_mean_of_those_in_the_interva
     expected = sum(r * m for r, m in zip(rates[2:], momenta[2:])) / sum(rates[2:])
     for m in on_threads(2, run):
         torch.testing.assert_close(m, torch.full_like(m, expected), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("by", ["a round", "synchronize"])
+def test_a_parameter_that_is_frozen_keeps_its_momentum_and_its_residual_through_local_steps(by):
+    """To the bit, on three ranks, of which no mean of equal numbers is exact."""
+
+    def run(backend):
+        optimizer = make(model := Toy(), backend, sync=SyncPolicy(4, None, 4))
+        train(model, optimizer, range(12), backend.rank, 3)  # a round at 12
+        frozen = next(model.parameters()).requires_grad_(False)
+        frozen.grad = None
+
+        def kept():
+            residuals = [b.feedback.worker for b in optimizer.buckets]
+            return [t.clone() for t in (frozen, optimizer.state[frozen]["exp_avg"], *residuals)]
+
+        before = kept()
+        train(model, optimizer, range(12, 16 if by == "a round" else 14), backend.rank, 3)
+        assert optimizer.replicas_differ == (by != "a round")
+        optimizer.synchronize()
+        bucket = next(b for b in optimizer.buckets if any(p is frozen for p in b.params))
+        i = next(i for i, p in enumerate(bucket.params) if p is frozen)
+        at = slice(bucket.offsets[i], bucket.offsets[i] + frozen.numel())
+        n = optimizer.buckets.index(bucket)
+        return [(*pair,) for pair in zip(before[:2], kept()[:2])] + [(before[2 + n][at], kept()[2 + n][at])]
+
+    for pairs in on_threads(3, run):
+        for before, after in pairs:
+            assert torch.equal(before, after)
+            assert before.count_nonzero()
 
 
 def test_weight_decay_does_not_leak_into_the_momentum():

@@ -34,7 +34,7 @@ from commopt.comm import (
 from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.ops.reference import runs_of
 from commopt.optim.in_flight import StepContext
-from commopt.optim.masks import Run, absent_runs, active_mask, padding_mask, within, without
+from commopt.optim.masks import Run, absent_runs, active_mask, keeping, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, coupled_decay, scaled_gradient, weight_decay_factor
 from commopt.optim.state_bucket import StateBucket
 
@@ -163,11 +163,9 @@ class Received:
 
     def into(self, m: Tensor, update: FrozenAdam) -> None:
         """Writes the mean to ``m``, a flat buffer of the bucket, but for the absent, and moves parameters along it."""
-        kept = [(slice(*run), m[slice(*run)].clone()) for run in self._absent]
-        for chunk in self._in_flight:
-            self._compressor.decompress_adam(chunk.payload, m, update, self._active, chunk.chunk)
-        for at, values in kept:
-            m[at] = values
+        with keeping(m, self._absent):
+            for chunk in self._in_flight:
+                self._compressor.decompress_adam(chunk.payload, m, update, self._active, chunk.chunk)
 
     def values(self) -> Tensor:
         """The mean, (padded,), a new tensor; what it has for the absent means nothing."""

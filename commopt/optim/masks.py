@@ -3,7 +3,8 @@ active."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +51,15 @@ def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
         if start < stop:
             out.append((start, stop))
     return out
+
+
+@contextlib.contextmanager
+def keeping(flat: Tensor, runs: Sequence[Run]) -> Iterator[None]:
+    """Context that may write all of ``flat``, a flat buffer; what ``runs`` have is put back."""
+    kept = [(slice(*run), flat[slice(*run)].clone()) for run in runs]
+    yield
+    for at, values in kept:
+        flat[at] = values
 
 
 def without(active: Tensor, runs: Sequence[Run]) -> Tensor:

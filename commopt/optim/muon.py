@@ -5,7 +5,8 @@
     p <- p - lr weight_decay p - lr adjust(shape) X
 
 K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024); adjust="match_rms_adamw" is
-arXiv 2502.16982, section 2.2. To the bit what ``torch.optim.Muon`` does with whole matrices. Its iterations on DTensors
+arXiv 2502.16982, section 2.2. To the bit what ``torch.optim.Muon`` does with whole matrices; but where parameters are
+bfloat16 and ``nesterov=False``, torch's iterations normalise the momentum itself, in place. Its iterations on DTensors
 put a matrix together in each of the five, on every rank; here a step has two exchanges, whatever is in the model:
 the pieces of U go to the matrix's owner, those of X come back. Owners are chosen so that all ranks have the
 same work, as SPD-KFAC (arXiv 2107.06533, section 4.2) shares the inverses of its factors.

@@ -47,7 +47,8 @@ Where this differs from the paper and its usual implementation:
   :class:`commopt.OneBitAdam`.
 * A parameter without a gradient on any rank is left alone, momentum and residuals too, in exact steps and in a round
   that follows another. In local steps nobody knows: there, and in the round that ends them, a missing gradient is
-  zeros, so that the momentum decays, on all ranks alike, while it moves the parameter.
+  zeros, so that the momentum decays, on all ranks alike, while it moves the parameter. One that was frozen on all
+  ranks when the first local step began is left alone, as in torch.
 * One rank alone, or one node, is plain Adam. With nodes of several ranks a round averages inside the node and is
   compressed between nodes; local steps are each rank's own, and communicate nothing in the node either.
 """
@@ -73,7 +74,7 @@ from commopt.optim.diagnostics import tell_if_never_settled
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
 from commopt.optim.guard import Guard
 from commopt.optim.in_flight import StepContext
-from commopt.optim.masks import active_mask
+from commopt.optim.masks import absent_runs, active_mask, keeping
 from commopt.optim.own import MIXED, Origin
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, coupled_decay
@@ -377,7 +378,7 @@ class ZeroOneAdam(CommOptimizer):
     def round(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_u: the mean over ranks and steps of the momenta."""
         m, since, bucket.nonzero = bucket["exp_avg"], next_interval(group), []
-        absent: list[int] | None = None if since.steps == 1 else []  # between rounds a missing gradient is zeros
+        absent = None if since.steps == 1 else _still(bucket)  # between rounds a missing gradient is zeros
         mean = yield from compressed_mean_of(
             (yield from self._gathered(bucket, group, ctx, since)), bucket, self.compressor, ctx, absent=absent
         )
@@ -396,7 +397,8 @@ class ZeroOneAdam(CommOptimizer):
         m, u, since = bucket["exp_avg"], bucket["mean_momentum"], next_interval(group)
         grads = [] if ctx.nonfinite_dropped else bucket.gradients()
         beta1, moving = group["betas"][0], self._increment(bucket, group, since, None)
-        ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
+        with keeping(m, absent_runs(bucket, _still(bucket))):
+            ops.momentum(m, [g for g, _ in grads], [o for _, o in grads], beta1, (1 - beta1) * ctx.scale, m)
         add_params_(m, bucket, moving, (1 - beta1) * coupled_decay(group))  # m_i = b1 m_i + (1-b1) (g_i + wd x_i)
         if since.steps == 1:
             bucket.pack_params_(bucket["anchor"])  # x_a = x
@@ -482,7 +484,8 @@ class ZeroOneAdam(CommOptimizer):
         for (bucket, update), mean in zip(differing, means):
             ops.zero_dead_(mean, active_mask(bucket))
             place(bucket, update, mean)
-            bucket.buffers["exp_avg"].copy_(mean)
+            with keeping(bucket["exp_avg"], absent_runs(bucket, _still(bucket))):
+                bucket["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
         self._check_next = True  # among the local steps that count no longer may have been one at which to compare
@@ -562,6 +565,12 @@ def _waiting(bucket: StateBucket, group: dict[str, Any]) -> list[Tensor]:
     missed, refreshes = bucket.numbers["missed_at"].tolist(), bucket.numbers["variance_step"].tolist()
     waits = [p for p, at, k in zip(bucket.params, missed, refreshes) if at and not k and group["step"] < 2 * at]
     return waits + (settling.rarely_updated(bucket) if _is_end_of_first(group, group["step"]) else [])
+
+
+def _still(bucket: StateBucket) -> list[int]:
+    """Indices of the parameters that do not move between two rounds: frozen when the first local step began, or without
+    a variance. Known once that step has; the same on all ranks."""
+    return [i for i, steps in enumerate(bucket.numbers["interval_step"].tolist()) if steps == 0]
 
 
 def _sync(group: dict[str, Any]) -> SyncPolicy:

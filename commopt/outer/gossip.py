@@ -52,7 +52,7 @@ class Gossip(GossipOptimizer):
 
     A round sends 64 bits a parameter, 32 to each neighbour, and 16.5 with ``Int8()``, and receives as many, of
     however many ranks W. Averaging brings ranks closer by (1 + 2 cos(2 pi / W)) / 3 a round at worst, which is next to
-    nothing for many: W^2 / 13 rounds for half the distance. Replicas are never equal, unless ``synchronize()`` makes
+    nothing for many: W^2 / 19 rounds for half the distance. Replicas are never equal, unless ``synchronize()`` makes
     them: evaluate and save the mean model, ``with optimizer.averaged(model):``.
 
     Memory per rank beyond the base's, in float32 per parameter: 1 (anchor), with a compressor 3 (and its neighbours').

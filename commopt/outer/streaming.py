@@ -26,8 +26,8 @@ Where this differs from the papers:
 * With alpha = 1/2 half of the d steps is given up, as in the paper; "corrected" gives up nothing, and is the default.
 * Eager: with a compressor the others' share is what came of it, and the own one is exact. D_r(-1) = D(-1) = 0. A
   parameter that all ranks have frozen is one value on all of them from the next round on (:mod:`.freezing`).
-  Anchors and outer momenta are each rank's own then. ``synchronize()`` makes them one: their mean, and on it an outer
-  step with D(t) + (1 - 1/R) D(t-1).
+  Anchors and outer momenta are each rank's own then. ``synchronize()`` makes them one: an outer step of each rank with
+  what it lacks of the others, D(t-1) - D_r(t-1) / R; the means of anchors and momenta; then one of all with D(t).
 """
 
 from __future__ import annotations

@@ -311,8 +311,6 @@ class Hybrid(DataParallel):
             return "compressed" if self.gradients.compresses else "plain"
         return "plain" if self.mesh.size() == 1 else "hsdp"
 
-    steps_locally = False
-
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Inside a replica FSDP2 reduces in every backward pass, which saves memory; between replicas, and inside the
         only one if that is compressed, in the last."""
