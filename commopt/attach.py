@@ -20,7 +20,7 @@ from commopt.comm.counting import all_reduce_bytes
 from commopt.comm.torch import ranks_of
 from commopt.ddp_models import ddp_models_around, ddp_models_in
 from commopt.exchanged import refuse_assign
-from commopt.gradients.ddp import DDPHook, joining
+from commopt.gradients.ddp import CopiedHook, DDPHook, joining
 from commopt.hsdp import TakenReplicas, give_back, has_replicas, take_replicas
 from commopt.optim import binding
 from commopt.optim.arrival import remove_all
@@ -60,6 +60,9 @@ class Attachment:
         self._optimizer = weakref.ref(optimizer)
         self.agreed, self._looked = True, False
         self.clear()
+
+    def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
+        return CopiedHook, ()
 
     def is_of(self, model: DistributedDataParallel) -> bool:
         """True if it is the state of this very model."""
@@ -207,6 +210,12 @@ def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
         raise
     for one in taken:
         one.holders.add(optimizer)
+    if optimizer.rows_merged > 1 and optimizer.topology.rank == 0:
+        logger.warning(
+            "%s: its state was loaded before attach(), so that of what each of %d replicas had of its own (residuals; "
+            "with local steps parameters and momenta) all have the mean now. Attach first, then load, to go on exactly",
+            type(optimizer).__name__, optimizer.rows_merged,
+        )  # fmt: skip
     params = {id(p) for one in taken for p in one.trained()}
     why = "nobody would average the gradients of the new ones; load it before attach(), or without assign=True"
     handles = refuse_assign(model, params, why)
@@ -312,7 +321,7 @@ def _connect(model: DistributedDataParallel, optimizer: Ours) -> None:
         optimizer._attachment = free[0]
     else:
         attachment = Attachment(model, optimizer)
-        if model._comm_hooks:
+        if _hooks_of(model):
             raise RuntimeError(_whose_hook(model, optimizer))
         try:
             model.register_comm_hook(attachment, Attachment.hook)
@@ -332,19 +341,31 @@ _LEAVE_OUT = (
 
 def _whose_hook(model: DistributedDataParallel, optimizer: Ours) -> str:
     """Advice about the communication hook that ``model`` has: it takes one."""
-    if not model._comm_hooks:
+    hooks = _hooks_of(model)
+    if not hooks:
         return f"it has a communication hook of its own, one of those built in; {_LEAVE_OUT}"
-    hook, state = model._comm_hooks[0]
+    hook, state = hooks[0]
     if isinstance(state, Attachment):
         if state is optimizer._attachment:
             return "its communication hook is that of this optimizer already: once is enough"
         return "its communication hook is that of another optimizer of commopt: give that one all parameters"
+    if isinstance(state, DDPHook) and not _compresses(state):
+        return (
+            "compress_gradients() has averaged its gradients before, and DistributedDataParallel keeps that hook for "
+            "good: wrap the module once more"
+        )
     if isinstance(state, DDPHook):
         return (
             "compress_gradients() compresses the averages already, for any optimizer: take one of torch with it, or "
             "leave it out"
         )
     return f"it has a communication hook of its own, {getattr(hook, '__qualname__', hook)}; {_LEAVE_OUT}"
+
+
+def _hooks_of(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The communication hooks that DDP has written down, and their states, but for those of the model that ``model`` is
+    a copy of: they are not there."""
+    return [(hook, state) for hook, state in model._comm_hooks if not isinstance(state, CopiedHook)]
 
 
 def _free(model: DistributedDataParallel) -> list[Attachment]:
@@ -360,7 +381,7 @@ def _look(optimizer: PackedOptimizer) -> Attach | Obstacle | None:
     if len(models) > 1:
         return _obstacle(models, _why_several(models))
     why_not = _why_not(models[0], optimizer)
-    if why_not is None and models[0]._comm_hooks and not _free(models[0]):
+    if why_not is None and _hooks_of(models[0]) and not _free(models[0]):
         why_not = _whose_hook(models[0], optimizer)
     if why_not is not None:
         return _obstacle(models, why_not)
@@ -388,10 +409,14 @@ def _obstacle(models: list[DistributedDataParallel], why: str) -> Obstacle:
 def _bytes_of(model: DistributedDataParallel) -> int:
     """Bytes that this rank sends if ``model`` all-reduces its gradients once, in their dtype; 0 where that is counted
     by who has its hook."""
-    if any(isinstance(state, (Attachment, DDPHook)) for _, state in model._comm_hooks):
+    if any(isinstance(state, Attachment) or _compresses(state) for _, state in model._comm_hooks):
         return 0
     nbytes = sum(p.nbytes for p in model._module_parameters if p.requires_grad)
     return all_reduce_bytes(nbytes, dist.get_world_size(model.process_group))
+
+
+def _compresses(state: Any) -> bool:
+    return isinstance(state, DDPHook) and state.mean is not None
 
 
 def _connect_late(model: DistributedDataParallel, optimizer: Ours, in_backward: bool) -> Obstacle | None:

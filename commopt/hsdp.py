@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt.ddp_models import instances_of, with_subclasses
-from commopt.sharding import leave_dims
+from commopt.sharding import leave_dims, notes_dims
 
 _TAKEN: weakref.WeakKeyDictionary[Any, TakenReplicas] = weakref.WeakKeyDictionary()
 """By FSDP's group of parameters, who averages over its replicas in FSDP2's stead."""
@@ -49,9 +49,15 @@ class TakenReplicas:
         if group.gradient_divide_factor is not None and reduction == "mean":  # it is one of the sum over all ranks
             group.gradient_divide_factor /= before.replicate_mesh_size
         self._factor = group.gradient_divide_factor
-        for p, dim in left.items():
-            leave_dims(p, (dim,))
+        self._left = list(left.values())
+        self.note()
         _TAKEN[group] = self
+
+    def note(self) -> None:
+        """Notes of the parameters over which dimension FSDP2 does not average them."""
+        group = self._group()
+        for p, dim in zip([] if group is None else _params_of(group), self._left):
+            leave_dims(p, (dim,))
 
     def give_back(self) -> None:
         """FSDP2 averages over the replicas, from the next backward on."""
@@ -75,6 +81,12 @@ class TakenReplicas:
                 f"set_gradient_divide_factor({group.gradient_divide_factor}) was called after {self.by} had taken the "
                 "average over the replicas from FSDP2: call it before that"
             )
+
+
+@notes_dims
+def _note_all() -> None:
+    for taken in list(_TAKEN.values()):
+        taken.note()
 
 
 def take_replicas(model: nn.Module, by: str, reduction: str, of: Collection[int] | None = None) -> list[TakenReplicas]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,8 +48,24 @@ def leave_dims(p: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def left_dims(p: Tensor) -> tuple[int, ...]:
-    """Dimensions that :func:`leave_dims` has noted."""
-    return getattr(p, "_commopt_left_dims", ())
+    """Dimensions that :func:`leave_dims` has noted. ``module.to()`` and its like take the note from a DTensor: it is
+    made anew then."""
+    if not is_sharded(p):
+        return ()
+    if not hasattr(p, "_commopt_left_dims"):
+        leave_dims(p, ())
+        for note in _noting:
+            note()
+    return p._commopt_left_dims  # type: ignore[attr-defined,no-any-return]
+
+
+def notes_dims(note: Callable[[], None]) -> Callable[[], None]:
+    """Has ``note`` called where a parameter has lost what it has noted by :func:`leave_dims`."""
+    _noting.append(note)
+    return note
+
+
+_noting: list[Callable[[], None]] = []
 
 
 def covers(p: Tensor, mesh: Any) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from listening import listening
 from mesh_scenes import grid, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt.compress import Identity, Int8
 from commopt.hsdp import has_replicas
+from commopt.sharding import local
 
 
 class Net(nn.Module):
@@ -75,6 +81,17 @@ def trained(net: nn.Module, rank: int, *optimizers: Any) -> bool:
     return same_on_all(flat(p for p in net.parameters()))
 
 
+def removed_twice(model: nn.Module, rank: int) -> int:
+    """Steps that another handle has counted when the first was removed for the second time."""
+    old = commopt.compress_gradients(model, Int8())
+    old.remove()
+    new = commopt.compress_gradients(model, Int8())
+    old.remove()
+    backward(model, rank)
+    steps: int = new.comm_stats()["steps"]
+    return steps
+
+
 def compressed(rank: int, world_size: int) -> dict[str, Any]:
     mesh, out = grid(2, 2), {}
     net, bare, theirs = net_on(mesh), Net(), net_on(mesh)
@@ -122,6 +139,7 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
     net.load_state_dict(state)
     handle.remove()
     net.load_state_dict(state, assign=True)
+    out["removed twice"] = [removed_twice(m, rank) for m in (DistributedDataParallel(Net()), fully_shard(Net()), Net())]
 
     for name, model in {"hsdp": Net(), "bare": Net()}.items():
         model.second.requires_grad_(False)
@@ -176,6 +194,83 @@ def attached(rank: int, world_size: int) -> dict[str, Any]:
     net = net_on(mesh)
     commopt.compress_gradients(net, Int8())
     out["compressed, then attached"] = error_of(lambda: commopt.attach(net, ours(net.parameters())))
+    return out
+
+
+def converted(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether replicas are the same after some steps of a model that was moved or cast after its average over replicas
+    was taken from FSDP2; and then a layer of it unfrozen."""
+    mesh, out = grid(2, 2), {}
+    for name, how in {"moved": "cpu", "cast": torch.float32}.items():
+        net = net_on(mesh)
+        net.second.requires_grad_(False)
+        adam = commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2)
+        commopt.attach(net, adam)
+        net.to(how)
+        commopt.attach(net, adam)  # once more: nothing is left to do
+        dtype = net.first.weight.dtype
+        out[name] = True
+        for step in range(6):
+            if step == 2:
+                net.second.requires_grad_(True)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+            net(x).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+            out[name] &= same_on_all(flat(p for p in net.parameters()))
+        out[f"{name}, averaged"] = all(bucket.world_size == 2 for bucket in adam.buckets)
+        net = net_on(mesh)
+        diloco = commopt.DiLoCo(net.parameters(), lr=1e-2, period=2)
+        commopt.attach(net, diloco)
+        net.to(how)
+        for step in range(4):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+            net(x).square().sum().backward()
+            diloco.step()
+            diloco.zero_grad()
+        out[f"{name}, DiLoCo"] = same_on_all(flat(p for p in net.parameters()))
+    return out
+
+
+def loaded_and_attached(rank: int, world_size: int) -> dict[str, Any]:
+    """Whether a run that is attached, then loaded, goes on as it was, and what is said where it is the other way."""
+    mesh, out = grid(2, 2), {}
+
+    def run(net: Any, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            backward(net, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([local(p).detach().flatten() for p in net.parameters()])
+
+    def ours(net: Any) -> Any:
+        return commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2)
+
+    net = net_on(mesh)
+    optimizer = ours(net)
+    commopt.attach(net, optimizer)
+    run(net, optimizer, range(5))
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    dcp.save({"optim": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder[0])
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    expected = run(net, optimizer, range(5, 8))
+    for order in ("attach, load", "load, attach"):
+        net = net_on(mesh)
+        again = ours(net)
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.copy_(weights[name])
+        with listening() as lines:
+            if order == "attach, load":
+                commopt.attach(net, again)
+            state = {"optim": get_optimizer_state_dict(net, again)}
+            dcp.load(state, checkpoint_id=folder[0])
+            set_optimizer_state_dict(net, again, state["optim"])
+            if order == "load, attach":
+                commopt.attach(net, again)
+        out[order] = torch.equal(run(net, again, range(5, 8)), expected)
+        out[f"{order}: said"] = [line for line in lines if "loaded before attach()" in line]
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import time
@@ -18,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -761,6 +763,40 @@ def unsharded_and_back(rank: int, world_size: int) -> dict[str, Any]:
             fit(back, again, step, rank)
             fit(whole_net, whole_one, step, rank)
         out[f"{way}: back"] = distance(back, whole_net)
+    return out
+
+
+def full_states(rank: int, world_size: int) -> dict[str, Any]:
+    """What is said where a full state of a sharded run, which has what is rank 0's own, is loaded into a sharded one,
+    by every rank or from rank 0; and whether it goes on, with replicas that are the same after a round."""
+    mesh, out = grid(2, 2), {}
+    for name, kind in {"OneBitAdam": {"freeze_step": 2}, "DiLoCo": {"period": 4}}.items():
+        net = fully_shard(Plain(), mesh=mesh["shard"])
+        ours = getattr(commopt, name)(net.parameters(), lr=1e-2, process_group=mesh, **kind)
+        for step in range(6):
+            fit(net, ours, step, rank)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        given = [get_model_state_dict(net, options=options), get_optimizer_state_dict(net, ours, options=options)]
+        everybodys = list(given)
+        dist.broadcast_object_list(everybodys)
+        for way, (weights, state) in {"all load": everybodys, "from rank 0": given}.items():
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "from rank 0")
+            again = fully_shard(Plain(), mesh=mesh["shard"])
+            other = getattr(commopt, name)(again.parameters(), lr=1e-2, process_group=mesh, **kind)
+            with listening() as lines:
+                set_model_state_dict(
+                    again, copy.deepcopy(weights), options=options
+                )  # which writes into what it is given
+                set_optimizer_state_dict(again, other, copy.deepcopy(state), options=options)
+                for step in range(6, 12):
+                    fit(again, other, step, rank)
+            if name == "DiLoCo":
+                other.synchronize()
+            numbers = torch.cat([piece(p).detach().flatten() for p in again.parameters()])
+            rows = [torch.empty_like(numbers) for _ in range(2)]
+            dist.all_gather(rows, numbers, group=mesh.get_group("replicate"))
+            out[f"{name}, {way}"] = torch.equal(*rows) and bool(numbers.isfinite().all())
+            out[f"{name}, {way}: said"] = len([line for line in lines if "another rank's in the loaded state" in line])
     return out
 
 

@@ -29,6 +29,7 @@ def test_compressed_gradients_are_averaged_or_an_error_says_why_not(pool: Pool) 
         assert found["as it was"]
         assert "call remove() on the handle" in found["assigned"]
         assert found["nothing loaded"]
+        assert found["removed twice"] == [1, 1, 1]
         for name in ("hsdp", "bare"):
             assert "2 parameters, such as one of shape (6, 6), were frozen" in found[f"frozen, {name}"]
         assert found["as before"]
@@ -46,6 +47,20 @@ def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> N
         assert "compress_gradients() averages the gradients of this model" in found["compressed, then attached"]
         assert "load it before attach()" in found["assigned"]
         assert "was called after attach()" in found["factor set later"]
+
+
+def test_a_model_that_is_moved_or_cast_is_averaged_over_its_replicas_as_before(pool: Pool) -> None:
+    for found in pool.over_gloo(4, hsdp_scenes.converted):
+        assert len(found) == 6
+        assert all(found.values()), found
+
+
+def test_a_state_that_is_loaded_before_attach_is_said_to_be_a_mean(pool: Pool) -> None:
+    for rank, found in enumerate(pool.over_gloo(4, hsdp_scenes.loaded_and_attached)):
+        assert found["attach, load"]
+        assert not found["attach, load: said"]
+        assert not found["load, attach"]
+        assert len(found["load, attach: said"]) == (rank == 0)
 
 
 def test_residuals_of_one_mesh_on_another_of_as_many_ranks(pool: Pool) -> None:

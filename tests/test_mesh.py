@@ -282,6 +282,14 @@ def test_states_of_whole_models_load_into_sharded_ones_and_back(pool):
             assert apart < 1e-12, way
 
 
+def test_a_full_state_has_what_is_rank_0s_own_which_the_others_leave_out_and_say(pool):
+    for rank, found in enumerate(pool.over_gloo(4, mesh_scenes.full_states)):
+        for name in ("OneBitAdam", "DiLoCo"):
+            for way in ("all load", "from rank 0"):
+                assert found[f"{name}, {way}"], (name, way)
+            assert found[f"{name}, all load: said"] == (rank == 1)
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (4, 1, 3)])
 def test_a_run_of_elements_is_some_boxes(shape):
     numbers = torch.arange(math.prod(shape)).view(shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import shutil
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
-from commopt import CSER, LocalSGD, OneBitAdam, OneBitLion, attach, comm
+from commopt import CSER, LocalSGD, OneBitAdam, OneBitLion, attach, comm, compress_gradients
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
 from commopt.compress import Int8
@@ -276,6 +277,38 @@ UNATTACHED: dict[str, dict[str, Any]] = {
 }
 
 
+def run_copied(rank: int, world: int) -> dict[str, Any]:
+    """Copies of an attached DDP model: alone it averages, as plain DDP does, and with its optimizer it trains on. And
+    one whose gradients were compressed before, which DDP averages for good."""
+    model = ddp(Toy())
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS)
+    attach(model, optimizer)
+    for t in range(STEPS):
+        step(model, optimizer, t, rank, world)
+    torch.save(model, io.BytesIO())
+    other, its = copy.deepcopy((model, optimizer))
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    alone(tokens(STEPS, rank, world)).backward()
+    for t in range(STEPS, STEPS + 2):
+        step(model, optimizer, t, rank, world)
+        step(other, its, t, rank, world)
+    before = ddp(Toy())
+    compress_gradients(before, Int8()).remove()
+    beside = OneBitAdam(before.parameters(), **SETTINGS)
+    with listening() as lines:
+        for t in range(STEPS):
+            step(before, beside, t, rank, world)
+    return {
+        "grads": [p.grad for p in alone.parameters() if p.grad is not None],
+        "params": params_of(other),
+        "as the original": same_bits(params_of(model), params_of(other)),
+        "sent": its.comm_stats()["step"] == optimizer.comm_stats()["step"],
+        "log": list(lines),
+        "stats": beside.comm_stats(),
+    }
+
+
 def run_baseline(rank: int, world: int) -> dict[str, Any]:
     model = ddp(Toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["lr"], weight_decay=0.0)
@@ -459,6 +492,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "crossed": run_crossed(rank, world),
         "mixed": run_mixed(rank, world),
         **{name: run_unattached(rank, world, **settings) for name, settings in UNATTACHED.items()},
+        "copied": run_copied(rank, world),
         "baseline": run_baseline(rank, world),
         "nan": run_nan(rank, world),
         "groups": run_groups(rank, world),
@@ -626,6 +660,22 @@ def test_what_ddp_sends_beside_local_steps_is_counted_from_the_first_round_on(ra
 @pytest.mark.parametrize("scene", ["unattached, hooked", "unattached, built in"])
 def test_what_cannot_be_attached_cannot_by_another_optimizer_either(ranks, scene):
     assert "it has a communication hook of its own" in ranks[0][scene]["refused"]
+
+
+def test_a_copy_of_an_attached_model_averages_and_with_its_optimizer_trains_on(ranks):
+    for found in (rank["copied"] for rank in ranks):
+        assert found["as the original"]
+        assert found["sent"]
+    assert same_bits(ranks[0]["copied"]["grads"], ranks[1]["copied"]["grads"])
+    assert same_bits(ranks[0]["copied"]["params"], ranks[1]["copied"]["params"])
+
+
+def test_what_ddp_averages_for_good_after_compressed_gradients_is_counted_and_said(ranks):
+    said = [line for line in ranks[0]["copied"]["log"] if "already equal on all ranks" in line]
+    assert len(said) == 1
+    assert "compress_gradients() has averaged its gradients before" in said[0]
+    assert ranks[0]["copied"]["stats"]["step"]["by_collective"]["ddp"]["calls"] == 1
+    assert ranks[0]["copied"]["stats"]["ratio"] < 1
 
 
 def test_warm_up_is_ddp_with_torch_adamw(ranks):

@@ -78,7 +78,7 @@ class CompressedGradients:
         taken: Sequence[TakenReplicas] = (),
     ) -> None:
         self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
-        self.compressor, self._taken = compressor, taken
+        self.compressor, self._taken, self._removed = compressor, taken, False
 
     def __repr__(self) -> str:
         model, ranks = self._model(), self.mean.topology.world_size
@@ -184,7 +184,10 @@ class CompressedGradients:
 
     def remove(self) -> None:
         """Ends it: a DistributedDataParallel model averages by itself again, and so does FSDP2; of any other model each
-        rank keeps its gradients. Residuals are forgotten."""
+        rank keeps its gradients. Residuals are forgotten. The second time it does nothing."""
+        if self._removed:
+            return
+        self._removed = True
         self._door.remove()
         if self._sharded is not None:
             self._sharded.remove()

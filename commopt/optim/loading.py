@@ -33,24 +33,44 @@ def read(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> tuple[Entries,
 
 
 def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None) -> tuple[Entries, Origin | None]:
-    """``entries`` with what this rank gets of the tensors that know their places in place of these; if there are
-    any, they are this rank's own."""
-    if not any(isinstance(value, OwnTensor) for entry in entries.values() for value in entry.values()):
-        return entries, origin
+    """``entries`` with what this rank gets of the tensors that know their places in place of these. If there are any,
+    they are this rank's own: all of them, or none, where one is of another place."""
     here: dict[Any, dict[str, OwnTensor]] = {}
     if optimizer.own_in_state:
         for bucket, group in optimizer.grouped_buckets():
             here.update(zip(bucket.params, optimizer.own_tensors(bucket, group)))
-    placed: Entries = {}
+    shared: Entries = {}
+    own: dict[Any, dict[str, OwnTensor]] = {}
     for p, entry in entries.items():
-        placed[p] = {name: value for name, value in entry.items() if not isinstance(value, OwnTensor)}
-        for name, own in here.get(p, {}).items():
-            given = entry.get(name)
-            value = given.value(own.place) if isinstance(given, OwnTensor) else None
-            if value is not None:
-                whole = name not in RANK_LOCAL
-                placed[p][name.removeprefix(OWN)] = value.view(own.place.piece) if whole else value
+        own[p] = {name: value for name, value in entry.items() if isinstance(value, OwnTensor)}
+        sent = here.get(p, {}).keys() - set(RANK_LOCAL)  # those that are plain tensors now have come from rank 0
+        shared[p] = {name: value for name, value in entry.items() if name not in own[p] and name not in sent}
+    optimizer.rows_merged = max((len(t.read) for tensors in own.values() for t in tensors.values()), default=0)
+    if not any(own.values()):
+        return shared, origin
+    placed = {p: dict(entry) for p, entry in shared.items()}
+    for p, tensors in here.items():
+        for name in tensors.keys() & own.get(p, {}).keys():
+            place = tensors[name].place
+            value = own[p][name].value(place)
+            if value is None:
+                _report_not_in_place(optimizer)
+                return shared, None
+            placed[p][name.removeprefix(OWN)] = value if name in RANK_LOCAL else value.view(place.piece)
     return placed, optimizer._origin()
+
+
+def _report_not_in_place(optimizer: PackedOptimizer) -> None:
+    """Warns that a state has what is another rank's own. One rank speaks for those that have not saved it, which is
+    mostly rank 0's, where it is in place."""
+    if optimizer.topology.rank == 1:
+        logger.warning(
+            "%s: what is each rank's own (residuals; with local steps parameters, momenta and the state of the base) "
+            "is another rank's in the loaded state, and left out where it is not in place: a full_state_dict=True has "
+            "that of rank 0 alone. Save and load with torch.distributed.checkpoint to go on exactly, or call "
+            "synchronize() before you take such a state",
+            type(optimizer).__name__,
+        )  # fmt: skip
 
 
 @torch.no_grad()

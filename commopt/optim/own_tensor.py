@@ -195,6 +195,10 @@ class _AnyRows:
 
     __iter__ = __len__  # type: ignore[assignment]
 
+    def __reduce__(self) -> Any:
+        """Sent to other ranks, as a state of rank 0 is that all load, it is the size of the elements."""
+        return torch.Size, (tuple(self._own.plain().shape),)
+
     def __repr__(self) -> str:
         return f"({self._own.place.rows}, {', '.join(map(str, self._own.place.shape))})"
 

@@ -82,6 +82,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     _models: weakref.WeakSet[nn.Module] | None = None  # those that averaged() and synchronize() were given
     _looked: bool  # for a model that averages the gradients
     _obstacle: Obstacle | None = None  # one that cannot be attached
+    rows_merged = 0
+    """Of how many replicas what a rank has of its own is the mean, since it was loaded; 0 where it is its own."""
     _of_ranks: list[dict[str, Any] | None] | None = None  # the own parts of the others, until anything changes
 
     ever_rank_local: tuple[str, ...] = ()
@@ -779,6 +781,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.topology.check(p)
         self._rebuild(tensors, origin, runs)
         self.topology.agree_on_extent()
+        wrapped.attach_in_backward(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what unpickling or copying brings, or the groups that ``load_state_dict()`` does."""

@@ -98,9 +98,9 @@ def attach_if_wrapped(optimizer: PackedOptimizer) -> None:
 
 
 def attach_in_backward(optimizer: PackedOptimizer) -> None:
-    """Attaches ``optimizer``, which has loaded a state, as the first gradient arrives, if it has not taken a step yet
-    and there is a model then that averages its gradients: the next step is that of a run which was never stopped, and
-    may not want averages. Communicates nothing; the step makes sure that all ranks have done so."""
+    """Attaches ``optimizer``, which has loaded a state or is a copy, as the first gradient arrives, if it has not taken
+    a step yet and there is a model then that averages its gradients: the next step is that of a run which was never
+    stopped, and may not want averages. Communicates nothing; the step makes sure that all ranks have done so."""
     if not optimizer._looked and _may_be_wrapped(optimizer):
         _FirstBackward(optimizer)
 
