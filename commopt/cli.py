@@ -115,7 +115,12 @@ COMMANDS = {"train": train_command, "report": report_command, "probe": probe_com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0, 2 for a mistake that the user can fix, or 1 if other ranks are lost."""
+    redirect = {"stdout": contextlib.redirect_stdout, "stderr": contextlib.redirect_stderr}
     with contextlib.ExitStack() as until_said:
+        for name in redirect:
+            if getattr(sys, name) is None:  # closed, as a daemon's
+                nowhere = until_said.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                until_said.enter_context(redirect[name](nowhere))
         return _main(list(sys.argv[1:] if argv is None else argv), until_said)
 
 

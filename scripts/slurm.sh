@@ -37,10 +37,10 @@ set -- ${config:+"$config"} "$@"
 # Mistakes in the config end here, with one line, before any process is started.
 resolved="$(python -m commopt train "$@" --print_config)" || exit $?
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    read_two='import sys, yaml; c = yaml.safe_load(sys.stdin); print(c["resume"] or "", c["train"]["run_dir"], sep="\n")'
-    mapfile -t known < <(python -c "$read_two" <<<"$resolved")
+    read_folder='import sys, yaml; print(yaml.safe_load(sys.stdin)["train"]["run_dir"])'
+    folder="$(python -c "$read_folder" <<<"$resolved")"
     # A checkpoint that was given counts until the run has one of its own.
-    if [ -z "${known[0]}" ] || compgen -G "${known[1]}/checkpoints/step-*" >/dev/null; then
+    if compgen -G "$folder/checkpoints/step-*" >/dev/null; then
         set -- "$@" --resume=auto
     fi
 fi

@@ -844,6 +844,27 @@ def frozen_later(rank: int, world_size: int) -> bool:
     return apart(*nets) < 1e-14
 
 
+def frozen_before_the_first_forward(rank: int, world_size: int) -> list[float]:
+    """How far gradients are from FSDP's: of a model with a parameter that was frozen between ``compress_gradients`` and
+    the first forward, and when that is trained again."""
+    nets, out = [], []
+    for compresses in (False, True):
+        torch.manual_seed(0)
+        net = fully_shard(Block(torch.float64))
+        if compresses:
+            commopt.compress_gradients(net, Identity())
+        net.wide.bias.requires_grad_(False)
+        nets.append(net)
+    for trained in (False, True):
+        for net in nets:
+            net.zero_grad()
+            net.wide.bias.requires_grad_(trained)
+            net(images(0, rank)[:, :7], True).sum().backward()
+        assert (nets[1].wide.bias.grad is not None) == trained
+        out.append(apart(*nets))
+    return out
+
+
 def trained_later(rank: int, world_size: int) -> str:
     """What is said if a frozen parameter gets a gradient in place of another of its size; and that it can."""
     net = Two()

@@ -521,6 +521,21 @@ def test_a_part_that_is_not_finite_on_one_rank_is_sound_on_none(how):
     assert on_threads(3, reduce) == [(True, False)] * 3
 
 
+class Careful(Identity):
+    """Relies on what is allowed: what is compressed lies in other memory than what is written."""
+
+    def compress_with_feedback(self, x, error, payload, active=None, new_error=None):
+        rest = error if new_error is None else new_error.copy_(error)
+        rest.add_(x)
+        super().compress_with_feedback(torch.zeros_like(rest), rest, payload, active)
+
+
+def test_a_compressor_of_ones_own_is_given_other_memory_for_what_it_writes():
+    live = torch.full((8,), 0xFF, dtype=torch.uint8)
+    sync = psync(torch.arange(64.0), Careful(), LocalBackend(), live)
+    assert torch.equal(sync.mean(), torch.arange(64.0))
+
+
 def test_where_no_blocks_are_kept_nothing_is_sent():
     v = torch.arange(64.0)
     sync = psync(v.clone(), RandomBlocks(math.inf).choose(64, 0, 0), LocalBackend())

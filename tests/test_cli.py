@@ -56,7 +56,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ),
         (["train", "--resume=Auto"], "resume='Auto' is not allowed: it must be none, auto or the folder of a "),
         (
-            ["train", "--optim.settings.OneBitAdm.lr=1"],
+            ["train", "--optim.settings.OneBitAdm={lr: 1}"],
             "optim.settings='OneBitAdm' is no Optimizer of commopt.optim or commopt.outer or torch.optim; ",
         ),
         (["train", "--optim.name=Optimizer"], "optim.name='Optimizer' is not allowed: it is what others are made of"),

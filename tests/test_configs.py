@@ -355,6 +355,13 @@ def test_what_may_be_left_out_may_be_null(tmp_path: Path) -> None:
 
 
 WRONG = [
+    (
+        ["--optim.name=DiLoCo", "--optim.args.base_args.amsgrad=false"],
+        "",
+        r"optim.args.base_args.amsgrad on the command line is not allowed: give optim.args.base_args whole, such as "
+        r"--optim.args.base_args='\{amsgrad: ...\}'",
+    ),
+    (["--config"], "", "--config needs a value: --config=VALUE"),
     (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),
     (["--steps=1"], "", "unknown key 'steps' .*; did you mean train.steps"),
     (["--train.out=x"], "", "unknown key 'train.out' on the command line; valid: train.run_dir, train.steps, "),

@@ -284,3 +284,57 @@ def test_one_rank_alone_leaves_the_variance_to_adam():
 def test_a_share_out_of_range(cls, value):
     with pytest.raises(ValueError, match="min_variance must be"):
         cls([nn.Parameter(torch.ones(3))], min_variance=value)
+
+
+def two_groups(late: int, compressor: Compressor, backend: ThreadBackend) -> tuple[list[nn.Parameter], OneBitAdam]:
+    """Of a parameter each; ``late``: the freeze_step of the second."""
+    params = [nn.Parameter(torch.zeros(4096)) for _ in range(2)]
+    groups = [{"params": params[:1], "freeze_step": 5}, {"params": params[1:], "freeze_step": late}]
+    return params, OneBitAdam(groups, lr=1e-3, thaw="never", compressor=compressor, backend=backend)
+
+
+def largest_step(params: list[nn.Parameter], optimizer: OneBitAdam, steps: range, rank: int) -> float:
+    """Of an element of the second parameter, in lr; every other one has gradients of a thousandth."""
+    size, most = torch.ones(4096), 0.0
+    size[::2] = 1e-3
+    for step in steps:
+        before = params[1].detach().clone()
+        for i, p in enumerate(params):
+            p.grad = torch.randn(4096, generator=torch.Generator().manual_seed(10 * step + 2 * rank + i)) * size
+        optimizer.step()
+        most = max(most, float((params[1].detach() - before).abs().max()) / 1e-3)
+    return most
+
+
+def test_a_variance_that_another_compressor_has_left_is_raised():
+    def run(backend: ThreadBackend) -> float:
+        params, optimizer = two_groups(5, Identity(), backend)
+        largest_step(params, optimizer, range(20), backend.rank)
+        again, other = two_groups(5, Sign(), backend)
+        other.load_state_dict(optimizer.state_dict())
+        return largest_step(again, other, range(20, 25), backend.rank)
+
+    assert all(0.5 < most < 15 for most in on_threads(2, run))
+
+
+def test_a_variance_that_comes_into_a_compressed_group_is_raised():
+    def run(backend: ThreadBackend) -> float:
+        params, optimizer = two_groups(1000, Sign(), backend)
+        largest_step(params, optimizer, range(20), backend.rank)
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+        return largest_step(params, optimizer, range(20, 25), backend.rank)
+
+    assert all(0.5 < most < 15 for most in on_threads(2, run))
+
+
+def test_a_variance_that_is_assigned_is_raised():
+    def run(backend: ThreadBackend) -> float:
+        params, optimizer = two_groups(5, Sign(), backend)
+        largest_step(params, optimizer, range(20), backend.rank)
+        v = optimizer.state[params[1]]["exp_avg_sq"].clone()
+        v[::2] = 1e-8
+        optimizer.state[params[1]]["exp_avg_sq"] = v
+        return largest_step(params, optimizer, range(20, 25), backend.rank)
+
+    assert all(0.5 < most < 15 for most in on_threads(2, run))

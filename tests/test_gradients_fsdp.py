@@ -341,6 +341,11 @@ def test_zeros_that_fsdp_hands_over_are_seen_where_a_parameter_was_frozen_later(
     assert all(pool.over_gloo(2, fsdp_scenes.frozen_later))
 
 
+def test_a_parameter_may_be_frozen_before_the_first_forward_and_trained_again(pool):
+    for apart in pool.over_gloo(2, fsdp_scenes.frozen_before_the_first_forward):
+        assert max(apart) < 1e-14
+
+
 def test_over_tensor_parallelism_there_must_be_replicas(pool):
     """What its ranks hold alike would be compressed beside what they do not, and not stay alike."""
     for found in pool.over_gloo(4, fsdp_scenes.over_tensor_parallelism):

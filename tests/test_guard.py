@@ -95,6 +95,28 @@ def test_a_step_that_is_taken_starts_the_count_anew_and_none_never_ends():
     assert on_threads(2, lambda backend: run(backend, None)) == [40, 40]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_a_good_state_that_is_loaded_starts_the_count_anew(local):
+    def run(backend: Any) -> None:
+        p, settings = nn.Parameter(torch.zeros(40)), {"lr": 0.1, "guard": Guard(max_skipped=3), "backend": backend}
+        optimizer = LocalSGD([p], period=2, **settings) if local else OneBitAdam([p], freeze_step=2, **settings)
+
+        def step(value: float) -> None:
+            p.grad = torch.full_like(p, value)
+            optimizer.step()
+
+        step(1.0)
+        good = optimizer.state_dict()
+        with pytest.raises(NotFinite):
+            for _ in range(10):
+                step(math.nan)
+        optimizer.load_state_dict(good)
+        for value in (math.nan, math.nan, 1.0):
+            step(value)
+
+    on_threads(2, run)
+
+
 def test_alone_too():
     model = Toy()
     optimizer = OneBitAdam(model.named_parameters(), guard=Guard(max_skipped=2))

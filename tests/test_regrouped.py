@@ -234,3 +234,35 @@ def test_a_hyperparameter_that_is_gone_on_one_rank_is_told_to_the_other() -> Non
             train(net, optimizer, range(3, 4), backend.rank)
 
     on_threads(RANKS, run)
+
+
+@pytest.mark.parametrize("how", ["copied", "loaded", "rebound"])
+def test_a_whole_bucket_that_has_moved_is_saved_and_copied_as_it_is(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No residual is lost: not to a copy, to an optimizer made with the groups as they are, or by ``rebind()``."""
+
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        params = list(net.parameters())
+        optimizer = OneBitAdam(
+            [{"params": params[:3]}, {"params": params[3:]}], freeze_step=2, bucket_mb=1e-6, backend=backend
+        )
+        train(net, optimizer, range(4), backend.rank)
+        optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop(0))
+        train(net, optimizer, range(4, 6), backend.rank)
+        before = [r["worker_error"].clone() for r in optimizer.residuals.values()]
+        assert all(float(r.abs().sum()) > 0 for r in before)
+        other: Any
+        if how == "copied":
+            _, other = copy.deepcopy((net, optimizer))
+        elif how == "rebound":
+            optimizer.rebind()
+            other = optimizer
+        else:
+            twins = list(copy.deepcopy(net).parameters())
+            groups = [{"params": twins[1:3]}, {"params": [twins[3], twins[0]]}]
+            other = OneBitAdam(groups, freeze_step=2, bucket_mb=1e-6, backend=backend)
+            other.load_state_dict(optimizer.state_dict())
+        assert same_bits([r["worker_error"] for r in other.residuals.values()], before)
+
+    on_threads(RANKS, run)
+    assert "loaded state" not in caplog.text

@@ -76,7 +76,7 @@ class PayloadSync:
         if active is None:
             compressor.compress(row, own)
         else:
-            compressor.compress_with_feedback(row, torch.zeros_like(row), own, active.view(1, -1), row)
+            compressor.compress_with_feedback(torch.zeros_like(row), row, own, active.view(1, -1))
         self.payload = own.new_empty(backend.world_size, own.shape[1])
         self.works = [backend.all_gather(self.payload, own[0])]
         if active is None:

@@ -139,7 +139,7 @@ def row_sums(x: Tensor, rows: int) -> Tensor:
         return torch.zeros(rows, dtype=torch.int64, device=x.device)
     data = x.detach().view(rows, -1)
     rest = -data.shape[1] * data.element_size() % 8
-    if rest:
+    if rest or data.storage_offset() * data.element_size() % 8:
         data = torch.nn.functional.pad(data.view(torch.uint8), (0, rest))
     return data.view(torch.int64).sum(1)
 

@@ -99,6 +99,8 @@ def columns_of(active: Tensor | None, chunk: Chunk) -> Tensor | None:
 
 def scales_are_sound(payload: Tensor, scales: int) -> Tensor:
     """0-d bool, true if so many float32 scales, with which each row begins, are finite and not negative."""
+    if not payload.numel():
+        return torch.ones((), dtype=torch.bool, device=payload.device)
     found = payload.view(torch.float32)[:, :scales]
     return ((found >= 0) & (found < float("inf"))).all()
 

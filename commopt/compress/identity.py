@@ -27,7 +27,7 @@ class Identity(Compressor):
         out.view(torch.uint8).copy_(payload[:, : out.shape[1] * out.element_size()])
 
     def is_sound(self, payload: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return ops.all_finite(payload.view(dtype)[:, :n])
+        return ops.all_finite(payload.view(dtype)[:, :n] if n else payload.new_zeros(0, dtype=dtype))
 
     def compress_with_feedback(
         self, x: Tensor, error: Tensor, payload: Tensor, active: Tensor | None = None, new_error: Tensor | None = None

@@ -92,9 +92,11 @@ class GroupWeights:
         rows = output_tensor.view(self._ranks.world_size, -1)
         if self._traffic.in_step:
             self.fp32_bytes += 4 * (self._ranks.between.world_size - 1) * rows.shape[1]
-        if rows.dtype.is_floating_point and rows.shape[1]:
+        if rows.dtype.itemsize == 1:  # of an extension of FSDP's, such as float8: bytes, which Gloo knows
+            self._in_full(rows.view(torch.uint8), input_tensor.view(torch.uint8))
+        elif rows.dtype.is_floating_point and rows.shape[1]:
             self._gather(rows, input_tensor)
-        else:  # bytes of an extension of FSDP's, such as float8
+        else:
             self._in_full(rows, input_tensor)
 
     def _gather(self, rows: Tensor, mine: Tensor) -> None:

@@ -84,7 +84,7 @@ class Group:
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
         self._arrived: set[int] = set()
         self._handles: list[Any] = []
-        self._watched: list[Any] = []
+        self._watched: dict[int, Any] = {}
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -176,10 +176,11 @@ class Group:
 
     def _watch_whole(self) -> None:
         """After FSDP has made the whole parameters; they are the same objects in every forward."""
-        whole = self._whole
-        if [id(p) for p in whole] == [id(p) for p in self._watched]:
+        whole, here = self._whole, weakref.ref(self)
+        trained = [p if p is not None and p.requires_grad else None for p in whole]
+        new = [i for i, p in enumerate(trained) if p is not None and self._watched.get(i) is not p]
+        if not new:
             return
-        self._watched, here = whole, weakref.ref(self)
 
         def hook(i: int) -> Any:
             def arrived(_: Tensor) -> None:
@@ -188,8 +189,10 @@ class Group:
 
             return arrived
 
-        with_hook = ((i, p) for i, p in enumerate(whole) if p is not None)
-        self._handles += [p.register_post_accumulate_grad_hook(hook(i)) for i, p in with_hook]
+        for i in new:
+            p: Any = trained[i]
+            self._watched[i] = p
+            self._handles.append(p.register_post_accumulate_grad_hook(hook(i)))
 
     def with_gradient(self, columns: int) -> Sequence[int]:
         """The indices of the parameters of which FSDP hands over gradients, as ``columns`` columns.

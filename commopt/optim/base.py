@@ -230,6 +230,9 @@ class CommOptimizer(PackedOptimizer):
         """Logs what a user should know of ``groups``, which begin ``phase``. Called on rank 0 only, unless ranks hold
         parts: then on all, and it may communicate with the ranks of the same replica."""
 
+    def forget_skips(self) -> None:
+        self._skipped_in_a_row = 0
+
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
         self._damaged = None

@@ -75,7 +75,20 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
     if len(now) == len(optimizer._registered) and all(map(_same_objects, now, optimizer._registered)):
         return False
     groups = optimizer.group_of()
-    return any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets)
+    if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
+        return True
+    if not exchanged(optimizer):  # whole buckets were moved, or a group has got a parameter that is in none yet
+        _unraised(optimizer)
+        optimizer._registered = [list(params) for params in now]
+    return False
+
+
+def _unraised(optimizer: PackedOptimizer) -> None:
+    """Notes of groups to which parameters in buckets have come that the variance of these may not be raised."""
+    packed = {id(p) for bucket in optimizer.buckets for p in bucket.params}
+    for group, before in zip(optimizer.param_groups, [*optimizer._registered, *[[]] * len(optimizer.param_groups)]):
+        if "raised" in group and not packed.intersection(map(id, group["params"])) <= {id(p) for p in before}:
+            group["raised"] = ""
 
 
 def refuse_moved(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
@@ -107,6 +120,7 @@ def regroup(optimizer: PackedOptimizer) -> None:
     if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
         owed = {p: x for b in buckets for p, x in zip(b.params, b.views(b.owed(b.world_size)))}
     state, origin, runs = optimizer._all_state(), optimizer._origin(), optimizer._runs()
+    _unraised(optimizer)
     optimizer._rebuild(state, origin, runs, owed)
 
 

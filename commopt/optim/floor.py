@@ -45,8 +45,13 @@ ROOT_MEAN_SQUARE = 2
 
 
 def defaults(min_variance: float) -> dict[str, Any]:
-    """Defaults of parameter groups whose variance is raised; ``raised``: it is, since it has moved last."""
-    return {"min_variance": min_variance, "raised": False}
+    """Defaults of parameter groups whose variance is raised; ``raised``: by what it is, since it has moved last."""
+    return {"min_variance": min_variance, "raised": ""}
+
+
+def raised_by(group: dict[str, Any], compressor: Compressor) -> str:
+    """What v is raised by in steps of ``group`` with ``compressor``: whose mean, of which blocks."""
+    return "" if isinstance(compressor, Identity) else f"{float(group['min_variance'])!r} {compressor!r}"
 
 
 def raise_in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> None:
@@ -104,7 +109,8 @@ def raised_in_tensors(bucket: StateBucket, group: dict[str, Any], compressor: Co
 
 def _share(group: dict[str, Any], compressor: Compressor) -> float:
     """c, 0 if nothing is to be raised: it was, or nothing is lost, and no element moves by what others lack."""
-    return 0.0 if group["raised"] or isinstance(compressor, Identity) else float(group["min_variance"])
+    by = raised_by(group, compressor)
+    return 0.0 if by in ("", group["raised"]) else float(group["min_variance"])
 
 
 def set_variance(bucket: StateBucket, raised: Tensor) -> None:

@@ -85,6 +85,7 @@ def fill(
     for group in optimizer.param_groups:
         for key, default in optimizer.defaults.items():
             group.setdefault(key, group.get(key.removeprefix("local_"), default))  # what a local step had: the group's
+        group.update({name: int(group[name]) for name in optimizer.group_counters})  # of another library, also a tensor
     entries = optimizer.prepare(entries, origin)
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
     here = optimizer._origin()

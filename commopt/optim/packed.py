@@ -393,13 +393,13 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
         """
         moved, regrouped = any(bucket.stale() for bucket in self.buckets), binding.regrouped(self)
-        if moved:
+        if regrouped:  # which makes all buckets anew, also of what was moved or cast
+            assigned.check(self)
+            binding.regroup(self)
+        elif moved:
             assigned.check(self)
             runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
             self._rebuild(self._all_state(), self._origin(), runs)
-        elif regrouped:
-            assigned.check(self)
-            binding.regroup(self)
         else:
             assigned.follow(self)
         for group in self.param_groups:
@@ -672,7 +672,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             before.remove()
             after.remove()
         self._check_next = True
+        self.forget_skips()
         wrapped.attach_in_backward(self)
+
+    def forget_skips(self) -> None:
+        """Forgets how many steps in a row were skipped: those were of the run before."""
 
     def check_loaded(self, given: dict[str, Any]) -> None:
         """Raises ValueError if ``given``, the state that is about to be loaded, does not fit."""

@@ -158,7 +158,8 @@ class WarmupOptimizer(CommOptimizer):
         """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
         for group in self.param_groups:
-            group["raised"] = self._compresses(group, group["step"] - 1)
+            compressed = self._compresses(group, group["step"] - 1)
+            group["raised"] = floor.raised_by(group, self.compressor) if compressed else ""
         self._frozen.go_back(self, self._in("compressed"))
         self._frozen.stop_where_settled(self, self._in("warmup"))
 

@@ -321,7 +321,8 @@ class ZeroOneAdam(CommOptimizer):
         kinds = {id(group): self._kind(group, group["step"]) for group in self.param_groups}  # before an interval ends
         for group in self.param_groups:
             self._count_local_step(group, kinds[id(group)])
-            group["raised"] = kinds[id(group)] != "exact"
+            exact = kinds[id(group)] == "exact"
+            group["raised"] = "" if exact else floor.raised_by(group, self.compressor)
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])

@@ -603,6 +603,10 @@ class OuterOptimizer(PackedOptimizer):
         super().check_loaded(given)
         stream_state.check_loaded(self, given["param_groups"])
 
+    def forget_skips(self) -> None:
+        self._skipped_in_a_row.clear()
+        self._local_skips = 0
+
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         if self.streaming is not None:
             stream_state.take_over(self, entries)

@@ -34,6 +34,7 @@ from commopt.probe.measure import (
     all_reduces,
     columns,
     compressed,
+    every_second,
     exchanges,
     gap,
     links,
@@ -225,7 +226,7 @@ def time_collectives(stand: Stand, max_mb: float, compressor: Sign) -> dict[str,
     sizes, small = sizes_up_to(max_mb), small_sizes(max_mb)
     return {
         "all_reduce": all_reduces(stand, sizes),
-        "all_reduce_bf16": all_reduces(stand, sizes[1::2], torch.bfloat16),
+        "all_reduce_bf16": all_reduces(stand, every_second(sizes), torch.bfloat16),
         "all_to_all": exchanges(stand, "all_to_all", small),
         "all_gather": exchanges(stand, "all_gather", small),
         "exchange": exchanges(stand, "exchange", sizes),

@@ -32,7 +32,7 @@ from commopt.probe.compressors import COMPRESSORS, error
 from commopt.probe.fit import Line
 from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
-from commopt.probe.measure import Stand, links, sizes_up_to
+from commopt.probe.measure import Stand, every_second, links, sizes_up_to
 from commopt.probe.messages import ON_MACHINES, Shapes, columns_of, part_bytes
 from commopt.probe.model import BACKWARD, Model, adamw_seconds
 from commopt.probe.options import PATIENCE, Options
@@ -122,7 +122,7 @@ def measure_cut(
     """Times FSDP2's collectives over all ranks, and compressing; predicts. ``machine``: ranks of a machine, where
     ``costs`` has what is sent with machines as nodes, and ``mesh`` is how one writes these."""
     ranks = dist.new_group(backend=options.backend, timeout=PATIENCE)
-    sizes = sizes_up_to(options.max_mb)[1::2]
+    sizes = every_second(sizes_up_to(options.max_mb))
     samples = {verb: collectives(stand, verb, sizes, ranks) for verb in ("all_gather", "reduce_scatter")}
     link = {f"fsdp_{verb}": line for verb, line in links(samples).items()}
     columns = min(SAMPLE[stand.device.type], model.params) // stand.world_size + 1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.probe.fit import Line
-from commopt.probe.measure import Sample, Stand, finish, links, sizes_up_to
+from commopt.probe.measure import Sample, Stand, every_second, finish, links, sizes_up_to
 from commopt.probe.options import Options
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,7 +58,7 @@ def grouped(
 
 def measure_inside(stand: Stand, options: Options, group: dist.ProcessGroup) -> Inside:
     """Times FSDP2's collectives, in all machines at once; ``group``: the ranks of this one."""
-    sizes = sizes_up_to(options.max_mb)[1::2]
+    sizes = every_second(sizes_up_to(options.max_mb))
     samples = {verb: collectives(stand, verb, sizes, group) for verb in ("all_gather", "reduce_scatter")}
     link = links(samples)
     once = 4 * options.params * (options.shard - 1) // options.shard

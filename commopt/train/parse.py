@@ -68,9 +68,13 @@ def _is_free(hint: Any) -> bool:
 
 def _check_key(key: str, where: str) -> None:
     valid = keys()
-    parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
-    if key not in valid and not any(_is_free(valid.get(parent)) for parent in parents):
+    parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
+    free = [parent for parent in parents if _is_free(valid.get(parent))]
+    if key not in valid and not free:
         raise ConfigError(f"unknown key {key!r} {where}{nearest(key, valid)}")
+    if free and free[-1] not in parents[:1] and key not in valid:  # jsonargparse would drop the rest of the mapping
+        whole, _, own = parents[0], *key.rpartition(".")[1:]
+        raise ConfigError(f"{key} {where} is not allowed: give {whole} whole, such as --{whole}='{{{own}: ...}}'")
 
 
 def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "", dotted: bool = True) -> None:
@@ -158,7 +162,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             value = next(words, None)
             if value is None:
-                _check_key(word[2:], "on the command line")
+                if word != "--config":
+                    _check_key(word[2:], "on the command line")
                 raise ConfigError(f"{word} needs a value: {word}=VALUE")
             if word == "--config":
                 files.append(value)

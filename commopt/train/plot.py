@@ -90,7 +90,7 @@ def _draw_bytes(axes: Any, records: list[dict[str, Any]]) -> None:
         megabytes = [0.0] + [record[key] / 1e6 for record in records]
         axes.plot(steps, megabytes, color=color, linewidth=2.0, label=label)
         axes.annotate(
-            f"{megabytes[-1]:,.0f} MB",
+            f"{megabytes[-1]:,.{0 if megabytes[-1] >= 100 else 2}f} MB",
             (steps[-1], megabytes[-1]),
             (0, 6),
             textcoords="offset points",
