@@ -101,18 +101,17 @@ def test_a_good_state_that_is_loaded_starts_the_count_anew(local):
         p, settings = nn.Parameter(torch.zeros(40)), {"lr": 0.1, "guard": Guard(max_skipped=3), "backend": backend}
         optimizer = LocalSGD([p], period=2, **settings) if local else OneBitAdam([p], freeze_step=2, **settings)
 
-        def step(value: float) -> None:
-            p.grad = torch.full_like(p, value)
-            optimizer.step()
+        def steps(*values: float) -> None:
+            for value in values:
+                p.grad = torch.full_like(p, value)
+                optimizer.step()
 
-        step(1.0)
+        steps(1.0)
         good = optimizer.state_dict()
         with pytest.raises(NotFinite):
-            for _ in range(10):
-                step(math.nan)
+            steps(*[math.nan] * 10)
         optimizer.load_state_dict(good)
-        for value in (math.nan, math.nan, 1.0):
-            step(value)
+        steps(math.nan, math.nan, 1.0)
 
     on_threads(2, run)
 

@@ -84,10 +84,10 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
 
 
 def _unraised(optimizer: PackedOptimizer) -> None:
-    """Notes of groups to which parameters in buckets have come that the variance of these may not be raised."""
-    packed = {id(p) for bucket in optimizer.buckets for p in bucket.params}
-    for group, before in zip(optimizer.param_groups, [*optimizer._registered, *[[]] * len(optimizer.param_groups)]):
-        if "raised" in group and not packed.intersection(map(id, group["params"])) <= {id(p) for p in before}:
+    """Notes of groups to which parameters have come from other ones that the variance of these may not be raised."""
+    was = {id(p): i for i, params in enumerate(optimizer._registered) for p in params}
+    for i, group in enumerate(optimizer.param_groups):
+        if "raised" in group and any(was.get(id(p), i) != i for p in group["params"]):
             group["raised"] = ""
 
 
