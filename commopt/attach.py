@@ -216,6 +216,7 @@ def _take_replicas(model: nn.Module, optimizer: Ours) -> None:
             "with local steps parameters and momenta) all have the mean now. Attach first, then load, to go on exactly",
             type(optimizer).__name__, optimizer.rows_merged,
         )  # fmt: skip
+    optimizer.rows_merged = 0
     params = {id(p) for one in taken for p in one.trained()}
     why = "nobody would average the gradients of the new ones; load it before attach(), or without assign=True"
     handles = refuse_assign(model, params, why)

@@ -358,8 +358,8 @@ WRONG = [
     (
         ["--optim.name=DiLoCo", "--optim.args.base_args.amsgrad=false"],
         "",
-        r"optim.args.base_args.amsgrad on the command line is not allowed: give optim.args.base_args whole, such as "
-        r"--optim.args.base_args='\{amsgrad: ...\}'",
+        r"optim.args.base_args.amsgrad on the command line is not allowed: give optim.args.base_args whole, as "
+        r"optim.args.base_args='\{amsgrad: ...\}'",
     ),
     (["--config"], "", "--config needs a value: --config=VALUE"),
     (["--optim.lrr=1"], "", "unknown key 'optim.lrr' on the command line; did you mean optim.lr"),

@@ -187,7 +187,6 @@ class CompressedGradients:
         rank keeps its gradients. Residuals are forgotten. The second time it does nothing."""
         if self._removed:
             return
-        self._removed = True
         self._door.remove()
         if self._sharded is not None:
             self._sharded.remove()
@@ -195,6 +194,7 @@ class CompressedGradients:
         for module in _models():
             if _HANDLES.get(module, lambda: None)() is self:
                 _HANDLES.pop(module, None)
+        self._removed = True
 
 
 def compress_gradients(

@@ -62,9 +62,6 @@ def follow(optimizer: PackedOptimizer) -> bool:
     for one, value in new:
         local(one.view).copy_(value)
         one.bucket.active = None
-        group = optimizer.group_of()[id(one.bucket.params[0])]
-        if one.name == "exp_avg_sq" and "raised" in group:
-            group["raised"] = ""  # what was assigned is not
         optimizer._check_next = True
     for one in found:
         one.entry[one.name] = one.view

@@ -282,6 +282,7 @@ def register_groups(
     for group in groups:
         optimizer.make_buckets(group)
     split = regrouped(optimizer)  # some were taken out of other groups
+    _unraised(optimizer)
     optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
     if split:
         regroup(optimizer)

@@ -55,8 +55,9 @@ def raised_by(group: dict[str, Any], compressor: Compressor) -> str:
 
 
 def raise_in_blocks(bucket: StateBucket, group: dict[str, Any], compressor: Compressor) -> None:
-    """Makes v max(v, c mean of the v that are not 0 in its block), once since it has moved; zeros stay. Of the blocks
-    that ``compressor`` has scales of; to the bit the same on all ranks that hold the same of ``bucket``."""
+    """Makes v max(v, c mean of the v that are not 0 in its block), once since it has moved, or parameters of other
+    groups have come; zeros stay. Of the blocks that ``compressor`` has scales of; to the bit the same on all ranks that
+    hold the same of ``bucket``."""
     share = _share(group, compressor)
     if share:
         least = _means_of_blocks(bucket, compressor).mul_(share)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.optim import saving
+from commopt.optim import floor, saving
 from commopt.optim.diagnostics import by_a_door
 from commopt.optim.own import Origin, belongs, cloned, describe, why_left_out
 from commopt.optim.own_tensor import OwnTensor
@@ -47,6 +47,8 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
         shared[p] = {name: value for name, value in entry.items() if name not in own[p] and name not in sent}
     optimizer.rows_merged = max((len(t.read) for tensors in own.values() for t in tensors.values()), default=0)
     if not any(own.values()):
+        if any((here.get(p, {}).keys() - set(RANK_LOCAL)) & entry.keys() for p, entry in entries.items()):
+            _report_not_in_place(optimizer)
         return shared, origin
     placed = {p: dict(entry) for p, entry in shared.items()}
     for p, tensors in here.items():
@@ -86,6 +88,8 @@ def fill(
         for key, default in optimizer.defaults.items():
             group.setdefault(key, group.get(key.removeprefix("local_"), default))  # what a local step had: the group's
         group.update({name: int(group[name]) for name in optimizer.group_counters})  # of another library, also a tensor
+        if group.get("raised") is True:  # as it was saved once
+            group["raised"] = floor.raised_by(group, optimizer.compressor)
     entries = optimizer.prepare(entries, origin)
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
     here = optimizer._origin()

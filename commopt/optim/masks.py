@@ -57,9 +57,11 @@ def absent_runs(bucket: StateBucket, absent: Sequence[int]) -> list[Run]:
 def keeping(flat: Tensor, runs: Sequence[Run]) -> Iterator[None]:
     """Context that may write all of ``flat``, a flat buffer; what ``runs`` have is put back."""
     kept = [(slice(*run), flat[slice(*run)].clone()) for run in runs]
-    yield
-    for at, values in kept:
-        flat[at] = values
+    try:
+        yield
+    finally:
+        for at, values in kept:
+            flat[at] = values
 
 
 def without(active: Tensor, runs: Sequence[Run]) -> Tensor:

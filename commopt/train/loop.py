@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ASK_AFTER = 2.0
 """Seconds of local steps after which ranks ask each other whether one was told to stop: whoever tells them waits for
 some 30 at most."""
-ASK_AFTER_STEPS = 100
+ASK_AFTER_STEPS = 10
 """Local steps after which they ask at the latest."""
 
 

@@ -74,7 +74,7 @@ def _check_key(key: str, where: str) -> None:
         raise ConfigError(f"unknown key {key!r} {where}{nearest(key, valid)}")
     if free and free[-1] not in parents[:1] and key not in valid:  # jsonargparse would drop the rest of the mapping
         whole, _, own = parents[0], *key.rpartition(".")[1:]
-        raise ConfigError(f"{key} {where} is not allowed: give {whole} whole, such as --{whole}='{{{own}: ...}}'")
+        raise ConfigError(f"{key} {where} is not allowed: give {whole} whole, as {whole}='{{{own}: ...}}'")
 
 
 def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "", dotted: bool = True) -> None:
