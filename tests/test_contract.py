@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import profile
 from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
-from commopt import OneBitAdam
+from commopt import Lamb, OneBitAdam
 from commopt.comm import LocalBackend
 
 
@@ -689,6 +689,23 @@ def test_parameters_that_are_exchanged_in_mid_run_go_on_as_they_were(name, steps
     for whole, other in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
         for mine, theirs in zip(whole, other):
             assert same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), [(OneBitAdam, "freeze_step", 500), (Lamb, "max_coeff", 3.0)])
+def test_what_a_state_of_torchs_adam_lacks_is_as_it_was_set_in_a_group(cls, name, value):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def groups(**settings: Any) -> list[dict[str, Any]]:
+        return [{"params": model[0].parameters(), **settings}, {"params": model[1].parameters()}]
+
+    adam = torch.optim.Adam(groups(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    optimizer = cls(groups(**{name: value}))
+    default = optimizer.defaults[name]
+    optimizer.load_state_dict(adam.state_dict())
+    assert [group[name] for group in optimizer.param_groups] == [value, default]
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @every_communicating

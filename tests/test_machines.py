@@ -196,12 +196,12 @@ def test_slurm_with_one_machine_needs_no_address(cluster: Cluster) -> None:
 @pytest.mark.parametrize("given", ["--resume=elsewhere", None])
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_slurm_starts_again_where_it_was(cluster: Cluster, given: str | None, has_checkpoint: bool) -> None:
-    """From the checkpoint that was given, as long as the run has none of its own."""
+    """From the checkpoint that was given, or the beginning, as long as the run has none of its own."""
     words = (*WORDS, *([given] if given else []))
     if has_checkpoint:
         (cluster.root / "runs/a b/checkpoints/step-00000005").mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job, SLURM_RESTART_COUNT="1", MASTER_PORT="5000") == (0, "")
-    added = [] if given and not has_checkpoint else ["--resume=auto"]  # the last one counts
+    added = ["--resume=auto"] if has_checkpoint else []  # the last one counts
     assert cluster.started("1") == documented(1, "node7", 5000, *words, *added)
 
 

@@ -652,6 +652,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if not isinstance(state_dict, dict):
             foreign.check_form(state_dict)
         given: dict[str, Any] = {}
+        fresh = [] if self._has_stepped() else self.param_groups  # else what is in them is not as a user has set it
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own hooks. torch would cast state to the dtype of the parameters, so it gets none.
@@ -662,6 +663,9 @@ class PackedOptimizer(torch.optim.Optimizer):
             return {**state_dict, "state": {}}
 
         def load(_: Any) -> None:  # before the user's own hooks
+            for group, mine in zip(self.param_groups, fresh):
+                for key in self.defaults.keys() & mine.keys():
+                    group.setdefault(key, mine[key])  # what the state of another optimizer lacks
             self._load(given)
 
         before = self.register_load_state_dict_pre_hook(take_state)

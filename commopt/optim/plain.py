@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -153,11 +154,12 @@ class PlainOptimizer(torch.optim.Optimizer):
                     check_shape(i, key, value, p.shape, p)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and it would get into the groups
-        for group in self.param_groups:
+        for group, old in zip_longest(self.param_groups, before, fillvalue={}):
             for key, default in self.defaults.items():
-                group.setdefault(key, default)
+                group.setdefault(key, old.get(key, default))
         incoming: Mapping[str, Any] | None = self.__dict__.get("_incoming")
         if incoming is None:
             return
