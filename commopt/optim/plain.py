@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -154,10 +153,10 @@ class PlainOptimizer(torch.optim.Optimizer):
                     check_shape(i, key, value, p.shape, p)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = self.__dict__.get("param_groups", [])
+        before: list[dict[str, Any]] = self.__dict__.get("param_groups") or [{} for _ in state["param_groups"]]
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and it would get into the groups
-        for group, old in zip_longest(self.param_groups, before, fillvalue={}):
+        for group, old in zip(self.param_groups, before):
             for key, default in self.defaults.items():
                 group.setdefault(key, old.get(key, default))
         incoming: Mapping[str, Any] | None = self.__dict__.get("_incoming")
