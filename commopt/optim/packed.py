@@ -665,7 +665,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         def load(_: Any) -> None:  # before the user's own hooks
             for group, mine in zip(self.param_groups, fresh):
                 for key in self.defaults.keys() & mine.keys():
-                    group.setdefault(key, mine[key])  # what the state of another optimizer lacks
+                    if not key.startswith("local_"):  # what a local step had, which is the group's
+                        group.setdefault(key, mine[key])  # what the state of another optimizer lacks
             self._load(given)
 
         before = self.register_load_state_dict_pre_hook(take_state)
