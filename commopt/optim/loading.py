@@ -40,14 +40,16 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
         for bucket, group in optimizer.grouped_buckets():
             here.update(zip(bucket.params, optimizer.own_tensors(bucket, group)))
     shared: Entries = {}
+    from_rank_0 = False
     own: dict[Any, dict[str, OwnTensor]] = {}
     for p, entry in entries.items():
         own[p] = {name: value for name, value in entry.items() if isinstance(value, OwnTensor)}
         sent = here.get(p, {}).keys() - set(RANK_LOCAL)  # those that are plain tensors now have come from rank 0
         shared[p] = {name: value for name, value in entry.items() if name not in own[p] and name not in sent}
+        from_rank_0 |= bool(sent & entry.keys())
     optimizer.rows_merged = max((len(t.read) for tensors in own.values() for t in tensors.values()), default=0)
     if not any(own.values()):
-        if any((here.get(p, {}).keys() - set(RANK_LOCAL)) & entry.keys() for p, entry in entries.items()):
+        if from_rank_0:
             _report_not_in_place(optimizer)
         return shared, origin
     placed = {p: dict(entry) for p, entry in shared.items()}

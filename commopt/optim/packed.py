@@ -393,11 +393,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
         """
         moved, regrouped = any(bucket.stale() for bucket in self.buckets), binding.regrouped(self)
-        if regrouped:  # which makes all buckets anew, also of what was moved or cast
+        if regrouped or moved:
             assigned.check(self)
+        if regrouped:  # which makes all buckets anew, also of what was moved or cast
             binding.regroup(self)
         elif moved:
-            assigned.check(self)
             runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
             self._rebuild(self._all_state(), self._origin(), runs)
         else:

@@ -72,9 +72,9 @@ def _check_key(key: str, where: str) -> None:
     free = [parent for parent in parents if _is_free(valid.get(parent))]
     if key not in valid and not free:
         raise ConfigError(f"unknown key {key!r} {where}{nearest(key, valid)}")
-    if free and free[-1] not in parents[:1] and key not in valid:  # jsonargparse would drop the rest of the mapping
-        whole, _, own = parents[0], *key.rpartition(".")[1:]
-        raise ConfigError(f"{key} {where} is not allowed: give {whole} whole, as {whole}='{{{own}: ...}}'")
+    parent, _, own = key.rpartition(".")
+    if key not in valid and parent not in free:  # jsonargparse would drop the rest of the mapping
+        raise ConfigError(f"{key} {where} is not allowed: give {parent} whole, as {parent}='{{{own}: ...}}'")
 
 
 def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "", dotted: bool = True) -> None:
