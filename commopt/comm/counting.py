@@ -125,16 +125,12 @@ class CountingBackend:
     ) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
+        self.devices = sends_from(inner)
         self.traffic = traffic or Traffic()
         self.receipt = receipt or Receipt()
         order = self.receipt.new_order()
         self._order = order if self.world_size > 1 else None
         self._intra_node = intra_node
-
-    @property
-    def devices(self) -> tuple[str, ...] | None:
-        """Those that ``inner`` can send from; None: all."""
-        return sends_from(self.inner)
 
     def all_reduce(self, x: Tensor) -> Work:
         self.traffic.add("all_reduce", all_reduce_bytes(x.nbytes, self.world_size), self._intra_node)

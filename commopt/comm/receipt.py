@@ -176,7 +176,7 @@ def refuse_damaged(
         entries: of what they confirm, where that is not what the receipt has now.
         remedy: ends the message.
     """
-    if sum(balance for balance, _ in rows) % 2**64:
+    if sum([balance for balance, _ in rows]) % 2**64:
         told = _tell(backend.receipt.entries() if entries is None else entries, backend)
         raise MessageDamaged(f"{where}: {told}. Memory or the network damages messages. {remedy}")
     bad = [rank for rank, (_, fine) in enumerate(rows) if not fine]

@@ -62,7 +62,7 @@ class TorchBackend:
     @property
     def devices(self) -> tuple[str, ...]:
         """NCCL sends from GPUs only."""
-        return tuple(sorted(device.type for device in self.group._device_types))
+        return tuple(sorted([device.type for device in self.group._device_types]))
 
     def all_reduce(self, x: Tensor) -> Any:
         return self.own().all_reduce(x)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt.gradients.mean import GradientMean, why_unknown
-from commopt.optim.checks import check_gradient
+from commopt.optim.checks import check_gradients
 
 
 def joining(model: DistributedDataParallel | None) -> bool:
@@ -71,7 +71,7 @@ class DDPHook:
             self._pending = []
             self.mean.forget()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        check_gradient(bucket.buffer())
+        check_gradients([bucket.buffer()])
         self._pending.append((done, bucket.buffer()))
         for p, gradient in zip(bucket.parameters(), bucket.gradients()):
             if self.mean.averages(p):

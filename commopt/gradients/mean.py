@@ -171,7 +171,7 @@ class GradientMean:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`. If it ``stays``, it has to
         be that of ``p``, as it is, until then."""
-        checks.check_gradient(gradient)
+        checks.check_gradients([gradient])
         self.begin()
         if not p.numel():  # nobody waits for it
             self._gradients[id(p)] = gradient

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from commopt.comm import Topology, gather_rows, message_device
-from commopt.optim.host import as_number
+from commopt.optim.host import as_numbers
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.state import StateDict, join_state_dict, split_state_dict
 
@@ -130,5 +130,5 @@ def load(optimizer: PackedOptimizer, file: Path) -> None:
 def _moment(state_dict: StateDict) -> int:
     """A checksum of the groups, which are the same on all ranks and others after each step; wherever tensors among
     their values are."""
-    groups = [{k: as_number(v) for k, v in group.items()} for group in state_dict["param_groups"]]
+    groups = [as_numbers(group, group) for group in state_dict["param_groups"]]
     return zlib.crc32(str(groups).encode())

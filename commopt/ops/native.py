@@ -194,32 +194,25 @@ def _zero_dead_(x: Tensor, bits: Tensor) -> None:
     _call("zero_dead", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
-def _entries(rows: Sequence[tuple[Tensor, ...]]) -> array[int]:
-    """Entries as ``struct Entry`` in lists.cpp has them: size, whether the last tensor is bfloat16, pointers."""
-    numbers = []
-    for row in rows:
-        last = row[-1]
-        numbers += [last.numel(), last.dtype == torch.bfloat16, *[x.data_ptr() for x in row]]
-    return array("q", numbers)
-
-
-def _float32_or_bfloat16(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous()
-
-
-def _float32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_contiguous()
+_READABLE = (torch.float32, torch.bfloat16)
+"""Dtypes that kernels for lists of tensors read."""
 
 
 def _square_sum(xs: list[Tensor]) -> Tensor:
     # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
-    mine = [(x,) for x in xs if _float32_or_bfloat16(x)]
+    numbers: list[int] = []
+    others = []
+    for x in xs:
+        if x.dtype in _READABLE and x.is_contiguous():
+            numbers += (x.numel(), x.dtype is torch.bfloat16, x.data_ptr())
+        else:
+            others.append(x)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
-    if mine:
-        entries = _entries(mine)
-        _call("square_sum", address(entries), len(mine), total.data_ptr())
-    if len(mine) < len(xs):
-        total += reference.square_sum([x for x in xs if not _float32_or_bfloat16(x)])
+    if numbers:
+        entries = array("q", numbers)
+        _call("square_sum", address(entries), len(xs) - len(others), total.data_ptr())
+    if others:
+        total += reference.square_sum(others)
     return total
 
 
@@ -233,7 +226,7 @@ def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, a
 
 def _factors(step_sizes: Sequence[float], sqrt_bias_corrections2: Sequence[float], eps: float) -> array[float]:
     """Of each parameter, what m is multiplied by, and what is added to sqrt(v)."""
-    return array("f", (x for s, c in zip(step_sizes, sqrt_bias_corrections2) for x in (s * c, eps * c)))
+    return array("f", [x for s, c in zip(step_sizes, sqrt_bias_corrections2) for x in (s * c, eps * c)])
 
 
 def _frozen_adam_apply_(
@@ -245,18 +238,22 @@ def _frozen_adam_apply_(
     eps: float,
     decay: float,
 ) -> None:
-    mine, terms = [], []
+    numbers: list[int] = []  # of each as struct Entry in lists.cpp has it
+    mine, sizes, corrections = [], [], []
     for p, m, v, step_size, correction in zip(params, exp_avgs, exp_avg_sqs, step_sizes, sqrt_bias_corrections2):
-        if _float32(m) and _float32(v) and _float32_or_bfloat16(p):
-            mine.append((m, v, p))
-            terms.append((step_size, correction))
+        contiguous = p.is_contiguous() and m.is_contiguous() and v.is_contiguous()
+        if contiguous and p.dtype in _READABLE and m.dtype is v.dtype is torch.float32:
+            numbers += (p.numel(), p.dtype is torch.bfloat16, m.data_ptr(), v.data_ptr(), p.data_ptr())
+            mine.append(p)
+            sizes.append(step_size)
+            corrections.append(correction)
         else:
             reference.frozen_adam_apply_([p], [m], [v], [step_size], [correction], eps, decay)
     if mine:
-        entries, factors = _entries(mine), _factors([s for s, _ in terms], [c for _, c in terms], eps)
+        entries, factors = array("q", numbers), _factors(sizes, corrections, eps)
         _call("frozen_adam", address(entries), len(mine), address(factors), decay)
         # Autograd keeps parameters for backward and finds out by this counter that one has changed since.
-        torch.autograd.graph.increment_version([p for _, _, p in mine])
+        torch.autograd.graph.increment_version(mine)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {

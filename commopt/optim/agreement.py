@@ -236,7 +236,7 @@ class Agreement:
                     f"{numbers[rank]}, {count} on rank {numbers[first]}; freeze and unfreeze the same ones on "
                     "every rank"
                 )
-        if any(row[3] for row in table) and _same_terms(table):
+        if [row for row in table if row[3]] and _same_terms(table):
             mine = 0 if self._holders is None else stages[self._holders.rank]
             sizes = {stage: count for stage, (count, _) in counts.items()}
             start = sum(count for stage, count in sizes.items() if stage < mine)
@@ -272,14 +272,14 @@ class Agreement:
         if self._second is not None:
             wait(self._second, self._where)
             present = [share > 0 for share in self._shares[self._mine].tolist()]
-        if any(row[7] % 2 for row in table):
+        if [row for row in table if row[7] % 2]:
             self._compare()
         squares = [row[2] for row in table]
         same = squares
         if self._holders is not None:  # somebody may have averaged what ranks hold of one part
             same = [squares[rank] for rank in self._holders.replicas]
         equal = within(1e-12, same)
-        average = any(row[4] for row in table)
+        average = bool([row for row in table if row[4]])
         if average and equal and report.gradients is not None:
             average = not self._same_everywhere(report.gradients())
         told = [row[1] for row in table if not math.isnan(row[1])]
@@ -291,7 +291,7 @@ class Agreement:
             already_equal=equal,
             alike=clipped_alike(same),
             growth=sum(told) / len(told) if told else math.nan,
-            unmoved=functools.reduce(operator.or_, (int(row[7]) // 2 for row in table)),
+            unmoved=functools.reduce(operator.or_, [int(row[7]) // 2 for row in table]),
         )
 
     def _same_everywhere(self, number: int) -> bool:
@@ -317,7 +317,9 @@ class Agreement:
 
 def within(tolerance: float, squares: Sequence[float]) -> bool:
     """True if the square norms of several ranks are equal, but for a relative ``tolerance``."""
-    return len(squares) > 1 and squares[0] > 0 and all(math.isclose(s, squares[0], rel_tol=tolerance) for s in squares)
+    if len(squares) < 2 or not squares[0] > 0:
+        return False
+    return not [s for s in squares if not math.isclose(s, squares[0], rel_tol=tolerance)]
 
 
 def clipped_alike(squares: Sequence[float]) -> bool:
@@ -359,7 +361,7 @@ def first_difference(backend: Backend, terms: Sequence[Mapping[str, Any]]) -> Di
 
 def _same_terms(table: Sequence[Sequence[float]]) -> bool:
     """True if all ranks have reported the same terms."""
-    return all(row[6] == table[0][6] for row in table)
+    return not [row for row in table if row[6] != table[0][6]]
 
 
 def _as_json(terms: Sequence[Mapping[str, Any]]) -> str:

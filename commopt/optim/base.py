@@ -54,7 +54,7 @@ from commopt.optim.diagnostics import names_of
 from commopt.optim.digest import digest_of_all
 from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
-from commopt.optim.host import as_number, numbers_of
+from commopt.optim.host import as_numbers, numbers_of
 from commopt.optim.in_flight import Starter, StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
@@ -271,7 +271,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         apart = ("params", "param_names")
-        settings: list[Any] = [{k: as_number(v) for k, v in g.items() if k not in apart} for g in groups]
+        settings: list[Any] = [as_numbers(g, [k for k in g if k not in apart]) for g in groups]
         settings.append({"optimizer": type(self).__name__, **self.settings()})
         binding.register_groups(self, groups, settings, error, differ)
         if self.overlap:
@@ -470,7 +470,7 @@ class CommOptimizer(PackedOptimizer):
         if refused is not None:
             return StepReport(0.0, present, False, refused)
         try:
-            checks.check_gradients(params)
+            checks.check_gradients([p.grad for p in params if p.grad is not None])
             checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)  # it may have been set
             if self.overlap != self._made_to_overlap:
                 raise ValueError(f"overlap was set to {self.overlap}: give it where the optimizer is made")
@@ -482,7 +482,7 @@ class CommOptimizer(PackedOptimizer):
         fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
         square = self.square_norm_of(fresh)
         square += sum(numbers_of(list(averaged.values())))
-        unaveraged = any(id(p) in wanting for p in fresh)
+        unaveraged = not wanting.isdisjoint(map(id, fresh))
 
         def digest_of_gradients() -> int:
             return digest_of_all(
@@ -556,12 +556,12 @@ class CommOptimizer(PackedOptimizer):
         """True if buckets of the next step start in backward: not where DDP averages the gradients first, be it
         attached or not, nor in the first step of a copy, which has no channels yet, nor where the agreement would share
         their order."""
-        opened = all(ranks.channels is not None for ranks in self.topology.replicas)
+        opened = None not in [ranks.channels for ranks in self.topology.replicas]
         if not self._made_to_overlap or self.topology.copies == 1 or not opened:
             return False
         if self._all_on_one_channel() or self.steps_locally():
             return False
-        averages = any(self.wants_average(group) for group in self.param_groups)
+        averages = any(map(self.wants_average, self.param_groups))
         if self._attachment is None:
             return not (wrapped.may_average(self) and (averages or not self._looked))
         return not self._attachment.joining() and not averages
@@ -622,9 +622,8 @@ class CommOptimizer(PackedOptimizer):
 
     def _all_on_one_channel(self) -> bool:
         """True if buckets and the agreement of the ranks share one order."""
-        return self._control is self.topology.world and any(
-            ranks.world is self._control and not ranks.channels for ranks in self.topology.replicas
-        )
+        world = self.topology.world
+        return self._control is world and not all(r.channels for r in self.topology.replicas if r.world is world)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
@@ -662,7 +661,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _guarded(self, report: StepReport, number: int) -> StepReport:
         """``report`` of step ``number``, with what the ranks compare."""
-        terms = [{k: as_number(group[k]) for k in self.defaults if k in group} for group in self.param_groups]
+        terms = [as_numbers(group, self.defaults) for group in self.param_groups]
         own: dict[str, Any] = {}
         if report.error is None and len(set(self.topology.stages)) == 1:  # else ranks have other parameters
             own = self.terms()

@@ -65,8 +65,7 @@ def in_a_list(params: Any) -> Any:
 
 def exchanged(optimizer: PackedOptimizer) -> bool:
     """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
-    groups = optimizer.group_of()
-    return any(id(p) not in groups for bucket in optimizer.buckets for p in bucket.params)
+    return not optimizer.packed() <= optimizer.group_of().keys()
 
 
 def regrouped(optimizer: PackedOptimizer) -> bool:

@@ -267,15 +267,10 @@ def _check_sharded(i: int, p: Tensor, allowed: bool) -> None:
         )
 
 
-def check_gradients(params: Sequence[Tensor]) -> None:
-    for p in params:
-        if p.grad is not None:
-            check_gradient(p.grad)
-
-
-def check_gradient(gradient: Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(gradient.shape)} is {gradient.layout}; allowed are dense "
-            "gradients (torch.strided), so create embeddings with sparse=False"
-        )
+def check_gradients(gradients: Iterable[Tensor]) -> None:
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} is {gradient.layout}; allowed are dense "
+                "gradients (torch.strided), so create embeddings with sparse=False"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ def numbers_of(scalars: Sequence[Tensor]) -> list[Any]:
     return torch.stack([s.to(scalars[0].device) for s in scalars]).tolist() if scalars else []
 
 
-def as_number(value: Any) -> Any:
-    """A hyper-parameter as ranks compare it: what is in a tensor of one element, wherever that is; else ``value``."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def as_numbers(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the hyper-parameters ``names`` that are in ``group``, in order, as ranks compare them: a tensor of one
+    element is the number in it, wherever that is."""
+    values = {name: group[name] for name in names if name in group}
+    return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in values.items()}

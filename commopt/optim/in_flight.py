@@ -184,10 +184,11 @@ class StepInFlight:
         if self.buckets[index].sharded:
             settle([p])
         self._waiting[index].discard(id(p))
-        self.pipeline.progress()
+        if self.started:
+            self.pipeline.progress()
         while self.started < len(self.buckets) - 1 and not self._waiting[self.started]:
             bucket = self.buckets[self.started]
-            sparse = any(q.grad is not None and q.grad.layout != torch.strided for q in bucket.params)
+            sparse = [q for q in bucket.params if q.grad is not None and q.grad.layout != torch.strided]
             if bucket.inside is not None or self._any_stale() or sparse:
                 return  # step() reports it, or deals with it
             self._start_next(1.0, True)

@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: for sparse gradients; nothing has changed then.
         """
         loss = loss_of(closure)
-        checks.check_gradients([p for group in self.param_groups for p in group["params"]])
+        checks.check_gradients([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
         todo: list[_Matrix] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

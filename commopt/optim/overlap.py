@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.optim.arrival import Arrivals
-from commopt.optim.host import as_number
+from commopt.optim.host import as_numbers
 from commopt.optim.in_flight import StepInFlight
 from commopt.optim.rules import coupled_decay
 from commopt.optim.state_bucket import StateBucket
@@ -57,18 +57,16 @@ class Overlap:
         if optimizer is None or self._held or optimizer.accumulating():
             return
         try:
-            self._arrived(optimizer, p)
+            if self._starts is None:  # the same for all gradients of a step
+                self._starts = optimizer.starts_in_backward()
+            index = self._bucket_of.get(id(p))
+            if self._starts and index is not None and p.numel():  # no bucket waits for an empty one
+                self._start(optimizer, index, p)
         except Exception as error:
             raise optimizer.blame(error) from None
 
-    def _arrived(self, optimizer: CommOptimizer, p: Tensor) -> None:
-        if self._starts is None:  # the same for all gradients of a step
-            self._starts = optimizer.starts_in_backward()
-        if not self._starts:
-            return
-        index = self._bucket_of.get(id(p))
-        if index is None or not p.numel():  # no bucket waits for an empty one
-            return
+    def _start(self, optimizer: CommOptimizer, index: int, p: Tensor) -> None:
+        """Gives the gradient of ``p``, of bucket ``index``, to the step in flight."""
         step = optimizer.step_in_flight()
         if index < step.started and self._used is not None and not self._used.ended:
             raise RuntimeError(
@@ -98,8 +96,8 @@ class Used:
         _after_backward(self._remember)
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
-        values = {name: group[name] for name in (*self._names, *["weight_decay"] * (coupled_decay(group) != 0))}
-        return {name: copy.copy(as_number(v)) for name, v in values.items()}
+        names = (*self._names, "weight_decay") if coupled_decay(group) != 0 else self._names
+        return copy.deepcopy(as_numbers(group, names))
 
     def _remember(self) -> None:
         """Remembers the gradients that were used, as they are when backward and DDP are done with them."""

@@ -185,13 +185,13 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The sum of squares of the gradients that this rank has of ``params``, so weighted that the mean over all
         ranks is that over the replicas: what ranks hold in parts counts as if each held the whole."""
         if not self.topology.is_sharded and self.reduction == "mean":
-            return square_norm([_dense(p.grad) for p in params if p.grad is not None])
+            return square_norm(_dense([p.grad for p in params if p.grad is not None]))
         weights = {id(p): bucket.share * bucket.factor**2 for bucket in self.buckets for p in bucket.params}
         grads: dict[float, list[Tensor]] = {}
         for p in params:
             if p.grad is not None:
-                grads.setdefault(weights.get(id(p), 1.0), []).append(local(_dense(p.grad)))
-        return sum((weight * square_norm(mine) for weight, mine in grads.items()), 0.0)
+                grads.setdefault(weights.get(id(p), 1.0), []).append(local(p.grad))
+        return sum((weight * square_norm(_dense(mine)) for weight, mine in grads.items()), 0.0)
 
     def settle(self) -> None:
         """Makes the gradients what they are to the replica that this rank holds with others."""
@@ -377,7 +377,10 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def stale(self) -> bool:
         """True if parameters were moved, cast or put into other groups, so that buckets are to be made anew."""
-        return any(bucket.stale() for bucket in self.buckets) or binding.regrouped(self)
+        return self._have_moved() or binding.regrouped(self)
+
+    def _have_moved(self) -> bool:
+        return True in [bucket.stale() for bucket in self.buckets]
 
     def _regroup(self) -> None:
         """Follows parameters that were put into other groups, unless a step is to refuse that, or has begun."""
@@ -392,7 +395,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
         """
-        moved, regrouped = any(bucket.stale() for bucket in self.buckets), binding.regrouped(self)
+        moved, regrouped = self._have_moved(), binding.regrouped(self)
         if regrouped or moved:
             assigned.check(self)
         if regrouped:  # which makes all buckets anew, also of what was moved or cast
@@ -813,5 +816,5 @@ class PackedOptimizer(torch.optim.Optimizer):
         return new
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+def _dense(grads: Sequence[Tensor]) -> list[Tensor]:
+    return [grad.coalesce().values() if grad.layout == torch.sparse_coo else grad for grad in grads]

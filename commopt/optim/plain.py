@@ -102,7 +102,7 @@ class PlainOptimizer(torch.optim.Optimizer):
             what the closure returned, or None.
         """
         loss = loss_of(closure)
-        checks.check_gradients([p for group in self.param_groups for p in group["params"]])
+        checks.check_gradients([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
         self._make_state()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

@@ -204,6 +204,9 @@ class FrozenVariance:
         watched, key = [group for group in frozen if is_watched(group)], self.words.key
         self.at_length = self.measures_updates and any(is_look_at_length(group, key) for group in watched)
         self.looked = watched if self.at_length or any(is_look(group, key) for group in watched) else []
+        if not self.looked:
+            self.unmoved = []
+            return math.nan
         buckets = optimizer.compressed_buckets(self.looked)
         self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale, self.sent_by)
         return length(buckets) if self.at_length else growth(buckets, unscale)

@@ -107,11 +107,8 @@ class WarmupOptimizer(CommOptimizer):
         """ "plain" on one node, else "warmup" up to step freeze_step, then "compressed"."""
         if self.topology.nodes == 1:
             return "plain"
-        return "compressed" if self._compresses(group, group["step"]) else "warmup"
-
-    def _compresses(self, group: dict[str, Any], step: int) -> bool:
-        """True if the step after ``step`` of ``group`` is compressed, where there are several nodes."""
-        return self.topology.nodes > 1 and group["freeze_step"] != "auto" and step >= group["freeze_step"]
+        stands = group["freeze_step"] != "auto" and group["step"] >= group["freeze_step"]
+        return "compressed" if stands else "warmup"
 
     def mean_gradients(
         self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext
@@ -158,8 +155,8 @@ class WarmupOptimizer(CommOptimizer):
         """Freezes the variance where it has settled, and thaws it where it had not (``freeze_step="auto"``)."""
         self._count()
         for group in self.param_groups:
-            compressed = self._compresses(group, group["step"] - 1)
-            group["raised"] = floor.raised_by(group, self.compressor) if compressed else ""
+            was_compressed = self.phase_of({**group, "step": group["step"] - 1}) == "compressed"
+            group["raised"] = floor.raised_by(group, self.compressor) if was_compressed else ""
         self._frozen.go_back(self, self._in("compressed"))
         self._frozen.stop_where_settled(self, self._in("warmup"))
 

@@ -33,7 +33,7 @@ from commopt.optim import binding, checks, comparing, loading, wrapped
 from commopt.optim.closure import loss_of
 from commopt.optim.foreign import WHOSE
 from commopt.optim.guard import Guard, check_guard
-from commopt.optim.host import as_number
+from commopt.optim.host import as_numbers
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.loading import OWN
 from commopt.optim.model_buffers import HowBuffers
@@ -321,7 +321,7 @@ class OuterOptimizer(PackedOptimizer):
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         apart = ("params", "param_names", FROZEN)  # each part of a model has its own
-        settings: list[Any] = [{k: as_number(v) for k, v in g.items() if k not in apart} for g in groups]
+        settings: list[Any] = [as_numbers(g, [k for k in g if k not in apart]) for g in groups]
         binding.register_groups(self, groups, settings + self.fixed_settings(error), error, differ)
         self.topology.traffic.end_step()
 

@@ -19,7 +19,7 @@ from commopt.optim import comparing, wrapped
 from commopt.optim.agreement import is_usable
 from commopt.optim.diagnostics import names_of
 from commopt.optim.guard import NotFinite, tell_not_finite
-from commopt.optim.host import as_number
+from commopt.optim.host import as_numbers
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER
@@ -150,7 +150,7 @@ def report(
     """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
     ``sent`` something, whether that is finite counts, and not its parameters."""
     own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {FROZEN}  # each part of a model has its own
-    named = [{k: as_number(v) for k, v in sorted(group.items()) if k in own} for group in optimizer.param_groups]
+    named = [as_numbers(group, sorted(own)) for group in optimizer.param_groups]
     group = optimizer.param_groups[0]
     finite = is_usable(square_norm(optimizer.values() if sent is None else list(sent)))
     checksum, number = zlib.crc32(str(named).encode()), group["rounds"]
