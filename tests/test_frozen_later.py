@@ -122,3 +122,49 @@ def test_what_one_rank_alone_freezes_between_two_rounds_is_named_in_the_next(whe
 
     a, b = on_threads(2, run)
     assert when == 3 or same_bits(a, b)
+
+
+@every_communicating
+def test_a_run_that_is_resumed_with_the_layers_of_its_beginning_finds_the_state_of_those_unfrozen_since(name):
+    """Made as at first, loaded, and then unfrozen. Saved before that, it still has it."""
+
+    def make(backend):
+        model = Used()
+        model.bias.requires_grad_(False)
+        return model, EVERY[name](model.parameters(), lr=1e-2, bucket_mb=1e-5, backend=backend)
+
+    def run(backend):
+        model, optimizer = make(backend)
+        train(model, optimizer, range(1), backend.rank, 2)
+        model.bias.requires_grad_(True)
+        train(model, optimizer, range(1, 6), backend.rank, 2)
+        optimizer.synchronize()
+        other, resumed = make(backend)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        kept = resumed.state_dict()
+        other.bias.requires_grad_(True)
+        resumed.follow_parameters()
+        for state in (kept, resumed.state_dict()):
+            assert same_bits(shared_in(optimizer.state_dict()), shared_in(state))
+        train(other, resumed, range(6, 8), backend.rank, 2)
+        return params_of(other)
+
+    on_threads(2, run)
+
+
+def shared_in(state_dict):
+    """What is the same on all ranks."""
+    return [t for _, entry in sorted(state_dict["state"].items()) for _, t in sorted(entry.items())]
+
+
+def test_a_state_of_another_shape_is_refused_though_the_parameter_is_frozen():
+    model = Used()
+    optimizer = OneBitAdam(model.parameters(), backend=LocalBackend())
+    saved = optimizer.state_dict()
+    i = [*map(id, optimizer.params)].index(id(model.bias))
+    saved["state"][i]["exp_avg"] = torch.zeros(3, 77)
+    model.bias.requires_grad_(False)
+    other = OneBitAdam(model.parameters(), backend=LocalBackend())
+    with pytest.raises(ValueError, match=rf"parameter {i}: exp_avg in the loaded state has shape \(3, 77\)"):
+        other.load_state_dict(saved)

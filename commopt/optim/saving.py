@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -83,6 +84,8 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
         id(p): _own_shapes(bucket, j) for bucket in buckets for j, p in enumerate(bucket.params) if not is_sharded(p)
     }
     part = (given.get("residuals") or {}).get("state", {})
+    names = set[str]().union(*state.values())
+    _check_waiting({i: (p, given["state"].get(i, {})) for i, p in zip(ids, params) if id(p) not in state}, names)
     for i, p in zip(ids, params):
         mine_own = own.get(id(p), {})
         for name, value in part.get(i, {}).items():
@@ -102,6 +105,17 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
                     f"parameter {i}: {name} in the loaded state is cut over ranks, and the parameter not like it: "
                     "load it with torch.distributed.checkpoint, or give whole tensors (full_tensor())"
                 )
+
+
+def _check_waiting(frozen: Mapping[Any, tuple[Tensor, Mapping[str, Any]]], names: AbstractSet[str]) -> None:
+    """Raises ValueError if what ``frozen`` parameters have of ``names``, each with its entry, does not fit: it is taken
+    up in the midst of a run."""
+    for i, (p, entry) in frozen.items():
+        for name in names & entry.keys():
+            if not isinstance(entry[name], Real):
+                check_tensor(i, name, entry[name])
+            if isinstance(entry[name], Tensor) and entry[name].numel() != 1:
+                check_shape(i, name, entry[name], p.shape, p)
 
 
 def _own_shapes(bucket: StateBucket, index: int) -> dict[str, torch.Size]:
@@ -160,12 +174,15 @@ def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Seq
 
 def added_by_users(state: Mapping[Any, Any], ours: Mapping[Tensor, Iterable[str]]) -> dict[Any, Any]:
     """Entries that users have added to ``state``: other keys than parameters, and to a parameter's entry. ``ours``
-    is what we have put there."""
+    is what we have put there. What a parameter that is frozen has of our names waits until it is trained again."""
     out: dict[Any, Any] = {}
+    waiting = set[str]().union(*ours.values())
     for key, entry in state.items():
         if not isinstance(key, Tensor):
             out[key] = entry
-        elif added := {k: v for k, v in entry.items() if k not in NAMES and k not in ours.get(key, ())}:
+            continue
+        dropped = NAMES | {*ours[key]} if key in ours else NAMES - waiting
+        if added := {k: v for k, v in entry.items() if k not in dropped}:
             out[key] = {k: v for k, v in added.items() if not isinstance(v, OwnTensor)}
     return out
 
@@ -191,6 +208,17 @@ def fill(
             if PARAMETER in entry:
                 x = local(p.detach())
                 x.copy_(cut(entry[PARAMETER], p).reshape(x.shape))
+
+
+def take_up(buckets: Sequence[StateBucket], waiting: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Copies what was ``waiting`` for parameters to be trained into new ``buckets``; what is lacking stays as it is."""
+    entries: Entries = {}
+    for bucket in buckets:
+        for p, mine in zip(bucket.params, bucket.state()):
+            found = {name: value for name, value in waiting.get(p, {}).items() if name in mine}
+            made = {name: tensor for name, tensor in mine.items() if not found or name != "variance_step"}
+            entries[p] = {**made, **found}
+    fill(buckets, entries, {})
 
 
 def fill_residuals(
