@@ -25,7 +25,7 @@ from commopt.comm.holding import Holding, ShardedBackend
 from commopt.comm.mesh import MeshBackend
 from commopt.comm.mpi import MPIBackend
 from commopt.comm.nodes import NodesBackend
-from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, run_interleaved, wait
+from commopt.comm.pipeline import STARTED, CollectiveError, Pipeline, Task, gather_rows, run, wait
 from commopt.comm.psync import BlockSync, PayloadSync, PSync, psync
 from commopt.comm.receipt import (
     CONFIRMATION_BYTES,
@@ -94,7 +94,6 @@ __all__ = [
     "refuse_if_left_out",
     "resolve_backend",
     "run",
-    "run_interleaved",
     "sends_from",
     "set_first_notice",
     "to_node",

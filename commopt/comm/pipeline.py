@@ -210,11 +210,3 @@ def run(tasks: Iterable[Task]) -> None:
     for task in tasks:
         for work in task:
             wait(work, "a collective")
-
-
-def run_interleaved(tasks: Iterable[Task]) -> None:
-    """All tasks in turn, each started in list order."""
-    pipeline = Pipeline()
-    for task in tasks:
-        pipeline.start(task)
-    pipeline.finish()

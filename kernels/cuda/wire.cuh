@@ -14,7 +14,7 @@ constexpr int kTile = 2048;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / 32;
 
-// Rows of n elements in blocks, and blocks in tiles. Structs are as launch.py and cuda.py lay them out.
+// Rows of n elements in blocks, and blocks in tiles. Structs are as cuda.py and tiles.py lay them out.
 struct Layout {
     i64 n;       // elements of a row
     i64 block;   // elements that share a scale
