@@ -159,10 +159,10 @@ def states(net: Net, optimizer: Any, flat: bool) -> dict[str, Any]:
     return {"model": model, "optim": optim}
 
 
-def saved(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Trains every optimizer on (2, 2), writes what it has, flattened in the background and not, and trains on."""
+def saved(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, Any]:
+    """Trains optimizers on (2, 2), writes what they have, flattened in the background and not, and trains on."""
     mesh, out = grid(2, 2), {}
-    for name in COMMUNICATING:
+    for name in names:
         net = sharded(mesh["shard"])
         optimizer = make(name, net.parameters(), process_group=mesh, bucket_mb=2e-4, **lossy(name))
         learn(net, optimizer, range(SAVED), rank)

@@ -95,6 +95,7 @@ def test_what_has_no_gradient_anywhere_stays_to_the_bit(cls, settings, world, ov
         assert all(same_bits(ranks[0][0], params) for params, _ in ranks)
 
 
+@pytest.mark.long(but="1-bit LAMB")
 @pytest.mark.parametrize(("cls", "settings"), EVERYTHING)
 def test_overlap_changes_no_bit_where_parameters_come_and_go(cls, settings):
     """The hooks of backward start buckets that are complete, others wait for what the ranks agree on."""
@@ -119,6 +120,7 @@ def test_overlap_changes_no_bit_where_parameters_come_and_go(cls, settings):
             assert same_bits(a[1], b[1])
 
 
+@pytest.mark.long(but="False-OneBitAdam")
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb, OneBitLion])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_that_is_sent_in_pieces_comes_and_goes(cls, overlap):

@@ -28,6 +28,7 @@ from commopt.sharding import local
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("needs torchtitan", allow_module_level=True)
 
+pytestmark = pytest.mark.long  # what it needs of torchtitan is pinned
 STEPS = 4
 
 

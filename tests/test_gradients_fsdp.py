@@ -40,6 +40,7 @@ def test_with_the_identity_they_are_fsdps_own(pool):
         assert found["ratio"] == pytest.approx(0.5, abs=0.01)  # of float64
 
 
+@pytest.mark.long
 def test_residuals_follow_the_scale_of_the_loss(pool):
     ways = {
         "as it is": {"compressor": Int4(block=8)},
@@ -168,11 +169,13 @@ def test_a_run_that_was_stopped_continues_to_the_bit(pool, feedback, weights):
     assert pool.over_gloo(2, fsdp_scenes.resumed, feedback, weights) == [True, True]
 
 
+@pytest.mark.long(but="True")
 @pytest.mark.parametrize("feedback", [True, LoCo(0.5, 3)], ids=repr)
 def test_a_run_on_two_levels_that_was_stopped_continues_to_the_bit(pool, feedback):
     assert pool.over_gloo(4, fsdp_scenes.resumed, feedback, Differences(Int4(block=8)), Int8(block=8)) == [True] * 4
 
 
+@pytest.mark.long(but="False-False")
 @pytest.mark.parametrize(("saved", "loaded"), [(False, False), (True, False), (False, True)], ids=str)
 def test_another_world_has_the_same_residuals_together(pool, saved, loaded):
     """Its ranks alike, or as nodes."""
@@ -231,6 +234,7 @@ def test_residuals_go_on_in_another_kind_of_feedback(pool, nodes):
         assert as_they_are == 0
 
 
+@pytest.mark.long(but="LoCo on nodes")
 @pytest.mark.parametrize(
     ("feedback", "nodes"), [(LoCo(), False), (LoCo(), True), (True, True)], ids=["LoCo", "LoCo on nodes", "on nodes"]
 )
@@ -260,6 +264,7 @@ def test_dimensions_of_a_mesh_are_nodes_only_where_it_is_given(pool):
         assert "intra_node" not in step
 
 
+@pytest.mark.long
 def test_another_compressor_inside(pool):
     ranks = pool.over_gloo(4, fsdp_scenes.both_levels)
     for rank, found in enumerate(ranks):

@@ -120,6 +120,7 @@ def test_copies_of_a_compressed_ddp_model_are_averaged_by_ddp(pool):
         assert found["steps"] == 1
 
 
+@pytest.mark.long
 def test_a_step_that_is_compiled_as_a_whole(pool):
     for found in pool.over_gloo(2, gradient_scenes.compiled_as_a_whole):
         for plain, compiled in found.values():

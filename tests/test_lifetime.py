@@ -230,6 +230,7 @@ def main(rank: int, port: int, folder: str) -> None:
     Path(folder, str(rank)).write_text(json.dumps(out))
 
 
+@pytest.mark.long
 def test_many_optimizers_over_gloo_leave_nothing():
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:

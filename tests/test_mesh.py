@@ -36,9 +36,10 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Pool, folder: Path) -> list[dict[str, Any]]:
-    """What four processes had when they wrote it into the folder, by rank."""
-    return pool.over_gloo(4, mesh_scenes.saved, str(folder))
+def saved(pool: Pool, folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What four processes had when they wrote it into the folder, by rank; of those optimizers that are looked at."""
+    names = mesh_scenes.KINDS if request.config.getoption("short") else mesh_scenes.COMMUNICATING
+    return pool.over_gloo(4, mesh_scenes.saved, str(folder), names)
 
 
 def test_a_sharded_run_with_the_identity_is_the_unsharded_one(pool):
@@ -49,6 +50,7 @@ def test_a_sharded_run_with_the_identity_is_the_unsharded_one(pool):
             assert distance < 1e-12, name
 
 
+@pytest.mark.long
 def test_muon_in_a_mixture_on_a_mesh(pool, folder):
     """Its iterations are in bfloat16: a last bit that FSDP's sum of gradients has otherwise may be 0.004 of a step of
     0.1. If it took each piece for a matrix, that would be 0.04."""
@@ -59,6 +61,7 @@ def test_muon_in_a_mixture_on_a_mesh(pool, folder):
         assert found["resumed"]
 
 
+@pytest.mark.long
 def test_a_base_whose_step_needs_values_keeps_its_state_in_a_distributed_checkpoint(pool, tmp_path):
     for found in pool.over_gloo(4, mesh_scenes.bases, str(tmp_path)):
         for name, (resumed, said) in found.items():

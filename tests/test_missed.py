@@ -85,6 +85,7 @@ def test_it_waits_no_longer_than_the_run_had_taken_until_then():
         assert kinds[until + KAPPA] == "compressed"
 
 
+@pytest.mark.long(but="46")
 @pytest.mark.parametrize("saved_after", [42, 43, 46, 47, 60])
 def test_a_run_that_is_resumed_meanwhile_is_the_one_never_stopped(saved_after):
     def run(backend):

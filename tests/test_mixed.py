@@ -547,6 +547,7 @@ def test_streamed_muloco_is_muon_and_adamw_by_hand_and_streams_on_lists(streamin
     on_threads(2, on_rank)
 
 
+@pytest.mark.long(but="corrected")
 @every_late
 def test_a_streamed_run_is_resumed_in_flight_and_its_replicas_are_equal_in_the_end(streaming: Streaming) -> None:
     stops, last = (3, 4, 7), 11

@@ -206,6 +206,7 @@ def test_a_warm_up_that_is_compressed_is_that_on_lists(nodes, places, overlap):
     against_the_oracle(nodes, places, Sign(block=16), 6, 1e-11, overlap=overlap, absent=places == 1, lossy_warmup=True)
 
 
+@pytest.mark.long(but="{'coeff_beta': 0.99, 'min_coeff': 0.3, 'max_coeff': 0.4}")
 @pytest.mark.parametrize(
     "options",
     [
@@ -829,6 +830,7 @@ def test_a_resumed_run_equals_one_never_stopped(world_size, dtype, half, overlap
     assert all(same_bits(results[0], r) for r in results)
 
 
+@pytest.mark.long(but="old0-new0")
 @pytest.mark.parametrize(("old", "new"), [((2, 1), (3, 1)), ((3, 1), (1, 1)), ((2, 2), (3, 1)), ((2, 1), (2, 2))])
 def test_in_another_world_residuals_are_kept(old, new):
     """The mean of the worker residuals plus the server residuals, in the units of the momentum."""

@@ -114,6 +114,7 @@ def test_what_grows_or_shrinks_by_half_in_a_window_does_not_freeze(rate):
     assert freezes_at(lambda t: (1.0, rate**t), 160, betas=(0.9, 0.98)) is None
 
 
+@pytest.mark.long(but="dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tensor_whose_gradients_have_become_zero_says_nothing(dtype):
     """What is left in its variance by rounding is no gradient; with None instead it is as long a warm-up."""
@@ -158,12 +159,14 @@ def table(backend, cls, parts, steps, freeze_step="auto"):
     return table_optimizer(cls, parts, steps, lambda optimizer: None, **settings).param_groups[0]["freeze_step"]
 
 
+@pytest.mark.long(but="4-80-OneBitAdam")
 @pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
 @pytest.mark.parametrize(("parts", "at"), [(1, 60), (2, 60), (4, 80), (10, 243), (20, "auto")])
 def test_rows_of_a_table_have_had_twenty_gradients_before_their_variance_stands(cls, parts, at):
     assert on_threads(2, lambda backend: table(backend, cls, parts, 250)) == [at] * 2
 
 
+@pytest.mark.long(but="4-16-80")
 @pytest.mark.parametrize(
     ("parts", "kappa", "exact"),
     [(1, 16, 16), (2, 16, 16), (4, 16, 80), (4, 100, 100), (10, 16, 208), (20, 16, 250)],

@@ -102,6 +102,7 @@ print(json.dumps(facts | {"threads": [before, compressed, threads()]}))
 """
 
 
+@pytest.mark.long
 def test_it_runs_without_the_repository(built: tuple[set[str], Path], tmp_path: Path) -> None:
     _, wheel = built
     with zipfile.ZipFile(wheel) as opened:
