@@ -342,6 +342,10 @@ def check_square_sum(run: Any, device: Any, dtype: torch.dtype) -> None:
     assert (result.shape, result.dtype, result.device) == ((), F64, there[0].device)
     assert abs(float(result) - expected) <= 1e-13 * expected
     assert same(result, run.square_sum(there))
+    each = run.square_sums(there)
+    assert (each.shape, each.dtype, each.device) == ((len(xs),), F64, there[0].device)
+    for square, x in zip(each.tolist(), there):
+        assert abs(square - float(run.square_sum([x]))) <= 1e-13 * square
     for bad in (math.inf, -math.inf, math.nan):
         for where in (0, 15, 20_000):
             there[3][where] = bad

@@ -211,6 +211,7 @@ def test_nothing_is_launched_for_nothing(fake, n):
     RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
     assert len(fake.launches) == (0 if n == 0 else 18 + 28)
     assert float(RUN.square_sum([torch.empty(0)])) == 0.0
+    assert RUN.square_sums([torch.empty(0)]).tolist() == [0.0]
 
 
 def test_what_no_kernel_handles_goes_to_the_reference(fake):

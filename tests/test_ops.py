@@ -304,6 +304,20 @@ def test_square_sum(isa, dtype):
     assert float(ops.square_sum([])) == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_square_sums_are_those_of_one_each_to_the_bit(isa, dtype, threads):
+    xs = [torch.randn(s).to(dtype) for s in ((), (0,), (3, 5), (70_001,))] + [torch.randn(8, 6).to(dtype).t()]
+    xs += [torch.randn(7), torch.randn(9, dtype=torch.float64)]
+    xs[0].fill_(math.nan)
+    for count in (1, 2):
+        threads(count)
+        each = ops.square_sums(xs)
+        assert (each.shape, each.dtype) == ((len(xs),), torch.float64)
+        assert bits_equal(each, torch.stack([ops.square_sum([x]) for x in xs]))
+    assert each[1] == 0
+    assert ops.square_sums([]).shape == (0,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [0, 1, 7, 64, 1003, 100_001])
 def test_all_finite(dtype, n, threads):
@@ -528,6 +542,7 @@ def op_arguments() -> dict[str, tuple]:
         "pack_nonzero": (flat, bits),
         "zero_dead_": (flat, bits),
         "square_sum": ([flat, x],),
+        "square_sums": ([flat, x],),
         "momentum": (torch.randn(50), [flat], [13], 0.9, 0.1, torch.empty(50)),
         "frozen_adam_apply_": ([flat], [other.clone()], [other], [0.1], [0.5], 1e-8, 0.9),
     }
@@ -553,7 +568,8 @@ def test_fakes():
         fakes = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, op_arguments())
         for name, arguments in fakes.items():
             result = getattr(ops, name, getattr(torch.ops.commopt, name))(*arguments)
-            assert result is None or (name == "square_sum" and result.dtype == torch.float64 and result.dim() == 0)
+            shape = {"square_sum": (), "square_sums": (2,)}.get(name)
+            assert result is None if shape is None else (result.shape, result.dtype) == (shape, torch.float64)
 
 
 def momentum_of(grads, offsets):

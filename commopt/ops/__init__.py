@@ -15,7 +15,7 @@ from commopt.ops import catalogue
 from commopt.ops import cuda as cuda  # for their registrations
 from commopt.ops import native as native
 from commopt.ops.bfloat16 import bf16_compress_momentum, bf16_decompress_to, bf16_nbytes, bf16_reduce
-from commopt.ops.flat import all_finite, frozen_adam_apply_, momentum, pack_nonzero, square_sum, zero_dead_
+from commopt.ops.flat import all_finite, frozen_adam_apply_, momentum, pack_nonzero, square_sum, square_sums, zero_dead_
 from commopt.ops.integers import (
     int_compress,
     int_compress_momentum,
@@ -79,6 +79,7 @@ __all__ = [
     "sign_nbytes",
     "sign_reduce",
     "square_sum",
+    "square_sums",
     "threshold_compress",
     "threshold_compress_with_feedback",
     "threshold_decompress",

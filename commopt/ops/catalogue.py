@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from commopt.ops import reference, reference_bfloat16, reference_integers, reference_threshold, reference_top_k
 
@@ -36,6 +35,7 @@ SCHEMAS = {
     "pack_nonzero": "(Tensor x, Tensor(a!) bits) -> ()",
     "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",
     "square_sum": "(Tensor[] xs) -> Tensor",
+    "square_sums": "(Tensor[] xs) -> Tensor",
     "momentum": "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor(a!) out) -> ()",
     "frozen_adam_apply_": (
         "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, float[] step_sizes, "
@@ -115,11 +115,13 @@ def _fake_in_place(*_: Any) -> None:
     """Operators that only write into their arguments have no output to describe."""
 
 
-def _fake_square_sum(xs: list[Tensor]) -> Tensor:
-    return xs[0].new_empty((), dtype=torch.float64)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "square_sum": lambda xs: xs[0].new_empty((), dtype=torch.float64),
+    "square_sums": lambda xs: xs[0].new_empty(len(xs), dtype=torch.float64),
+}
 
 
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"commopt::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.register_fake(f"commopt::{_name}", _fake_square_sum if _name == "square_sum" else _fake_in_place)
+    torch.library.register_fake(f"commopt::{_name}", _FAKES.get(_name, _fake_in_place))
     register(_name, "default", "reference", REFERENCES[_name])

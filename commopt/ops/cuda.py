@@ -253,24 +253,47 @@ def _each_batch(rows: list[Structure], tile: int) -> Iterator[tuple[list[Structu
 
 def _square_sum(xs: list[Tensor]) -> Tensor:
     # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
-    device = xs[0].device
-    rows = [
-        t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype])
-        for x in xs
-        if x.numel() and _readable(x)
-    ]
-    total = (torch.empty if rows else torch.zeros)((), dtype=torch.float64, device=device)
-    if rows:
-        partials = torch.empty((sum(-(-r.n // SUM_TILE) for r in rows), 2), dtype=torch.float64, device=device)
-        done = 0
-        for batch, tiles in _each_batch(rows, SUM_TILE):
-            place = partials.data_ptr() + done * 16
-            argument = t.Entries(place, SUM_TILE, 0, len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
-            launch("square_sum", tiles, (256, 1), argument, device)
-            done += tiles
-        launch("total", 1, (1024, 1), t.Total(partials.data_ptr(), total.data_ptr(), done), device)
+    mine = [x for x in xs if x.numel() and _readable(x)]
+    total = (torch.empty if mine else torch.zeros)((), dtype=torch.float64, device=xs[0].device)
+    if mine:
+        partials, _ = _partial_sums(mine)
+        _add_up(partials, total)
     others = [x for x in xs if not _readable(x)]
     return total + reference.square_sum(others) if others else total
+
+
+def _square_sums(xs: list[Tensor]) -> Tensor:
+    totals = torch.zeros(len(xs), dtype=torch.float64, device=xs[0].device)
+    mine = {i: x for i, x in enumerate(xs) if x.numel() and _readable(x)}
+    if mine:
+        partials, counts = _partial_sums(list(mine.values()))
+        for i, of_one in zip(mine, partials.split(counts)):
+            _add_up(of_one, totals[i])
+    for i, x in enumerate(xs):
+        if not _readable(x):
+            totals[i] = reference.square_sum([x])
+    return totals
+
+
+def _partial_sums(xs: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """The sums of the squares of the tiles of all ``xs``, as struct Partial in wire.cuh has them, and how many tiles
+    each of them has."""
+    rows = [t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype]) for x in xs]
+    counts = [-(-row.n // SUM_TILE) for row in rows]
+    partials = torch.empty((sum(counts), 2), dtype=torch.float64, device=xs[0].device)
+    done = 0
+    for batch, tiles in _each_batch(rows, SUM_TILE):
+        place = partials.data_ptr() + done * 16
+        argument = t.Entries(place, SUM_TILE, 0, len(batch), (t.Entry * t.MAX_ENTRIES)(*batch))
+        launch("square_sum", tiles, (256, 1), argument, xs[0].device)
+        done += tiles
+    return partials, counts
+
+
+def _add_up(partials: Tensor, total: Tensor) -> None:
+    """total <- the sum of the ``partials``."""
+    argument = t.Total(partials.data_ptr(), total.data_ptr(), len(partials))
+    launch("total", 1, (1024, 1), argument, total.device)
 
 
 def _factors(
@@ -317,6 +340,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "pack_nonzero": _pack_nonzero,
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,
+    "square_sums": _square_sums,
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
     **cuda_integers.KERNELS,

@@ -56,10 +56,30 @@ def square_sum(xs: Sequence[Tensor]) -> Tensor:
     """
     if not xs:
         return torch.zeros((), dtype=torch.float64, device="cpu")
+    _check_floating(xs)
+    return _ops.square_sum.default(xs)
+
+
+def square_sums(xs: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each of ``xs``, as :func:`square_sum` gives that of one: (n,) float64, on their device;
+    without any, on the CPU.
+
+    Args:
+        xs: n tensors of any shape and floating dtype on one device; unchanged.
+
+    Raises:
+        ValueError: a dtype is not floating, or the devices differ.
+    """
+    if not xs:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    _check_floating(xs)
+    return _ops.square_sums.default(xs)
+
+
+def _check_floating(xs: Sequence[Tensor]) -> None:
     for x in xs:
         if not x.is_floating_point() or x.device != xs[0].device:
             raise ValueError(f"xs must be floating and on {xs[0].device}, got {x.dtype} on {x.device}")
-    return _ops.square_sum.default(xs)
 
 
 def momentum(

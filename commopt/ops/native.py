@@ -26,7 +26,7 @@ from torch import Tensor
 from commopt.ops import catalogue, native_bfloat16, native_integers, native_threshold, native_top_k, reference
 from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pack_nonzero": [_P, _P, _I64, _I32],
     "zero_dead": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
+    "square_sums": [_P, _I64, _P, _I32],
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
     "frozen_adam": [_P, _I64, _P, _F32, _I32],
     **native_bfloat16.SIGNATURES,
@@ -198,22 +199,36 @@ _READABLE = (torch.float32, torch.bfloat16)
 """Dtypes that kernels for lists of tensors read."""
 
 
-def _square_sum(xs: list[Tensor]) -> Tensor:
-    # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
+def _entries(xs: list[Tensor]) -> tuple[array[int], list[int]]:
+    """``xs`` as struct Entry in lists.cpp has them, and the indices of those that kernels cannot read: empty there."""
     numbers: list[int] = []
     others = []
-    for x in xs:
+    for i, x in enumerate(xs):
         if x.dtype in _READABLE and x.is_contiguous():
             numbers += (x.numel(), x.dtype is torch.bfloat16, x.data_ptr())
         else:
-            others.append(x)
+            numbers += (0, 0, 0)
+            others.append(i)
+    return array("q", numbers), others
+
+
+def _square_sum(xs: list[Tensor]) -> Tensor:
+    # What the kernel cannot read is added after the rest: an order that depends on nothing but the list.
+    entries, others = _entries(xs)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
-    if numbers:
-        entries = array("q", numbers)
-        _call("square_sum", address(entries), len(xs) - len(others), total.data_ptr())
+    _call("square_sum", address(entries), len(xs), total.data_ptr())
     if others:
-        total += reference.square_sum(others)
+        total += reference.square_sum([xs[i] for i in others])
     return total
+
+
+def _square_sums(xs: list[Tensor]) -> Tensor:
+    entries, others = _entries(xs)
+    totals = torch.zeros(len(xs), dtype=torch.float64, device="cpu")
+    _call("square_sums", address(entries), len(xs), totals.data_ptr())
+    if others:
+        totals[others] = reference.square_sums([xs[i] for i in others])
+    return totals
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
@@ -267,6 +282,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "pack_nonzero": _pack_nonzero,
     "zero_dead_": _zero_dead_,
     "square_sum": _square_sum,
+    "square_sums": _square_sums,
     "momentum": _momentum,
     "frozen_adam_apply_": _frozen_adam_apply_,
     **native_bfloat16.kernels(_call),

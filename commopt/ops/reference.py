@@ -284,6 +284,10 @@ def square_sum(xs: list[Tensor]) -> Tensor:
     return total
 
 
+def square_sums(xs: list[Tensor]) -> Tensor:
+    return torch.stack([square_sum([x]) for x in xs])
+
+
 def momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
     torch.mul(m, beta, out=out)
     for place, g in zip(views(out, grads, offsets), grads):

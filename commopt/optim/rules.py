@@ -6,7 +6,7 @@ each tensor, ``total`` and ``highest`` make what all pieces come to out of what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -305,15 +305,25 @@ def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], total: Red
 
 def square_norm(tensors: list[Tensor]) -> float:
     """Sum of squares over ``tensors``, of any devices; finite if and only if all elements are."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for t in tensors:
-        by_device.setdefault(t.device, []).append(t)
-    return sum((float(ops.square_sum(on_one)) for on_one in by_device.values()), 0.0)
+    return sum([float(ops.square_sum([tensors[i] for i in here])) for here in _by_device(tensors)], 0.0)
 
 
 def square_sums(tensors: list[Tensor]) -> list[float]:
-    """The sum of squares of each tensor, in float64; equal on ranks that have other numbers of threads."""
-    return numbers_of([ops.square_sum([t]) for t in tensors])
+    """The sum of squares of each tensor, of any devices, in float64; equal on ranks that have other numbers of
+    threads."""
+    out = [0.0] * len(tensors)
+    for here in _by_device(tensors):
+        for i, square in zip(here, ops.square_sums([tensors[i] for i in here]).tolist()):
+            out[i] = square
+    return out
+
+
+def _by_device(tensors: Sequence[Tensor]) -> Collection[list[int]]:
+    """The indices of ``tensors``, apart for each device."""
+    out: dict[torch.device, list[int]] = {}
+    for i, t in enumerate(tensors):
+        out.setdefault(t.device, []).append(i)
+    return out.values()
 
 
 def halves(numbers: Sequence[float]) -> list[tuple[float, float]]:

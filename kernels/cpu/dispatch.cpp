@@ -5,7 +5,7 @@
 #include "parallel.hpp"
 
 // Changes with every signature of an exported function; commopt/ops/native.py states the same number.
-#define COMMOPT_ABI_VERSION 11
+#define COMMOPT_ABI_VERSION 12
 
 namespace commopt {
 namespace {

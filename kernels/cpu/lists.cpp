@@ -42,6 +42,7 @@ class TaskList {
 
     bool failed() const { return tasks_ == nullptr; }
     int64_t size() const { return size_; }
+    int64_t entry_of(int64_t task) const { return tasks_[task].entry; }
 
     // Calls run(entry, task, index of the task).
     template <class Run>
@@ -60,15 +61,10 @@ T* at(void* data, const Task& task) {
     return static_cast<T*>(data) + task.start;
 }
 
-}  // namespace
-}  // namespace commopt
-
-using namespace commopt;
-
-extern "C" {
-
-// Each task's sum has its own place and the places are added in order: the same bits for any number of threads.
-int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, int32_t threads) {
+// Calls add(entry, sum of the squares of a task) for each task. They have a place each and are added in order: the same
+// bits for any number of threads.
+template <class Add>
+int add_squares(const Entry<1>* entries, int64_t count, int32_t threads, const Add& add) {
     const TaskList<1> tasks(entries, count);
     double* sums = static_cast<double*>(std::malloc(size_t(tasks.size() + 1) * sizeof(double)));
     if (tasks.failed() || sums == nullptr) {
@@ -80,10 +76,26 @@ int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, in
         sums[i] = x.bfloat16 ? k.square_sum_bf16(at<uint16_t>(x.data[0], task), task.n)
                              : k.square_sum(at<float>(x.data[0], task), task.n);
     });
-    *total = 0.0;
-    for (int64_t i = 0; i < tasks.size(); ++i) *total += sums[i];
+    for (int64_t i = 0; i < tasks.size(); ++i) add(tasks.entry_of(i), sums[i]);
     std::free(sums);
     return 0;
+}
+
+}  // namespace
+}  // namespace commopt
+
+using namespace commopt;
+
+extern "C" {
+
+int commopt_square_sum(const Entry<1>* entries, int64_t count, double* total, int32_t threads) {
+    *total = 0.0;
+    return add_squares(entries, count, threads, [=](int64_t, double sum) { *total += sum; });
+}
+
+// totals: of each entry, 0 before.
+int commopt_square_sums(const Entry<1>* entries, int64_t count, double* totals, int32_t threads) {
+    return add_squares(entries, count, threads, [=](int64_t entry, double sum) { totals[entry] += sum; });
 }
 
 int commopt_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha, float* out,
