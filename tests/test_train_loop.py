@@ -28,7 +28,15 @@ import commopt
 from commopt.comm import all_reduce_bytes
 from commopt.train.config import CompressorConfig, Config, ModelConfig, OptimConfig
 from commopt.train.errors import CheckpointError, ConfigError
-from commopt.train.loop import SETTLES, Trainer, learning_rate, steps_until_asked, train, warn_of_freeze
+from commopt.train.loop import (
+    SETTLES,
+    Trainer,
+    learning_rate,
+    steps_until_asked,
+    train,
+    warn_of_freeze,
+    warn_of_short_run,
+)
 from commopt.train.metrics import read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.optimizer import make_optimizer
@@ -410,6 +418,21 @@ def run_quietly(config: Config) -> list[str]:
 def test_a_run_that_never_compresses_says_so(pair: Pair, tiny: Make, tmp_path: Path) -> None:
     messages = pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}))[0]
     assert messages == ["freeze_step=5 is not before train.steps=4: this run never compresses"]
+
+
+def test_a_run_that_is_over_before_the_learning_rate_has_warmed_up_says_so(
+    pair: Pair, tiny: Make, tmp_path: Path
+) -> None:
+    """Once, by one rank, and the run goes on: a short one may only be meant to show that it runs."""
+    config = tiny(tmp_path, optim={"lr": 1e-3, "warmup_steps": 20, "args": {"freeze_step": 2}}, train={"steps": 4})
+    first, other = pair.run(run_quietly, config)
+    assert (len(first), other) == (1, [])
+    assert first[0] == (
+        "optim.warmup_steps=20 is more than train.steps=4: the learning rate only rises, to 0.0002 at the end, and "
+        "never reaches optim.lr=0.001"
+    )
+    assert [record["lr"] for record in read_metrics(tmp_path)] == pytest.approx([1e-4, 2e-4])
+    assert warn_of_short_run(from_dict({"optim": {"warmup_steps": 4}, "train": {"steps": 4}})) is None
 
 
 def test_a_base_that_is_alone_on_its_rank_compresses_nothing_and_is_not_warned_of(

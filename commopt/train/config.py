@@ -178,7 +178,8 @@ class OptimConfig:
     """Reaction to replicas of a commopt optimizer that differ. raise: an error that names the rank. repair: a rank that
     differs gets what the majority has, if there is one."""
     warmup_steps: int = 0
-    """Steps of learning-rate warm-up, >= 0. Not the warm-up phase of 1-bit Adam: that is args.freeze_step."""
+    """Steps of learning-rate warm-up, >= 0; more than train.steps are warned of. Not the warm-up phase of 1-bit Adam:
+    that is args.freeze_step."""
     warmup_power: float = 1.0
     """The warm-up is lr * (step / warmup_steps) ** warmup_power, > 0: 1 is a straight line, 2 starts more slowly."""
     decay: Literal["cosine", "linear", "exponential"] = "cosine"

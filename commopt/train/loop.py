@@ -141,6 +141,17 @@ def warn_of_freeze(group: Mapping[str, Any], steps: int) -> str | None:
     return None
 
 
+def warn_of_short_run(config: Config) -> str | None:
+    """Warns of a run that is over before the learning rate has warmed up."""
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_steps <= steps:
+        return None
+    return (
+        f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}: the learning rate only rises, to "
+        f"{learning_rate(config, steps - 1):.3g} at the end, and never reaches optim.lr={optim.lr:g}"
+    )
+
+
 class Trainer:
     """A run on this rank: model, optimizer, data position, counters."""
 
@@ -323,6 +334,8 @@ class Trainer:
         log.info("kernels: %s", providers(world.device.type))
         epoch = len(self.samples.train) / config.train.batch_size
         log.info("%d steps of %d samples; an epoch is %.0f steps", config.train.steps, config.train.batch_size, epoch)
+        if world.is_main and (warning := warn_of_short_run(config)):
+            log.warning("%s", warning)
         if (
             world.is_main
             and world.size > 1
