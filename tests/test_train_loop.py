@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -37,7 +38,7 @@ from commopt.train.loop import (
     warn_of_freeze,
     warn_of_short_run,
 )
-from commopt.train.metrics import read_metrics
+from commopt.train.metrics import make_bar, read_metrics
 from commopt.train.models import count_parameters, make_model, parameter_groups
 from commopt.train.optimizer import make_optimizer
 from commopt.train.parse import from_dict, to_yaml
@@ -440,6 +441,38 @@ def test_a_base_that_is_alone_on_its_rank_compresses_nothing_and_is_not_warned_o
 ) -> None:
     optim = {"name": "DiLoCo", "args": {"base": "OneBitAdam", "period": 2}}
     assert pair.run(run_quietly, tiny(tmp_path, train={"steps": 4}, optim=optim))[0] == []
+
+
+WIDTHS = {
+    12: ["  3/1000"],
+    30: ["  3/1000", "loss 3.142"],
+    40: ["compressed", "  3/1000", "loss 3.142"],
+    60: ["compressed", "  3/1000", "loss 3.142 · 123,456 tok/s"],
+    80: ["compressed", "  3/1000", "loss 3.142 · 123,456 tok/s · 12.35 MB/step · 25.6x"],
+    100: ["compressed", "━━━━", "  3/1000", "loss 3.142 · 123,456 tok/s · 12.35 MB/step · 25.6x"],
+}
+
+
+def test_the_bar_shows_what_a_terminal_has_room_for_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole words, also when the terminal has become narrower since the last line."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False, color_system="standard")
+    monkeypatch.setattr("rich._console", console)
+    bar = make_bar(0, 1000)
+    assert bar is not None
+    for _ in range(3):
+        bar.advance("compressed")
+    bar.show({"loss": 3.1416, "tokens_per_s": 123456.0, "bytes": 12_345_678, "ratio": 25.6})
+    bar.close()
+    for width, words in reversed(WIDTHS.items()):
+        console.width = width
+        with console.capture() as said:
+            console.print(bar.progress)
+        (line,) = re.sub(r"\x1b\[[0-9;]*m", "", said.get()).splitlines()
+        assert len(line) <= width
+        assert all(word in line for word in words), (width, line)
+        assert "…" not in line
 
 
 def asked_after(config: Config) -> dict[int, float]:

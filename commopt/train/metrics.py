@@ -13,11 +13,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commopt.train.engine import Traffic
 from commopt.train.errors import explain, writing
 from commopt.train.files import replace_text
+
+if TYPE_CHECKING:
+    from commopt.train.bar import Bar
 
 log = logging.getLogger(__name__)
 METRICS, CONFIG, CURVES = "metrics.jsonl", "config.yaml", "curves.png"
@@ -238,47 +241,12 @@ def _is_of_events(thread: threading.Thread | None) -> bool:
     return type(thread).__module__.startswith("tensorboard.")
 
 
-class Bar:
-    """A progress bar on the terminal: step, loss, tokens/s, phase, MB per step, ratio, time left."""
-
-    def __init__(self, step: int, steps: int) -> None:
-        from rich import get_console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            TextColumn("{task.fields[phase]}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
-            console=get_console(),
-        )
-        self.task = self.progress.add_task("", total=steps, completed=step, phase="", numbers="")
-        self.progress.start()
-
-    def advance(self, phase: str) -> None:
-        """One step done, in this phase."""
-        self.progress.update(self.task, advance=1, phase=phase)
-
-    def show(self, record: Record) -> None:
-        """The numbers of a training record."""
-        if "loss" not in record:
-            return
-        numbers = [
-            f"loss {record['loss']:.3f}",
-            f"{record['tokens_per_s']:,.0f} tok/s",
-            f"{record['bytes'] / MB:.2f} MB/step",
-            show_ratio(record["ratio"]),
-        ]
-        self.progress.update(self.task, numbers=" · ".join(numbers))
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        self.progress.stop()
-
-
 def make_bar(step: int, steps: int) -> Bar | None:
     """A bar where standard output is a terminal."""
     from rich import get_console
 
-    return Bar(step, steps) if get_console().is_terminal else None
+    if not get_console().is_terminal:
+        return None
+    from commopt.train.bar import Bar
+
+    return Bar(step, steps)
