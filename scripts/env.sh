@@ -3,6 +3,7 @@
 #   ensure_env EXTRAS     make or refresh .venv for pyproject.toml's extras, for example train or train,test
 #   ensure_mpi            make sure that there is an mpirun, or say that there is none
 #   default_config WORD.. the config to train where the words of `commopt train` name none; nothing where they do
+#   check_count NAME      fail where it is in the environment, and no whole number >= 1
 #   wait_for PID          wait for a child, whatever signals are trapped meanwhile; its exit status
 #
 # ensure_env installs only when something that decides what is installed has changed. PYTHON chooses the interpreter.
@@ -108,6 +109,11 @@ default_config() { # WORD...
         shift
     done
     echo "$ROOT/configs/gpt_quick.yaml"
+}
+
+check_count() { # NAME
+    local value="${!1:-1}"
+    [[ "$value" =~ ^[1-9][0-9]*$ ]] || fail "$1=$value is not allowed: it must be a whole number >= 1"
 }
 
 wait_for() { # PID

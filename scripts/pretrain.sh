@@ -16,6 +16,8 @@
 # Ctrl-C, SIGTERM or SIGUSR1: the trainer saves a checkpoint and ends; a second one ends it at once.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+check_count COMMOPT_PROCESSES
+check_count COMMOPT_MACHINES
 ensure_env train
 
 config="$(default_config "$@")"

@@ -30,6 +30,7 @@ if [ ! -f "$SLURM_SUBMIT_DIR/scripts/pretrain.sh" ]; then
     exit 1
 fi
 source "$SLURM_SUBMIT_DIR/scripts/env.sh"
+check_count COMMOPT_PROCESSES
 ensure_env train # here once, and not on all machines at the same time
 
 config="$(default_config "$@")"

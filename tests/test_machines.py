@@ -178,6 +178,21 @@ def test_what_a_machine_must_be_told(cluster: Cluster, env: dict[str, str], mess
     assert not list(cluster.log.iterdir())
 
 
+@pytest.mark.parametrize("name", ["COMMOPT_PROCESSES", "COMMOPT_MACHINES"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "two", "2 "])
+def test_a_number_of_processes_or_machines_that_is_none_is_named(cluster: Cluster, name: str, value: str) -> None:
+    said = f"{name}={value} is not allowed: it must be a whole number >= 1\n"
+    assert cluster.run("pretrain.sh", **{name: value}) == (1, f"pretrain.sh: {said}")
+    if name == "COMMOPT_PROCESSES":  # of machines Slurm has its own number
+        assert cluster.run("slurm.sh", **cluster.job, **{name: value}) == (1, f"slurm.sh: {said}")
+    assert not list(cluster.log.iterdir())
+
+
+def test_as_many_processes_as_are_asked_for(cluster: Cluster) -> None:
+    assert cluster.run("pretrain.sh", *WORDS, COMMOPT_PROCESSES="3", COMMOPT_MACHINES="1") == (0, "")
+    assert cluster.started("") == ["--standalone", "--nproc-per-node=3", "-m", "commopt", "train", *WORDS]
+
+
 def test_slurm_starts_one_torchrun_per_machine(cluster: Cluster) -> None:
     assert cluster.run("slurm.sh", *WORDS, **cluster.job, GLOO_SOCKET_IFNAME="eth1") == (0, "")
     assert cluster.calls("scontrol") == ["show hostnames node[7,9]"]
