@@ -11,16 +11,17 @@ import difflib
 import functools
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from commopt.train.config import Config
 from commopt.train.errors import ConfigError
-from commopt.train.yamlfile import read_yaml
+from commopt.train.yamlfile import Loader, read_yaml
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -90,17 +91,45 @@ def _check_tree(data: Mapping[str, Any], where: str, prefix: str = "", dotted: b
             if isinstance(value := _named(key, value), Mapping):
                 _check_tree(value, where, f"{key}.", dotted)
             elif value is not None or not _may_be_null(hint):
-                raise ConfigError(f"{key}={value!r} {where} is not allowed: it must be keys and values below {key}")
+                name = "a name, or " if _may_be_null(hint) else ""
+                raise ConfigError(
+                    f"{key}={value!r} {where} is not allowed: it must be {name}keys and values below {key}"
+                )
 
 
 def _may_be_null(hint: Any) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
 
 
+_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a string", type(None): "null"}
+
+
+def _allowed(hint: Any) -> str:
+    """What a value of that type may be, in words."""
+    if typing.get_origin(hint) is Literal:
+        options = list(typing.get_args(hint))
+    elif typing.get_origin(hint) in (types.UnionType, typing.Union):
+        options = [_allowed(option) for option in typing.get_args(hint)]
+    elif hint in _KINDS:
+        options = [_KINDS[hint]]
+    elif typing.get_origin(hint) is list:
+        options = ["a list of strings"]
+    else:
+        options = ["keys and values"]
+    return " or ".join([", ".join(options[:-1]), options[-1]] if options[1:] else options)
+
+
 def _no_null(key: str, hint: Any) -> str:
-    kind = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
-    kind = "keys and values" if _is_free(hint) or _section(hint) is not None else kind
-    return f"{key}=null is not allowed: it must be {kind}; leave it out for its default"
+    return f"{key}=null is not allowed: it must be {_allowed(hint)}; leave it out for its default"
+
+
+def _in_words(said: str) -> str:
+    """What jsonargparse says of a value of another type, in one line: the key, the value and what is allowed."""
+    names, given = re.findall(r'[Kk]ey "([\w.]+)":', said), re.search(r"(?:Got|Given) value: ?(.*)", said)
+    key = ".".join(names)  # of what is within a section that may be null, the section's comes first
+    if given is None or key not in keys():
+        return " ".join(said.split())
+    return f"{key}={given[1]} is not allowed: it must be {_allowed(keys()[key])}"
 
 
 def _check_value(key: str, value: Any, hint: Any) -> None:
@@ -235,8 +264,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
         try:
             parsed = parser.parse_args([*(f"--config={content}" for content in contents), *given])
         except (ArgumentError, ValueError) as error:
-            said = re.sub(r"a <class '(\w+)'>", r"\1", str(error).replace("Parser key", "key"))
-            raise ConfigError(" ".join(said.split())) from None
+            raise ConfigError(_in_words(str(error))) from None
         values: dict[str, Any] = parsed.as_dict()
         values.pop("config", None)
         return values
@@ -258,7 +286,7 @@ def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = N
 def _plain(key: str, value: str) -> Any:
     """Value of a word of the command line. Raises ConfigError."""
     try:
-        return yaml.safe_load(value)
+        return yaml.load(value, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}={value!r} is not valid YAML: {' '.join(str(error).split())}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ import yaml
 
 from commopt.train.errors import ConfigError
 
-Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Loader: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+"""A safe loader of YAML. Numbers are those of YAML 1.2, as for jsonargparse: for PyYAML's own 9e-1 and 1.5e3 are
+words."""
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 LARGEST, DEEPEST, MOST = 1 << 20, 64, 100_000
 """Bytes of a file, levels in it, and values, aliases written out, that are read at most."""
 
