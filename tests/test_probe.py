@@ -27,6 +27,7 @@ from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place
 from commopt.probe.compressors import COMPRESSORS
 from commopt.probe.cut import WAYS, predict_cut
+from commopt.probe.figures import count, figure, rate, seconds
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
 from commopt.probe.measure import columns, exchanges, gap
@@ -242,7 +243,25 @@ def test_nothing_is_recommended_where_all_messages_were_too_small_to_tell() -> N
         "3.1 MB at once; run it again with --max-mb=4"
     )
     assert str(cannot_tell({"all_reduce": unknown}, 2**28, 2**32)).endswith("at once; run it again with --max-mb=1024")
-    assert str(cannot_tell({"all_reduce": unknown}, 2**30, 2**32)).endswith("this model sends 4.3e+03 MB at once")
+    assert str(cannot_tell({"all_reduce": unknown}, 2**30, 2**32)).endswith("this model sends 4300 MB at once")
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (810.4, 2, "810"), (8.14, 2, "8.1"), (0.0656, 2, "0.066"), (99.7, 2, "100"), (281_234.5, 4, "281200"),
+        (12_900.4, 3, "12900"), (12.5, 4, "12.5"), (3.2e-05, 4, "0.000032"), (-1.4e-17, 4, "0"), (-0.25, 4, "-0.25"),
+        (0.0, 3, "0"), (7, 3, "7"),
+    ],
+)  # fmt: skip
+def test_figures_have_no_exponent(value: float, digits: int, text: str) -> None:
+    assert figure(value, digits) == text
+
+
+def test_units_of_figures() -> None:
+    assert [seconds(value) for value in (1234.5, 1.0, 0.9996, 2e-9)] == ["1230 s", "1 s", "1000 ms", "0.000002 ms"]
+    assert [rate(value) for value in (1e13, 2.5e6, 999.9e3)] == ["10000 Gbit/s", "2.5 Mbit/s", "1000 kbit/s"]
+    assert [count(n) for n in (70_000_000_000, 99_999_900, 999)] == ["70B", "100M", "999"]
 
 
 def test_on_a_slow_link_only_bytes_count() -> None:

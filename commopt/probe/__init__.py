@@ -15,6 +15,7 @@
     rounds       what rounds of local steps cost
     predict      latency, bandwidth and costs -> seconds per step, break-even
     advice       predictions -> one recommendation
+    figures      numbers as people write them
     report       all of it as text and as JSON
     command      the ranks meet, agree, measure; rank 0 reports
 

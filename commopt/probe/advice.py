@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from commopt.gradients.method import OfGradients
 from commopt.probe.clock import Step
 from commopt.probe.compressors import FINE, error, label
+from commopt.probe.figures import figure
 from commopt.probe.fit import Line
 from commopt.probe.measure import FACTOR
 from commopt.probe.options import MOST_MB
@@ -157,10 +158,10 @@ def cannot_tell(link: Mapping[str, Line], largest: float, bucket: float) -> str 
     while enough < bucket:
         enough *= FACTOR
     most = MOST_MB * 2**20
-    again = f"; run it again with --max-mb={min(enough, most) / 2**20:g}" if largest < most else ""
+    again = f"; run it again with --max-mb={figure(min(enough, most) / 2**20, 6)}" if largest < most else ""
     return (
-        f"none: messages of up to {largest / 1e6:.2g} MB were too small to tell the bandwidth of "
-        f"{', '.join(unknown)}, and this model sends {bucket / 1e6:.2g} MB at once{again}"
+        f"none: messages of up to {figure(largest / 1e6, 2)} MB were too small to tell the bandwidth of "
+        f"{', '.join(unknown)}, and this model sends {figure(bucket / 1e6, 2)} MB at once{again}"
     )
 
 
@@ -251,7 +252,7 @@ def _use(chosen: Choice, fastest: Choice, is_ours: bool, steps: Mapping[str, Ste
             f"do not compress to 1 bit: {chosen.words} is {chosen.gain:.2f} x as fast as {other} and needs no warm-up; "
             f"a whole run with {fastest.words} would be {over_run_in_words(steps, fastest.name)} x as fast."
         )
-    took = f"a compressed step takes {steps[chosen.name].seconds:.3g} s where {other} takes {ddp:.3g} s, "
+    took = f"a compressed step takes {figure(steps[chosen.name].seconds)} s where {other} takes {figure(ddp)} s, "
     took += f"{ddp / steps[chosen.name].seconds:.2f} x as fast"
     if chosen.name == "zero_one_adam":
         took = took.replace("a compressed", "on average, a")

@@ -29,6 +29,7 @@ from commopt.gradients.shard_group import ShardGroup
 from commopt.probe.advice import ACCURACY, TOO_COARSE, WORTH, cannot_tell, faster
 from commopt.probe.clock import Clock, Costs, Step
 from commopt.probe.compressors import COMPRESSORS, error
+from commopt.probe.figures import figure
 from commopt.probe.fit import Line
 from commopt.probe.inside import collectives
 from commopt.probe.local import SAMPLE, MirroredMachines, Mirrors
@@ -301,7 +302,7 @@ def _recommended(steps: Mapping[str, Step], ways: Mapping[str, Way]) -> str:
         best = max(fine[1:], key=lambda name: gain[name])
         return f"leave FSDP2 as it is: {ways[best].spelt}, the fastest, would be {gain[best]:.2f} x as fast.{beside}"
     text = (
-        f"compress_gradients(model, {ways[chosen].spelt}): a step takes {steps[chosen].seconds:.3g} s where FSDP2 "
-        f"takes {plain.seconds:.3g} s, {gain[chosen]:.2f} x as fast."
+        f"compress_gradients(model, {ways[chosen].spelt}): a step takes {figure(steps[chosen].seconds)} s where FSDP2 "
+        f"takes {figure(plain.seconds)} s, {gain[chosen]:.2f} x as fast."
     )
     return text + (" That is little for a prediction: try both." if gain[chosen] < ACCURACY else "") + beside

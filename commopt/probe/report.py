@@ -12,6 +12,7 @@ from commopt.probe.advice import CRITERION, NAMES, SHARDED, WORTH, rival
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import label
 from commopt.probe.cut import Cut
+from commopt.probe.figures import count, figure, rate, seconds, size
 from commopt.probe.fit import Line
 from commopt.probe.inside import Inside
 from commopt.probe.local import Local
@@ -144,8 +145,8 @@ def _asked(result: Result) -> list[str]:
     return [
         f"{ranks} ranks, {shard} to a machine: {result.place}",
         f"{model}, cut over the {shard} ranks of a machine, {time} machine",
-        f"inside a machine: {links}; a rank sends {inside.nbytes / 1e6:.4g} MB a step to the others, which takes "
-        f"{seconds(inside.seconds)} if nothing hides it (part of --step-time)",
+        f"inside a machine: {links}; a rank sends {figure(inside.nbytes / 1e6, 4)} MB a step to the others, which "
+        f"takes {seconds(inside.seconds)} if nothing hides it (part of --step-time)",
         f"between machines, below: {shard} ranks of a machine at once, each to those with the same part of the model; "
         f"a machine sends {shard} x what a rank sends",
     ]
@@ -175,7 +176,7 @@ def _sizes(result: Result) -> list[str]:
 
 def _device(result: Result) -> list[str]:
     kernels, params = result.local.kernels, result.model.params
-    rates = ", ".join(f"{name.replace('_', ' ')} {1e-9 / cost:.3g}" for name, cost in kernels.items())
+    rates = ", ".join(f"{name.replace('_', ' ')} {figure(1e-9 / cost)}" for name, cost in kernels.items())
     ours = sum(result.local.onebit.values()) * params
     whose = "your model's update" if result.inside is None else "the update of a rank's part of your model"
     return [
@@ -189,7 +190,7 @@ def _step(result: Result, name: str) -> str:
     step, run = result.steps[name], result.run.get(name)
     over_run = "" if not run else f"{run[0]:.2f}" if run[0] == run[1] else f"{min(run):.2f}-{max(run):.2f}"
     return (
-        f"{_names(result)[name]:30}{step.seconds:>10.4g}{step.communication:>10.4g}{step.nbytes / 1e6:>10.4g}"
+        f"{_names(result)[name]:30}{cells(10, step.seconds, step.communication, step.nbytes / 1e6)}"
         f"{result.steps['ddp'].seconds / step.seconds:>18.2f}{over_run:>18}"
     )
 
@@ -211,8 +212,8 @@ def _gradient(result: Result, name: str) -> str:
     computing = sum(per.values()) * result.model.params
     speed = result.steps["ddp"].seconds / step.seconds
     return (
-        f"{label(name, result.model.compressors):20}{step.seconds:>9.4g}{computing:>10.4g}{step.wire:>9.4g}"
-        f"{step.nbytes / 1e6:>9.4g}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
+        f"{label(name, result.model.compressors):20}{cells(9, step.seconds)}{cells(10, computing)}"
+        f"{cells(9, step.wire, step.nbytes / 1e6)}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
     )
 
 
@@ -225,8 +226,9 @@ def _machines(result: Result) -> list[str]:
     links = {verb: bandwidth(line) for verb, line in found.link.items()}
     head = f"{'machines as nodes':30}{'seconds':>10}{'network':>10}{'MB out':>10}{'MB inside':>11}{'x DDP':>10}"
     rows = (
-        f"{NAMES.get(name) or label(name, found.model.compressors):30}{step.seconds:>10.4g}{step.communication:>10.4g}"
-        f"{(step.nbytes - step.inside) / 1e6:>10.4g}{step.inside / 1e6:>11.4g}{ddp / step.seconds:>10.2f}"
+        f"{NAMES.get(name) or label(name, found.model.compressors):30}"
+        f"{cells(10, step.seconds, step.communication, (step.nbytes - step.inside) / 1e6)}"
+        f"{cells(11, step.inside / 1e6)}{ddp / step.seconds:>10.2f}"
         for name, step in found.compressed.items()
     )
     return [
@@ -247,7 +249,7 @@ def _rounds(result: Result) -> list[str]:
     return [
         head,
         *(
-            f"{name:36}{seconds(each.seconds):>10}{each.nbytes / 1e6:>10.4g}{f'from period {each.period}':>17}"
+            f"{name:36}{seconds(each.seconds):>10}{cells(10, each.nbytes / 1e6)}{f'from period {each.period}':>17}"
             for name, each in result.rounds.items()
         ),
         _fewer_bytes(result),
@@ -273,7 +275,7 @@ def _cut(result: Result) -> list[str]:
     for name, step in cut.steps.items():
         way = cut.ways[name]
         (nodes if way.nodes else alike).append(
-            f"{way.words:46}{step.seconds:>10.4g}{step.communication:>10.4g}{(step.nbytes - step.inside) / 1e6:>10.4g}"
+            f"{way.words:46}{cells(10, step.seconds, step.communication, (step.nbytes - step.inside) / 1e6)}"
             f"{plain / step.seconds:>10.2f}"
         )
     if nodes:
@@ -345,34 +347,11 @@ def _below(value: float | None, result: Result) -> str:
     return f"below {rate(value)}" if value > 0 else "at no bandwidth"
 
 
+def cells(width: int, *values: float) -> str:
+    """Figures in columns of that width."""
+    return "".join(f"{figure(value, 4):>{width}}" for value in values)
+
+
 def bandwidth(line: Line) -> str:
     """Bandwidth of a line in words."""
     return rate(line.bits_per_second)
-
-
-def rate(bits_per_second: float) -> str:
-    """Bits per second with a unit."""
-    if math.isinf(bits_per_second):
-        return "not measurable"
-    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
-        if bits_per_second >= unit:
-            return f"{bits_per_second / unit:.3g} {name}"
-    return f"{bits_per_second / 1e3:.3g} kbit/s"
-
-
-def seconds(value: float) -> str:
-    """Seconds with a unit."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def size(nbytes: int) -> str:
-    """Bytes with a unit, in powers of 1024."""
-    return f"{nbytes >> 20} MB" if nbytes >= 2**20 else f"{nbytes >> 10} KB"
-
-
-def count(n: int) -> str:
-    """A number of parameters with a unit."""
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if n >= unit:
-            return f"{n / unit:.4g}{name}"
-    return str(n)
