@@ -33,7 +33,7 @@ from commopt.probe.inside import rows
 from commopt.probe.measure import columns, exchanges, gap
 from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
-from commopt.probe.predict import METHODS, at_bandwidth, break_even, plain, predict, whole_run
+from commopt.probe.predict import METHODS, at_bandwidth, break_evens, plain, predict, whole_run
 from commopt.probe.sgd import PERIOD, sgd
 
 COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
@@ -379,7 +379,7 @@ def test_the_update_is_part_of_the_step_time() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_break_even(world_size: int) -> None:
     slow_update = replace(costs(ethernet(1), world_size=world_size), onebit=dict.fromkeys(costs().onebit, 4e-10))
-    at = break_even(slow_update, MODEL)
+    at = break_evens(slow_update, MODEL, ["onebit_adam"])["onebit_adam"]
     assert at is not None
     assert 1e8 < at < 1e11
     for factor, pays in ((0.8, True), (1.25, False)):
@@ -389,10 +389,10 @@ def test_break_even(world_size: int) -> None:
 
 def test_break_even_at_the_ends() -> None:
     cheap = replace(costs(ethernet(1), copies=1e-9), onebit=dict.fromkeys(costs().onebit, 1e-11))
-    assert break_even(cheap, MODEL) == math.inf
+    assert break_evens(cheap, MODEL, ["onebit_adam"])["onebit_adam"] == math.inf
     dear = replace(costs(ethernet(1)), onebit=dict.fromkeys(costs().onebit, 1e-2))
-    assert break_even(dear, MODEL) == 0
-    assert break_even(costs(), MODEL) is None
+    assert break_evens(dear, MODEL, ["onebit_adam"])["onebit_adam"] == 0
+    assert break_evens(costs(), MODEL, ["onebit_adam"])["onebit_adam"] is None
 
 
 def test_another_bandwidth_keeps_latency_and_proportions() -> None:

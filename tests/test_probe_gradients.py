@@ -22,7 +22,7 @@ from commopt.gradients.all_gather import GroupDifferences
 from commopt.gradients.watching import ROW_BYTES
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.advice import TOO_COARSE, over_run, recommend
-from commopt.probe.clock import Step
+from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import COMPRESSORS, FINE, compressors, error, label
 from commopt.probe.cut import WAYS, costs_of, predict_cut, recommend_cut
 from commopt.probe.fit import Line
@@ -40,7 +40,7 @@ from commopt.probe.messages import (
 )
 from commopt.probe.model import Model
 from commopt.probe.options import ProbeError, parse
-from commopt.probe.predict import METHODS, break_even, gradients, methods, predict, rehearse_mean
+from commopt.probe.predict import METHODS, break_evens, ddp, gradients, methods, predict, rehearse_mean
 from commopt.probe.report import verdict
 from commopt.probe.rounds import Round
 
@@ -235,14 +235,30 @@ def test_a_sharded_model_starts_when_its_gradients_are_there() -> None:
 
 def test_break_even_of_a_compressor() -> None:
     dear = costs(Line(1e-4, 8e-9), per=3e-9)
-    at = break_even(dear, large(), "gradients_int8")
+    at = break_evens(dear, large(), ["gradients_int8"])["gradients_int8"]
     assert at is not None
     assert 1e7 < at < 1e11
     step, ddp = (methods(large())[name] for name in ("gradients_int8", "ddp"))
     for factor, pays in ((0.8, True), (1.25, False)):
         there = replace(dear, link=dict.fromkeys(VERBS, Line(1e-4, 8 / (at * factor))))
         assert (step(there, large()).seconds < ddp(there, large()).seconds) is pays
-    assert break_even(costs(Line(1e-4, 8e-9), per=1.0), large(), "gradients_int8") == 0
+    too_dear = costs(Line(1e-4, 8e-9), per=1.0)
+    assert break_evens(too_dear, large(), ["gradients_int8"]) == {"gradients_int8": 0}
+
+
+def test_break_evens_play_a_step_of_ddp_once_for_each_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many methods are compared, which are found where each by itself is."""
+    dear, names, played = costs(Line(1e-4, 8e-9), per=3e-9), ["onebit_adam", "gradients_int8", "gradients_int4"], []
+    alone = {name: break_evens(dear, large(), [name])[name] for name in names}
+
+    def counted(there: Costs, model: Model) -> Step:
+        played.append(there.link["all_reduce"].per_byte)
+        return ddp(there, model)
+
+    monkeypatch.setattr("commopt.probe.predict.ddp", counted)
+    assert break_evens(dear, large(), names) == alone
+    assert len(set(alone.values())) == 3
+    assert len(played) == len(set(played)) > 17
 
 
 def test_a_mean_is_rehearsed_without_the_rest_of_a_step() -> None:

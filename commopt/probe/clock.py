@@ -65,6 +65,7 @@ class Clock:
         self.work = 0.0
         self.nbytes = self.inside = 0
         self.wire = 0.0
+        self._alike: dict[tuple[str, int, float], tuple[float, float, float]] = {}
         # of each message: until when it keeps the link busy, and the speed of computing until then
         self._under_way: deque[tuple[float, float]] = deque()
 
@@ -94,17 +95,26 @@ class Clock:
             chance: that it is sent, > 0: so much of its seconds is counted.
         """
 
+        message = verb, nbytes, chance
+        if message not in self._alike:  # most are as large as the one before
+            self._alike[message] = self._takes(*message)
+        alone, busy, speed = self._alike[message]
+        start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
+        self._under_way.append((start + busy, speed))
+        self.nbytes += nbytes
+        self.inside += nbytes if verb.startswith("inside_") else 0
+        self.wire += busy
+        return start + alone
+
+    def _takes(self, verb: str, nbytes: int, chance: float) -> tuple[float, float, float]:
+        """Seconds of a message, those of them in which the link is busy, and the speed of computing meanwhile."""
+
         def of(line: Line) -> float:
             return chance * line(nbytes / chance)
 
         alone, lost = of(self.costs.link[verb]), of(self.costs.loss[verb])
         busy = min(alone, of(self.costs.busy.get(verb, self.costs.link[verb])))
-        start = max(self.now, self._under_way[-1][0] if self._under_way else 0.0)
-        self._under_way.append((start + busy, max(0.0, 1 - lost / busy) if busy else 1.0))
-        self.nbytes += nbytes
-        self.inside += nbytes if verb.startswith("inside_") else 0
-        self.wire += busy
-        return start + alone
+        return alone, busy, max(0.0, 1 - lost / busy) if busy else 1.0
 
     def step(self) -> Step:
         """The step that ends now."""

@@ -46,7 +46,7 @@ from commopt.probe.measure import (
 from commopt.probe.messages import modules_of, sample_of, shapes_of, usual_width
 from commopt.probe.model import Model
 from commopt.probe.options import HOW_TO_START, PATIENCE, Options, ProbeError, make_parser, parse
-from commopt.probe.predict import break_even, predict, rehearse, rehearse_mean
+from commopt.probe.predict import break_evens, predict, rehearse, rehearse_mean
 from commopt.probe.report import COLLECTIVES, Result, render, to_json
 from commopt.probe.rounds import Round, predict_rounds
 
@@ -199,7 +199,7 @@ def measure_all(options: Options, control: TorchBackend) -> Result:
         steps=steps,
         rehearsal=(local.rehearsal, rehearse(costs, model, local.params).seconds),
         mean_rehearsal=(fastest, mean.params, took, rehearse_mean(costs, model, fastest, mean.shapes)),
-        break_even={name: break_even(costs, model, name) for name in (*STEPS, *model.compressors)},
+        break_even=break_evens(costs, model, (*STEPS, *model.compressors)),
         run={name: over_run(steps, name) for name in OURS},
         rounds=rounds,
         advice=advise(options, samples, costs, model, steps, rounds, machines, mesh),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import torch
@@ -51,7 +51,7 @@ class Exchange:
     params: int
     sent: tuple[tuple[str, int], ...]
 
-    @property
+    @cached_property
     def stages(self) -> list[str]:
         """Names of the collectives: their verbs, with a number from the second of a verb on."""
         verbs = [verb for verb, _ in self.sent]

@@ -14,9 +14,9 @@ last bucket always after backward. What is assumed:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -265,29 +265,37 @@ def at_bandwidth(costs: Costs, bits_per_second: float) -> Costs:
     return replace(costs, link=link, busy=busy)
 
 
-def break_even(costs: Costs, model: Model, method: str = "onebit_adam") -> float | None:
-    """Bit/s, as an all-reduce sees them, below which a step of ``method`` is faster than one of DDP.
+def break_evens(costs: Costs, model: Model, names: Iterable[str]) -> dict[str, float | None]:
+    """By method, the bit/s, as an all-reduce sees them, below which a step is faster than one of DDP.
 
     Infinite if it is faster however fast the link, 0 if it never is, None if no message was large enough to tell.
     """
     if costs.link["all_reduce"].per_byte <= 0:
-        return None
+        return dict.fromkeys(names)
 
-    step = methods(model)[method]
+    @cache
+    def there(bits_per_second: float) -> tuple[Costs, float]:
+        """The costs, and what DDP takes: the same for all methods."""
+        at = at_bandwidth(costs, bits_per_second)
+        return at, ddp(at, model).seconds
 
-    def pays(bits_per_second: float) -> bool:
-        there = at_bandwidth(costs, bits_per_second)
-        return step(there, model).seconds < ddp(there, model).seconds
+    def break_even(step: Callable[[Costs, Model], Step]) -> float:
+        def pays(bits_per_second: float) -> bool:
+            at, rival = there(bits_per_second)
+            return step(at, model).seconds < rival
 
-    low, high = SLOWEST, FASTEST
-    if pays(high):
-        return float("inf")
-    if not pays(low):
-        return 0.0
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
+        low, high = SLOWEST, FASTEST
+        if pays(high):
+            return float("inf")
+        if not pays(low):
+            return 0.0
+        while high / low > 1.001:
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        return low
+
+    every = methods(model)
+    return {name: break_even(every[name]) for name in names}
 
 
 def whole_run(ddp: float, compressed: float, share: float, warm: float | None = None) -> float:

@@ -52,7 +52,7 @@ class Result:
         rehearsal: seconds of a compressed OneBitAdam.step() of ``local.params`` parameters, measured and predicted.
         mean_rehearsal: of a compressed mean of gradients: the compressor, how many parameters, seconds measured and
             predicted.
-        break_even: bit/s, by method; see :func:`commopt.probe.predict.break_even`.
+        break_even: bit/s, by method; see :func:`commopt.probe.predict.break_evens`.
         run: how much faster than DDP a run is with 20 and with 15 % warm-up, by method.
         rounds: of local steps, by method.
         advice: the recommendation.
