@@ -281,6 +281,29 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert (tmp_path / "discarded-step-00000003" / "manifest.json").read_text() == content
 
 
+def test_what_is_set_aside_is_kept_until_the_next_time(tmp_path: Path) -> None:
+    """However often a run goes back, no more lies there than once was; and nothing of others' goes."""
+
+    def aside() -> list[str]:
+        return sorted(path.name.removeprefix("discarded-") for path in tmp_path.glob("discarded-*"))
+
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "discarded-step-mine").mkdir()
+    checkpoint.set_aside_newer(tmp_path, 1)
+    assert aside() == ["step-00000002", "step-00000003", "step-mine"]
+    checkpoint.set_aside_newer(tmp_path, 1)  # there is nothing later: as it is
+    assert aside() == ["step-00000002", "step-00000003", "step-mine"]
+    save(tmp_path, 3)
+    save(tmp_path, 4)
+    checkpoint.set_aside_newer(tmp_path, 1)
+    assert aside() == ["step-00000003", "step-00000004", "step-mine"]
+    assert checkpoint.list_steps(tmp_path) == [tmp_path / "step-00000001"]
+    save(tmp_path, 5)
+    checkpoint.set_aside_newer(tmp_path, 3)  # taken up from what was set aside, which is all there is of it
+    assert aside() == ["step-00000003", "step-00000005", "step-mine"]
+
+
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_an_older_one_goes(tmp_path, monkeypatch):
     """What a power cut needs: files, their folder's entries, the name, and only then is the older one removed."""
 

@@ -230,3 +230,17 @@ def test_resume_from_a_path_into_another_folder(pair: Pair, tiny: Make, unstoppe
     pair.run(run, tiny(tmp_path, resume=str(source)))
     assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))
     assert [line["step"] for line in read_metrics(tmp_path)] == [10, 12]
+
+
+def test_a_checkpoint_that_was_set_aside_can_be_taken_up_by_its_name(
+    pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path
+) -> None:
+    """A run goes back to step 4, is stopped at 6, and then goes on from 8 after all."""
+    shutil.copytree(unstopped, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints"
+    pair.run(run_and_stop, tiny(tmp_path, resume=str(folder / "step-00000004")), 6, 1)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "discarded-step-00000008", "discarded-step-00000012", "step-00000004", "step-00000006",
+    ]  # fmt: skip
+    pair.run(run, tiny(tmp_path, resume=str(folder / "discarded-step-00000008")))
+    assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))

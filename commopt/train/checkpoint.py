@@ -5,6 +5,8 @@
                     manifest.json    format, step, world size, size and SHA-256 of each file, and of all that
                     sharded/         where ranks hold a model together: its weights and optimizer state (sharded.py)
 
+    discarded-step-00000700/  set aside by a run that went on from an earlier one; the last time's alone
+
 All ranks write into a folder with another name; only when all have succeeded does rank 0 rename it. Files are read with
 ``weights_only=True``: loading runs no code from them. Every public function that takes a ``World`` is a collective, and
 what fails on one rank is raised on all.
@@ -29,7 +31,8 @@ from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
-ASIDE = ".tmp-"
+ASIDE, DISCARDED = ".tmp-", "discarded-"
+"""Beginnings of the names of what is being written, and of what was set aside."""
 
 
 def list_steps(folder: Path) -> list[Path]:
@@ -307,11 +310,16 @@ def check_fits(saved: Mapping[str, Any], expected: Mapping[str, Any], path: Path
 
 
 def set_aside_newer(folder: Path, step: int) -> None:
-    """Rename checkpoints after ``step``: the run continues from there, and auto must not find another future."""
-    for path in list_steps(folder):
-        if step_of(path) > step:
-            aside = path.with_name(f"discarded-{path.name}")
-            if aside.exists() or aside.is_symlink():
-                _remove(aside)
-            path.rename(aside)
-            log.warning("checkpoint of a later step set aside: %s", aside)
+    """Rename checkpoints after ``step``: the run continues from there, and auto must not find another future. Those
+    that were set aside before are removed, but for one of that step: the run may have come from it."""
+    newer = [path for path in list_steps(folder) if step_of(path) > step]
+    there = folder.glob(f"{DISCARDED}*") if newer else ()
+    before = {path for path in there if step_in(path.name.removeprefix(DISCARDED)) not in (None, step)}
+    for path in newer:
+        aside = path.with_name(f"{DISCARDED}{path.name}")
+        if aside in before:
+            _remove(aside)
+            before.remove(aside)
+        path.rename(aside)
+        log.warning("checkpoint of a later step set aside: %s", aside)
+    _remove_old(sorted(before))
