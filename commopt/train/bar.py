@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import get_console
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.progress import (
@@ -60,7 +59,7 @@ class Bar:
     """A progress bar on the terminal: phase, step, loss, tokens/s, MB per step, ratio, time left; in a narrow one the
     most important of these."""
 
-    def __init__(self, step: int, steps: int) -> None:
+    def __init__(self, step: int, steps: int, terminal: Console) -> None:
         numbers: dict[str, Any] = dict.fromkeys(("loss", "speed", "sent", "ratio"), "")
         phase, bar, count, left = (
             TextColumn("{task.fields[phase]}"),
@@ -72,7 +71,7 @@ class Bar:
         self.progress = Fitted(
             columns=(phase, bar, count, loss, speed, sent, ratio, left),
             importance=(count, loss, left, phase, speed, ratio, sent, bar),
-            terminal=get_console(),
+            terminal=terminal,
         )
         self.task = self.progress.add_task("", total=steps, completed=step, phase="", **numbers)
         self.progress.start()

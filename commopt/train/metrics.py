@@ -245,8 +245,9 @@ def make_bar(step: int, steps: int) -> Bar | None:
     """A bar where standard output is a terminal."""
     from rich import get_console
 
-    if not get_console().is_terminal:
+    terminal = get_console()
+    if not terminal.is_terminal:
         return None
     from commopt.train.bar import Bar
 
-    return Bar(step, steps)
+    return Bar(step, steps, terminal)
