@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_threshold import chosen, encode, nbytes_of
 from torch import Tensor
-from wires import FLAVOURS, bits_equal, mask_bits, unpacked, values
+from wires import (
+    FLAVOURS,
+    around_the_least_normal,
+    bits_equal,
+    flushed_denormals,
+    mask_bits,
+    unpacked,
+    values,
+)
 
 from commopt import ops
 from commopt.compress import ThresholdTopK
@@ -138,6 +146,23 @@ def test_large_rows_and_any_number_of_threads(isa, density):
             assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, live, k, 20), expected))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("flavour", ["denormal", "around the least normal"])
+@pytest.mark.parametrize("k", [1, 30, 900, 4200])
+def test_denormals_are_chosen_by_their_bits_where_arithmetic_flushes_them(isa, k, flavour):
+    rng, shape = np.random.default_rng(k), (2, 5001)
+    make = around_the_least_normal if "least" in flavour else lambda *given: draw(flavour, *given)
+    x, error, live = make(shape, rng), make(shape, rng), mask_bits("some", *shape, rng)
+    kept, wire = new_wire(*shape, k), new_wire(*shape, k)
+    ops.threshold_compress(x, kept, k, 20)
+    with flushed_denormals():
+        ops.threshold_compress(x, wire, k, 20)
+        ours, theirs = (
+            outputs(provider, x, error, live, k, 20) for provider in (torch.ops.commopt, reference_threshold)
+        )
+    assert bits_equal(wire, kept)
+    assert all(map(bits_equal, ours, theirs))
 
 
 def test_bytes_are_the_closed_form():

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_top_k import encode, nbytes_of
 from torch import Tensor
-from wires import FLAVOURS, bits_equal, mask_bits, unpacked, values
+from wires import (
+    FLAVOURS,
+    around_the_least_normal,
+    bits_equal,
+    flushed_denormals,
+    mask_bits,
+    unpacked,
+    values,
+)
 from worlds import on_threads
 
 from commopt import ops
@@ -166,6 +174,36 @@ def test_large_rows_and_any_number_of_threads(isa, bits, shape):
             assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, live, (*shape, bits)), expected))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", [(4, 256), (16, 16), (100, 512)])
+def test_denormals_are_chosen_by_their_bits_where_arithmetic_flushes_them(isa, bits, shape):
+    rng, form, n = np.random.default_rng(bits), (*shape, bits), 3003
+    x, error = around_the_least_normal((2, n), rng), around_the_least_normal((2, n), rng)
+    live, kept, wire = mask_bits("some", 2, n, rng), new_wire(2, n, *form), new_wire(2, n, *form)
+    ops.topk_compress(x, kept, *form)
+    with flushed_denormals():
+        ops.topk_compress(x, wire, *form)
+        ours, theirs = (outputs(provider, x, error, live, form) for provider in (torch.ops.commopt, reference_top_k))
+    assert all(map(bits_equal, ours, theirs))
+    row = TopK(*form)._row(n)
+    start = row.indices_at if bits == 8 else row.values_at  # scales may be flushed, and what is divided by them
+    assert bits_equal(wire[:, start:], kept[:, start:])
+
+
+def test_what_is_flushed_does_not_depend_on_the_number_of_threads(threads):
+    x, form, results = around_the_least_normal((1, 400_000), np.random.default_rng(0)), (4, 256, 32), []
+    for count in (1, 3):
+        threads(count)
+        wire, rest = new_wire(1, 400_000, *form), torch.empty_like(x)
+        arguments = x, torch.zeros_like(x), wire, *form, None, rest
+        ops.topk_compress_with_feedback(*arguments)  # now there are so many threads, and the mode is not yet theirs
+        with flushed_denormals():
+            ops.topk_compress_with_feedback(*arguments)
+        results.append((wire, rest))
+    assert all(map(bits_equal, *results))
+    assert not bool(((rest != 0) & (rest.abs() < torch.finfo(F32).tiny)).any())
 
 
 def test_bytes_are_the_closed_form():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +32,22 @@ def values(flavour: str, shape: tuple[int, ...], rng: np.random.Generator) -> Te
     elif flavour == "sparse":
         x = x * (rng.random(shape) < 0.05)
     return torch.from_numpy(x.astype(np.float32))
+
+
+def around_the_least_normal(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """Denormals, and numbers that are just none."""
+    return values("normal", shape, rng) * torch.from_numpy(2.0 ** rng.integers(-148, -120, shape)).float()
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Arithmetic of this thread takes denormals for 0, and makes none."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def mask_bits(kind: str, rows: int, n: int, rng: np.random.Generator) -> Tensor | None:

@@ -13,6 +13,10 @@ from torch import Tensor
 PIECE = 2**20
 """Elements that the parameter update works on at a time, so that its temporaries stay small."""
 
+_BITS_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
+_LEAST_NORMAL = 0x00800000
+"""Bits of the smallest float32 that is no denormal."""
+
 
 def pack_bits(mask: Tensor) -> Tensor:
     """(..., n) bool -> (..., ceil(n / 8)) uint8, least significant bit first; unused bits are 0."""
@@ -31,6 +35,21 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
 def masked(x: Tensor, live: Tensor | None) -> Tensor:
     """(r, n) with 0 where the bits of ``live`` are 0; itself without a mask."""
     return x if live is None else x.where(unpack_bits(live, x.shape[1]), 0)
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """The bits of |x| as an integer: ordered as |x| is, and NaN above all."""
+    as_int = _BITS_OF[x.dtype]
+    return x.contiguous().view(as_int) & torch.iinfo(as_int).max
+
+
+def wide_magnitude(x: Tensor) -> Tensor:
+    """|x| as float64; of float32 exactly, also where denormals are taken for 0 (``torch.set_flush_denormal``)."""
+    wide = x.abs().double()
+    if x.dtype != torch.float32:
+        return wide
+    bits = magnitude_bits(x)
+    return torch.where(bits < _LEAST_NORMAL, bits.double() * 2.0**-149, wide)
 
 
 def mask_of_columns(live: Tensor | None, start: int, stop: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import masked, mean_of_entries, scatter_entries
+from commopt.ops.reference import masked, mean_of_entries, scatter_entries, wide_magnitude
 from commopt.ops.threshold_row import SEGMENT, ThresholdRow
 
 CHUNK, LANES = 4096, 16
@@ -73,7 +73,7 @@ def _encode(z: Tensor, wire: Tensor, k: int, rounds: int) -> tuple[Tensor, Tenso
 
 def _select(z: Tensor, k: int, rounds: int) -> Tensor:
     """(r, k) int64, ascending: of each row of (r, n) the elements that the text of the format chooses."""
-    size = z.abs().double()
+    size = wide_magnitude(z)
     wild = ~(size < 2.0**128)
     wilds = wild.sum(1, keepdim=True)
     size = size.where(~wild, torch.inf)

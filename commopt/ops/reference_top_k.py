@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.ops.reference import masked, mean_of_entries, pack_bits, scatter_entries, unpack_bits
+from commopt.ops.reference import (
+    magnitude_bits,
+    masked,
+    mean_of_entries,
+    pack_bits,
+    scatter_entries,
+    unpack_bits,
+    wide_magnitude,
+)
 from commopt.ops.top_k_row import TopKRow
 
 LANES = 32
 """Sums of a group have so many lanes: entry i is in lane i % 32; the upper half is added to the lower, and so on."""
-
-_BITS_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
@@ -73,12 +79,6 @@ def _is_sound(wire: Tensor, row: TopKRow) -> Tensor:
 # encoding -------------------------------------------------------------------------------------------------------------
 
 
-def _magnitude(x: Tensor) -> Tensor:
-    """The bits of |x| as an integer: ordered as |x| is, and NaN above all."""
-    as_int = _BITS_OF[x.dtype]
-    return x.contiguous().view(as_int) & torch.iinfo(as_int).max
-
-
 def _encode(z: Tensor, wire: Tensor, k: int, chunk: int, bits: int) -> tuple[Tensor, Tensor]:
     """Writes C[z] to ``wire``; returns the places of the entries, (r, entries), n for one without value, and what each
     of them decodes to."""
@@ -109,7 +109,7 @@ def _select(z: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each chunk, (r, c, length), its entries (r, c, min(k, length)): whether they carry a value, index, value."""
     length = z.shape[-1]
     k = min(k, length)
-    magnitude = _magnitude(z)
+    magnitude = magnitude_bits(z)
     best = magnitude.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     index = best.where(magnitude.gather(-1, best) > 0, length).sort(dim=-1).values
     real = index < length
@@ -141,7 +141,7 @@ def _sum(x: Tensor) -> Tensor:
 
 def _mean_of_groups(value: Tensor, row: TopKRow) -> Tensor:
     """(r, groups) float64: mean magnitudes, before they are rounded. What carries nothing is 0, and nothing else is."""
-    wide = _grouped(value, row).double().abs()
+    wide = wide_magnitude(_grouped(value, row))
     return _sum(wide) / (wide != 0).sum(-1).clamp(min=1)
 
 
@@ -152,12 +152,12 @@ def _scales_of(value: Tensor, row: TopKRow) -> Tensor:
     if row.bits == 1:
         scales = _mean_of_groups(value, row).unsqueeze(-1).float()
     elif row.bits == 2:
-        wide = _grouped(value, row).double().abs()
+        wide = wide_magnitude(_grouped(value, row))
         high = wide >= _mean_of_groups(value, row).unsqueeze(-1)
         halves = [(_sum(wide.where(h, 0)), h.sum(-1)) for h in ((wide != 0) & ~high, (wide != 0) & high)]
         scales = torch.stack([total / count.clamp(min=1) for total, count in halves], -1).float()
     else:
-        largest = _magnitude(_grouped(value, row)).max(-1, keepdim=True).values.view(value.dtype)
+        largest = magnitude_bits(_grouped(value, row)).max(-1, keepdim=True).values.view(value.dtype)
         wide = largest.double()
         scales = (wide / wide.new_full((), 127)).float()  # a tensor: on CUDA, not its reciprocal
     return scales.where(~scales.isnan(), torch.nan)  # one NaN for all
@@ -180,11 +180,12 @@ def _quantised(value: Tensor, scales: Tensor, row: TopKRow) -> Tensor:
         usable = s.isfinite() & (s > 0)
         steps = (value / s.to(value.dtype)).where(usable, 0).round().clamp(-127, 127)
         return steps.to(torch.int8).view(torch.uint8)
-    plus = (value != 0) & ~value.signbit()
+    there = magnitude_bits(value) > 0
+    plus = there & ~value.signbit()
     if row.bits == 1:
         return pack_bits(plus)
     (mean,) = _spread(_mean_of_groups(value, row).unsqueeze(-1), row)
-    high = (value != 0) & (value.double().abs() >= mean)
+    high = there & (wide_magnitude(value) >= mean)
     return pack_bits(torch.stack([plus, high], -1).flatten(1))
 
 

@@ -12,7 +12,8 @@ The paper searches above the mean only, and takes what is lacking from a place d
 
 All of it is in float64, each operation rounded once, and not contracted. mu is summed in chunks of 4096 elements, each
 in 16 lanes (element i of a chunk in lane i % 16, then the upper half of the lanes to the lower, and so on), what comes
-of the chunks in the same way, until one number is left; then divided by n. So all providers choose the same.
+of the chunks in the same way, until one number is left; then divided by n. So all providers choose the same, also under
+``torch.set_flush_denormal(True)``: denormals count for what they are.
 
 Where a row has inf, NaN, or magnitudes of 2^128 and more, these come first: all of them, and else the first by index;
 or, if they are more than k, the first k of them.

@@ -27,6 +27,10 @@ Means are summed in float64, in 32 lanes (entry i of a group in lane i % 32, the
 lower, and so on), and rounded to float32: all providers give the same bits, but for the payload of NaN. Where a group
 has an inf or a NaN, so has a scale or a value, and what decodes from it is not finite.
 
+Which elements are sent, and their signs, are a matter of bits: ``torch.set_flush_denormal(True)`` changes nothing of
+it. Scales, residuals and what decodes are then without denormals, on every provider; ranks must agree on the mode, as
+in all arithmetic that is to give the same bits.
+
 A ``live`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be
 strided: columns of larger ones.
 """

@@ -46,7 +46,21 @@ inline F16 magnitude(F16 x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
-inline F16 larger(F16 a, F16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline __m256 larger_half(__m256 a, __m256 b) {
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+inline F16 larger(F16 a, F16 b) { return {larger_half(a.low, b.low), larger_half(a.high, b.high)}; }
+inline uint32_t reach_half(__m256 x, __m256i below) {
+    return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_castps_si256(x), below))));
+}
+inline uint32_t reach(F16 x, uint32_t least) {
+    const __m256i below = _mm256_set1_epi32(int(least - 1));  // -1 below 0
+    return reach_half(x.low, below) | reach_half(x.high, below) << 8;
+}
+inline void store(uint32_t* p, F16 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_castps_si256(x.low));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_castps_si256(x.high));
+}
 template <int PREDICATE>
 inline uint32_t compare0(F16 x) {
     const __m256 zero = _mm256_setzero_ps();

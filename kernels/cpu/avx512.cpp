@@ -32,7 +32,13 @@ inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 inline F16 multiply_add(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline F16 magnitude(F16 x) { return _mm512_abs_ps(x); }
-inline F16 larger(F16 a, F16 b) { return _mm512_max_ps(a, b); }
+inline F16 larger(F16 a, F16 b) {
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+inline uint32_t reach(F16 x, uint32_t least) {
+    return _mm512_cmpge_epu32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(int(least)));
+}
+inline void store(uint32_t* p, F16 x) { _mm512_storeu_si512(p, _mm512_castps_si512(x)); }
 inline uint32_t ge0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline uint32_t ne0(F16 x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
 inline F16 select(uint32_t bits, F16 a, F16 b) { return _mm512_mask_blend_ps(__mmask16(bits), b, a); }

@@ -22,6 +22,12 @@ inline float as_float(uint32_t bits) {
     return x;
 }
 
+// |x|, exactly: also where the processor takes denormals for 0.
+inline double wide_magnitude(float x) {
+    const uint32_t bits = magnitude(x);
+    return bits < 0x00800000 ? double(int32_t(bits)) * 0x1p-149 : double(as_float(bits));
+}
+
 // To nearest, ties to even; one NaN for all.
 inline uint16_t to_bfloat16(float x) {
     uint32_t bits;

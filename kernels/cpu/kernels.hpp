@@ -43,11 +43,11 @@ struct Kernels {
     void (*frozen_adam)(float* p, const float* m, const float* v, int64_t n, float step, float eps, float decay);
     void (*frozen_adam_bf16)(uint16_t* p, const float* m, const float* v, int64_t n, float step, float eps,
                              float decay);
-    // z = x + e, dead elements 0; e null: x itself; z null: not kept. Of each of 16 lanes one of its elements is noted,
-    // by its magnitude: the largest where none is inf or NaN.
-    void (*largest)(const float* x, const float* e, const uint8_t* live, float* z, int64_t n, float* of_lanes);
-    // The places of all elements whose magnitude is not at most `below`, NaN among them; returns how many these are.
-    int64_t (*above)(const float* z, int64_t n, float below, uint16_t* places);
+    // z = x + e, dead elements 0; e null: x itself; z null: not kept. Of each of 16 lanes the largest magnitude is
+    // noted, as bits: NaN is above all, and denormals count whatever the processor takes them for.
+    void (*largest)(const float* x, const float* e, const uint8_t* live, float* z, int64_t n, uint32_t* of_lanes);
+    // The places of all elements whose magnitude, as bits, is at least that, up to 2^31; returns how many these are.
+    int64_t (*at_least)(const float* z, int64_t n, uint32_t least, uint16_t* places);
     // Of 16 keys below 2^31: how many are larger, or equal and before it.
     void (*ranks)(const int32_t* keys, int32_t* out);
     // x = x + e, dead elements 0.

@@ -48,8 +48,12 @@ inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, 
 inline F16 magnitude(F16 x) {
     return each([=](int i) { return vabsq_f32(x.part[i]); });
 }
+inline uint32x4_t as_bits(float32x4_t x) { return vreinterpretq_u32_f32(x); }
 inline F16 larger(F16 a, F16 b) {
-    return each([=](int i) { return vmaxq_f32(a.part[i], b.part[i]); });
+    return each([=](int i) { return vreinterpretq_f32_u32(vmaxq_u32(as_bits(a.part[i]), as_bits(b.part[i]))); });
+}
+inline void store(uint32_t* p, F16 x) {
+    for (int i = 0; i < 4; ++i) vst1q_u32(p + 4 * i, as_bits(x.part[i]));
 }
 
 inline uint32x4_t weights(int i) {  // the bits of the lanes of part i
@@ -66,6 +70,11 @@ inline uint32_t ge0(F16 x) {
 }
 inline uint32_t ne0(F16 x) {
     return 0xFFFF ^ gather(vceqzq_f32(x.part[0]), vceqzq_f32(x.part[1]), vceqzq_f32(x.part[2]), vceqzq_f32(x.part[3]));
+}
+inline uint32_t reach(F16 x, uint32_t least) {
+    const uint32x4_t bound = vdupq_n_u32(least);
+    return gather(vcgeq_u32(as_bits(x.part[0]), bound), vcgeq_u32(as_bits(x.part[1]), bound),
+                  vcgeq_u32(as_bits(x.part[2]), bound), vcgeq_u32(as_bits(x.part[3]), bound));
 }
 inline F16 select_ge0(F16 x, F16 a, F16 b) {
     return each([=](int i) { return vbslq_f32(vcgezq_f32(x.part[i]), a.part[i], b.part[i]); });

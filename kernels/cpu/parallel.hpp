@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <xmmintrin.h>
 #endif
 
 // What GCC makes of OpenMP's pragmas. Every OpenMP library has these (GCC's, LLVM's, Intel's). None is linked: they are
@@ -32,17 +32,57 @@ inline void flush_streams() {
 #endif
 }
 
+// How this thread rounds, and whether it takes denormals for 0.
+#if defined(__x86_64__)
+using FloatMode = unsigned;
+constexpr FloatMode kFlush = 0x8040;  // results, and operands
+inline FloatMode float_mode() { return _mm_getcsr(); }
+inline void set_float_mode(FloatMode mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__)
+using FloatMode = uint64_t;
+constexpr FloatMode kFlush = 1 << 24 | 1;
+inline FloatMode float_mode() {
+    FloatMode mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");
+    return mode;
+}
+inline void set_float_mode(FloatMode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+#else
+using FloatMode = unsigned;
+constexpr FloatMode kFlush = 0;
+inline FloatMode float_mode() { return 0; }
+inline void set_float_mode(FloatMode) {}
+#endif
+
+// While one is there, this thread is in that mode.
+class InFloatMode {
+    const FloatMode before = float_mode();
+
+  public:
+    explicit InFloatMode(FloatMode mode) { set_float_mode(mode); }
+    ~InFloatMode() { set_float_mode(before); }
+    InFloatMode(const InFloatMode&) = delete;
+    InFloatMode& operator=(const InFloatMode&) = delete;
+};
+
+// While one is there, denormals are what they are to functions that are called through a pointer.
+struct KeepDenormals : InFloatMode {
+    KeepDenormals() : InFloatMode(float_mode() & ~kFlush) {}
+};
+
 // Whether there are threads to share the work.
 inline bool has_threads() { return GOMP_parallel && omp_get_num_threads && omp_get_thread_num; }
 
-// What the threads of a team are given: each takes one run of the tasks.
+// What the threads of a team are given: each takes one run of the tasks, in the caller's mode, as theirs is their own.
 template <class Run>
 struct Team {
     const Run& run;
     int64_t tasks;
+    FloatMode mode = float_mode();
 
     static void work(void* data) {
         const Team& team = *static_cast<const Team*>(data);
+        const InFloatMode alike(team.mode);
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t stop = team.tasks * (thread + 1) / threads;
         for (int64_t task = team.tasks * thread / threads; task < stop; ++task) team.run(task);

@@ -65,10 +65,11 @@ inline F16 magnitude(const F16& x) {
 }
 inline F16 larger(const F16& a, const F16& b) {
     return each([&](int i) {
-        const I4 first = a.part[i] > b.part[i];
+        const I4 first = I4(a.part[i]) > I4(b.part[i]);
         return F4((first & I4(a.part[i])) | (~first & I4(b.part[i])));
     });
 }
+inline void store(uint32_t* p, const F16& x) { __builtin_memcpy(p, &x, sizeof x); }
 inline I4 weights(int i) { return I4{1, 2, 4, 8} << (4 * i); }  // the bits of the lanes of part i
 inline F16 select_ge0(const F16& x, const F16& a, const F16& b) {
     return each([&](int i) {
@@ -92,6 +93,10 @@ inline uint32_t ge0(const F16& x) {
 }
 inline uint32_t ne0(const F16& x) {
     return gather(x.part[0] != F4{}, x.part[1] != F4{}, x.part[2] != F4{}, x.part[3] != F4{});
+}
+inline uint32_t reach(const F16& x, uint32_t least) {
+    const I4 below = I4{} + int32_t(least - 1);  // -1 below 0
+    return gather(I4(x.part[0]) > below, I4(x.part[1]) > below, I4(x.part[2]) > below, I4(x.part[3]) > below);
 }
 
 inline D16 zero_lanes() { return {}; }

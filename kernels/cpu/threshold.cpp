@@ -5,6 +5,7 @@
 // nothing to count, as it is known to be too many; from there on there are hardly more elements than are sent. Only
 // where the lower threshold ends up below it are the elements looked through once more.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -48,6 +49,7 @@ struct ThresholdRow {
 
 // The bits of the smallest float that is not below t, which is not negative.
 uint32_t reaching(double t) {
+    if (t < 0x1p-126) return uint32_t(std::ceil(t * 0x1p149));  // so that no denormal is made, which may become 0
     const float near = float(t);
     return magnitude(near) + (double(near) < t);
 }
@@ -109,32 +111,27 @@ struct ThresholdCompression {
     int64_t length(int64_t chunk) const { return std::min(kSummed, at.n - chunk * kSummed); }
 
     // z, partial sums, and the largest of lanes; returns how many these are.
-    int64_t measure(int64_t r, float* z, double* sums, float* lanes) const {
+    int64_t measure(int64_t r, float* z, double* sums, uint32_t* lanes) const {
         const float* from = x + r * x_pitch;
         const float* owed = error ? error + r * error_pitch : nullptr;
         const uint8_t* mask = live ? live + r * live_pitch : nullptr;
         parallel_for(chunks, at.n, threads, [&](int64_t c) {
             const int64_t start = c * kSummed, end = start + length(c);
-            float* noted = lanes + c * lanes_of_chunk;
+            uint32_t* noted = lanes + c * lanes_of_chunk;
             for (int64_t i = start; i < end; i += run, noted += kLanes) {
                 k.largest(from + i, owed ? owed + i : nullptr, mask ? mask + i / 8 : nullptr, z ? z + i : nullptr,
                           std::min(run, end - i), noted);
             }
+            const KeepDenormals kept;  // z is what the mode makes of it; what is chosen of z does not depend on that
             uint8_t unused[kSummed / 8];
             sums[c] = k.encode((z ? z : from) + start, nullptr, nullptr, nullptr, unused, end - start, 1).sum;
         });
         return (chunks - 1) * lanes_of_chunk + ceil_div(length(chunks - 1), run) * kLanes;
     }
 
-    // A magnitude that more than k elements reach, if it is not 0. Changes the lanes.
-    uint32_t bound_of(float* lanes, int64_t count) const {
-        if (count <= at.k) return 0;
-        uint32_t* keys = reinterpret_cast<uint32_t*>(lanes);
-        for (int64_t i = 0; i < count; ++i) {
-            const uint32_t key = magnitude(lanes[i]);
-            std::memcpy(keys + i, &key, 4);
-        }
-        return kth_largest(keys, count, at.k + 1);
+    // A magnitude that more than k elements reach, if it is not 0. Changes the order of the lanes.
+    uint32_t bound_of(uint32_t* lanes, int64_t count) const {
+        return count <= at.k ? 0 : kth_largest(lanes, count, at.k + 1);
     }
 
     // keys: all magnitudes that reach `bound`, and maybe others.
@@ -154,7 +151,7 @@ struct ThresholdCompression {
         uint32_t largest = 0;
         for (int64_t i = 0; i < count; ++i) largest = std::max(largest, keys[i]);
         const bool below = fits(mean);
-        const double base = below ? 0.0 : mean, top = below ? mean : double(as_float(largest));
+        const double base = below ? 0.0 : mean, top = below ? mean : wide_magnitude(as_float(largest));
         double low = base, high = mean, left = 0.0, right = 1.0;
         bool none = !below;  // no threshold yet that no more than k elements reach
         for (int64_t i = 0; i < rounds; ++i) {
@@ -173,9 +170,8 @@ struct ThresholdCompression {
 
     // Notes the places of all elements of each chunk that reach `bound`, and how many these are; returns that of all.
     int64_t note(const float* z, uint32_t bound, int64_t* counts, uint16_t* places) const {
-        const float below = bound > 0 ? as_float(bound - 1) : -1.0f;
         parallel_for(chunks, at.n, threads, [&](int64_t c) {
-            counts[c] = k.above(z + c * kSummed, length(c), below, places + c * kSummed);
+            counts[c] = k.at_least(z + c * kSummed, length(c), bound, places + c * kSummed);
         });
         int64_t all = 0;
         for (int64_t c = 0; c < chunks; ++c) all += counts[c];
@@ -216,7 +212,8 @@ struct ThresholdCompression {
 
     int run_all() const {
         if (rows == 0 || at.n == 0) return 0;
-        Memory<float> formed(error == nullptr && live != nullptr ? at.n : 0), lanes(chunks * lanes_of_chunk);
+        Memory<float> formed(error == nullptr && live != nullptr ? at.n : 0);
+        Memory<uint32_t> lanes(chunks * lanes_of_chunk);
         Memory<double> sums(chunks);
         Memory<int64_t> counts(chunks);
         Memory<uint16_t> places(chunks * kSummed);

@@ -94,19 +94,18 @@ struct Space {
     float* values;     // of the entries of a group; 0: carries nothing
     uint32_t* places;  // their elements in the row, from the start of the group
     float* z;          // of a chunk
-    float* largest;    // of the lanes of its runs
     uint32_t* keys;
     uint16_t* found;
     void* memory;
 
     explicit Space(const TopKRow& at) {
         const size_t entries = size_t(ceil_div(at.group * at.k, kLanes) * kLanes), chunk = size_t(at.chunk);
-        memory = std::malloc(8 * entries + 14 * chunk);
+        // aligned, so that what was stored of 16 lanes at once is read from the store
+        memory = std::aligned_alloc(64, (8 * entries + 10 * chunk + 63) / 64 * 64);
         values = static_cast<float*>(memory);
         places = reinterpret_cast<uint32_t*>(values + entries);
         z = reinterpret_cast<float*>(places + entries);
-        largest = z + chunk;
-        keys = reinterpret_cast<uint32_t*>(largest + chunk);
+        keys = reinterpret_cast<uint32_t*>(z + chunk);
         found = reinterpret_cast<uint16_t*>(keys + chunk);
     }
     ~Space() { std::free(memory); }
@@ -121,7 +120,7 @@ double mean_of(const float* values, int64_t count, const Use& use) {
     int64_t used = 0;
     for (int64_t first = 0; first < count; first += kLanes) {
         for (int i = 0; i < kLanes; ++i) {  // without a branch: whether an entry counts cannot be guessed
-            double size = std::fabs(double(values[first + i]));
+            double size = wide_magnitude(values[first + i]);
             uint64_t bits;
             std::memcpy(&bits, &size, 8);
             bits &= -uint64_t(use(size));
@@ -185,13 +184,12 @@ struct TopKCompression {
         int64_t lanes = 0;
         for (int64_t i = 0; i < n; i += run, lanes += 16) {
             k.largest(from + i, owed ? owed + i : nullptr, mask ? mask + i / 8 : nullptr, to ? to + i : nullptr,
-                      std::min(run, n - i), space.largest + lanes);
+                      std::min(run, n - i), space.keys + lanes);
         }
         z = to ? to : from;
-        for (int64_t i = 0; i < lanes; ++i) space.keys[i] = magnitude(space.largest[i]);
         uint32_t bound = lanes < at.k ? 1 : lanes == 16 ? kth_of_16(space.keys) : kth_largest(space.keys, lanes, at.k);
         if (bound == 0) bound = 1;  // zeros are never sent
-        const int64_t count = k.above(z, n, as_float(bound - 1), space.found);
+        const int64_t count = k.at_least(z, n, bound, space.found);
         if (count <= at.k) return count;
         for (int64_t i = 0; i < count; ++i) space.keys[i] = magnitude(z[space.found[i]]);
         if (count <= 16) return best_of_16(space.keys, count, space.found);
@@ -243,9 +241,9 @@ struct TopKCompression {
             const float v = values[i];
             const int64_t e = entry + i;
             if (at.bits <= 2) {
-                if (v == 0.0f) continue;
+                if (magnitude(v) == 0) continue;
                 int code = !std::signbit(v);
-                if (at.bits == 2) code |= int(std::fabs(double(v)) >= mean) << 1;
+                if (at.bits == 2) code |= int(wide_magnitude(v) >= mean) << 1;
                 out[e * at.bits >> 3] |= uint8_t(code << (e * at.bits & 7));
             } else if (at.bits == 8) {
                 const float steps = usable ? std::nearbyintf(v / scales[0]) : 0.0f;
@@ -278,7 +276,7 @@ struct TopKCompression {
         float* rest = new_error + r * new_error_pitch + first * at.chunk;
         for (int64_t i = 0; i < done; ++i) {
             const float v = space.values[i];
-            if (v != 0.0f) rest[space.places[i]] = v - at.value(row, g, entry + i);
+            if (magnitude(v) != 0) rest[space.places[i]] = v - at.value(row, g, entry + i);
         }
     }
 
