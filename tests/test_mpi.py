@@ -5,6 +5,7 @@ Starting ranks costs seconds, so each world is started once and runs all its sce
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import time
@@ -135,6 +136,53 @@ def scene_refused(backend: MPIBackend) -> dict[str, str]:
     return out
 
 
+def scene_pieces(backend: MPIBackend) -> int:
+    """Messages of more bytes than one may have; the most pieces that one went in."""
+    world, rank, most = backend.world_size, backend.rank, 0
+    tested = mpi_module._Calls.Test
+
+    def noted(calls: Any) -> bool:
+        nonlocal most
+        most = max(most, len(calls.requests))
+        return tested(calls)
+
+    with mock.patch.object(mpi_module._Calls, "Test", noted):
+        for limit, n in itertools.product((1, 7, 64), (0, 1, 5, 33, 257)):
+            with mock.patch.object(mpi_module, "MOST", limit):
+                conformance(backend)
+                rows = [
+                    given(r, world * n, torch.float64).view(torch.uint8)[::8].reshape(world, n) for r in range(world)
+                ]
+                out, table = torch.zeros(world, n, dtype=torch.uint8), torch.zeros(world, world, n, dtype=torch.uint8)
+                works = [backend.all_to_all(out, rows[rank].clone()), backend.all_gather(table, rows[rank].clone())]
+                x, mean = rows[rank].clone(), given(rank, n, torch.float32)
+                works += [backend.broadcast(x, world - 1), backend.all_reduce(mean)]
+                for work in works:
+                    work.wait()
+                assert torch.equal(out, torch.stack([row[rank] for row in rows]))
+                assert torch.equal(table, torch.stack(rows))
+                assert torch.equal(x, rows[-1])
+                exact = sum(given(r, n, torch.float32).double() for r in range(world)) / world
+                torch.testing.assert_close(mean.double(), exact, rtol=1e-6, atol=1e-6)
+    return most
+
+
+def scene_part(backend: MPIBackend) -> dict[str, Any]:
+    """The odd ranks and the even ones, the last of them first; rank 1 has another learning rate."""
+    from mpi4py import MPI
+
+    part = MPIBackend(MPI.COMM_WORLD.Split(backend.rank % 2, key=-backend.rank))
+    several = part, part.control(), comm.CountingBackend(part), comm.CountingBackend(part.control())
+    out: dict[str, Any] = {"numbers": [list(comm.numbers_in_world(b)) for b in several]}
+    optimizer = OneBitAdam(Toy().parameters(), backend=part, **SETTINGS)
+    optimizer.param_groups[0]["lr"] *= 1 + (backend.rank == 1)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        out["said"] = str(error)
+    return out
+
+
 def scene_alone(backend: MPIBackend) -> tuple[str, float]:
     """The last rank never joins a step."""
     from mpi4py import MPI
@@ -163,6 +211,8 @@ def scenes() -> dict[str, Any]:
         "staged": scene_staged(backend),
         "work": scene_work(backend),
         "refused": scene_refused(backend),
+        "pieces": scene_pieces(backend),
+        "part": scene_part(backend),
         "alone": scene_alone(backend),
     }
 
@@ -214,6 +264,17 @@ class TestUnderMpirun:
         for r in ranks:
             assert r["work"]["again"] == (True, True)
             assert r["work"]["kept"] == 0
+
+    def test_what_is_more_than_a_message_may_have_goes_in_pieces(self, ranks):
+        assert all(r["pieces"] >= 257 for r in ranks)
+
+    def test_ranks_of_a_part_are_called_as_in_the_world(self, ranks):
+        for rank, r in enumerate(ranks):
+            part = [other for other in reversed(range(len(ranks))) if other % 2 == rank % 2]
+            assert r["part"]["numbers"] == [part] * 4
+            assert ("said" in r["part"]) == (len(part) > 1 and rank % 2 == 1)
+            if "said" in r["part"]:
+                assert "lr of parameter group 0 is 0.02 on rank 1 and 0.01 on rank 3" in r["part"]["said"]
 
     @pytest.mark.parametrize(
         ("name", "message"),

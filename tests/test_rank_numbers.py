@@ -10,7 +10,7 @@ import torch.distributed as dist
 from worlds import on_processes
 
 import commopt
-from commopt.comm import ThreadBackend, ThreadWorld, TorchBackend, numbers_in_world
+from commopt.comm import LocalBackend, NodesBackend, ThreadBackend, ThreadWorld, TorchBackend, numbers_in_world
 from commopt.comm.counting import CountingBackend
 
 
@@ -71,3 +71,11 @@ def test_over_a_group_of_some_ranks() -> None:
 
 def test_ranks_of_no_process_group_have_their_own_numbers() -> None:
     assert list(numbers_in_world(ThreadBackend(ThreadWorld(4), 2, [1, 2]))) == [0, 1]
+
+
+def test_a_backend_may_say_what_its_ranks_are_called() -> None:
+    backend: Any = LocalBackend()
+    backend.numbers = [7]
+    nodes: Any = NodesBackend(backend, LocalBackend(), LocalBackend())
+    for one in (backend, CountingBackend(backend), nodes, CountingBackend(nodes)):
+        assert numbers_in_world(one) == [7]

@@ -8,6 +8,7 @@ and what is done here because it does not:
 * MPI knows nothing of CUDA streams: a tensor on a GPU is waited for before MPI is given it. If MPI cannot read the
   memory of GPUs, it is given a pinned copy on the host;
 * MPI has no 16-bit floats that it can sum: their mean is formed in float32 and rounded once;
+* MPI counts in C ints, and libraries multiply them: a message of more than :data:`MOST` bytes goes in pieces;
 * MPI waits for ever: ``wait()`` gives up after ``timeout`` seconds. A collective cannot be taken back, so that its
   tensors are kept until it is complete, whoever has given up on it;
 * MPI lets a process that ends wait for all others: a rank that fails alone must end the job, as ``python -m mpi4py``
@@ -35,6 +36,8 @@ SPIN = 1e-3
 """Seconds that ``wait()`` looks without a pause: a collective moves on only while somebody looks."""
 NAP = 5e-5
 """Seconds between two looks after that: the core may have better to do."""
+MOST = 2**30
+"""Bytes of one call of MPI at most, of all its rows together."""
 
 SUMMED_IN = {
     torch.float64: torch.float64,
@@ -87,6 +90,10 @@ class MPIBackend:
         cuda_aware: whether MPI can read and write the memory of GPUs; None to ask it (Open MPI answers, others count as
             not).
 
+    Attributes:
+        numbers: those of the ranks in ``MPI.COMM_WORLD``, by rank, which errors and warnings name them by; their own
+            where that does not contain them all.
+
     Raises:
         ValueError: for something else than an intra-communicator, on a process that it does not contain, and for a
             timeout that is not positive.
@@ -108,6 +115,7 @@ class MPIBackend:
         self.cuda_aware = is_cuda_aware(mpi) if cuda_aware is None else cuda_aware
         self.rank: int = self.comm.Get_rank()
         self.world_size: int = self.comm.Get_size()
+        self.numbers = _numbers_in_world(mpi, self.comm)
         self._types = {torch.float64: mpi.DOUBLE, torch.float32: mpi.FLOAT}
         self._meeting: MPIMeeting | None = None
         self._channel = "0"
@@ -129,7 +137,7 @@ class MPIBackend:
     def _meet(self) -> MPIMeeting:
         """Communicator in which the ranks tell each other who waits. All of them open it, by their first collective."""
         if self._meeting is None:
-            meeting = MPIMeeting(self._mpi, self.comm)
+            meeting = MPIMeeting(self._mpi, self.rank, self.numbers)
             meeting.aside = self._copy_of_comm(meeting) if self.world_size > 1 else None
             self._meeting = meeting
         return self._meeting
@@ -154,8 +162,10 @@ class MPIBackend:
         sent = self._outgoing(wide.div_(self.world_size))
         kind = self._types[wide.dtype]
 
-        def start() -> Any:
-            return self.comm.Iallreduce(self._mpi.IN_PLACE, [self._memory(sent), x.numel(), kind], self._mpi.SUM)
+        def start(calls: _Calls) -> None:
+            for at, count in _spans(sent.numel(), sent.itemsize):
+                part = self._memory(sent, at * sent.itemsize, count * sent.itemsize)
+                calls.requests.append(self.comm.Iallreduce(self._mpi.IN_PLACE, [part, count, kind], self._mpi.SUM))
 
         return self._start(start, (sent,), sent, x)
 
@@ -166,9 +176,12 @@ class MPIBackend:
             rows = f"both must have one shape, of {self.world_size} rows"
             raise ValueError(f"all_to_all from {tuple(inp.shape)} into {tuple(out.shape)}: {rows}")
         sent, received = self._outgoing(inp), self._incoming(out)
-        return self._start(
-            lambda: self.comm.Ialltoall(self._bytes(sent), self._bytes(received)), (sent, received), received, out
-        )
+
+        def start(calls: _Calls) -> None:
+            for given, taken in zip(self._columns(sent, calls), self._columns(received, calls)):
+                calls.requests.append(self.comm.Ialltoall(given, taken))
+
+        return self._start(start, (sent, received), received, out)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Work:
         """Row r of ``out`` is rank r's ``inp``. Any dtype."""
@@ -177,15 +190,22 @@ class MPIBackend:
             rows = f"it must be {self.world_size} such rows"
             raise ValueError(f"all_gather from {tuple(inp.shape)} into {tuple(out.shape)}: {rows}")
         sent, received = self._outgoing(inp), self._incoming(out)
-        return self._start(
-            lambda: self.comm.Iallgather(self._bytes(sent), self._bytes(received)), (sent, received), received, out
-        )
+
+        def start(calls: _Calls) -> None:
+            for given, taken in zip(self._pieces(sent, self.world_size), self._columns(received, calls)):
+                calls.requests.append(self.comm.Iallgather(given, taken))
+
+        return self._start(start, (sent, received), received, out)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Work:
         """x <- rank ``src``'s x. Any dtype."""
         self._check(x)
         sent = self._outgoing(x)
-        return self._start(lambda: self.comm.Ibcast(self._bytes(sent), src), (sent,), sent, x)
+
+        def start(calls: _Calls) -> None:
+            calls.requests += [self.comm.Ibcast(piece, src) for piece in self._pieces(sent)]
+
+        return self._start(start, (sent,), sent, x)
 
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
         """``inp`` goes to rank ``dst``, ``out`` comes from rank ``src``. Any dtype."""
@@ -194,9 +214,9 @@ class MPIBackend:
             raise ValueError(f"exchange of {tuple(inp.shape)} for {tuple(out.shape)}: both must have one shape")
         sent, received = self._outgoing(inp), self._incoming(out)
 
-        def start() -> Any:
-            coming = self.comm.Irecv(self._bytes(received), src, TAG)
-            return _Both(coming, self.comm.Isend(self._bytes(sent), dst, TAG))
+        def start(calls: _Calls) -> None:
+            calls.requests += [self.comm.Irecv(piece, src, TAG) for piece in self._pieces(received)]
+            calls.requests += [self.comm.Isend(piece, dst, TAG) for piece in self._pieces(sent)]
 
         return self._start(start, (sent, received), received, out)
 
@@ -234,30 +254,62 @@ class MPIBackend:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def _memory(self, x: Tensor) -> Any:
-        return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)
+    def _memory(self, x: Tensor, start: int, nbytes: int) -> Any:
+        return self._mpi.buffer.fromaddress(x.data_ptr() + start, nbytes)
 
-    def _bytes(self, x: Tensor) -> list[Any]:
-        return [self._memory(x), self._mpi.BYTE]
+    def _pieces(self, x: Tensor, rows: int = 1) -> list[list[Any]]:
+        """x as bytes, cut as rows of its size are of which one call has so many."""
+        return [[self._memory(x, at, length), self._mpi.BYTE] for at, length in _spans(x.nbytes, rows)]
 
-    def _start(self, start: Callable[[], Any], kept: tuple[Tensor, ...], result: Tensor, x: Tensor) -> Work:
+    def _columns(self, x: Tensor, calls: _Calls) -> list[list[Any]]:
+        """The rows of x, one of each rank, cut into columns of bytes."""
+        row = x.nbytes // self.world_size
+        spans = _spans(row, self.world_size)
+        if len(spans) == 1:
+            return [[self._memory(x, 0, x.nbytes), self._mpi.BYTE]]
+        # for each rank one element, as long as a row, of which it has a part
+        return [
+            [self._memory(x, at, x.nbytes - at), 1, calls.kind(self._mpi.BYTE, length, row)] for at, length in spans
+        ]
+
+    def _start(self, start: Callable[[_Calls], Any], kept: tuple[Tensor, ...], result: Tensor, x: Tensor) -> Work:
         """Starts a collective that leaves in ``result`` what belongs into ``x``."""
         self._settle(x.device)
         finish = None if result is x else lambda: x.copy_(result, non_blocking=True)
         meeting = self._meet()
         number = meeting.start(self._channel)
-        return _MPIWork(self._mpi, start(), (*kept, x), finish, self.timeout, meeting, self._channel, number)
+        calls = _Calls()
+        work = _MPIWork(self._mpi, calls, (*kept, x), finish, self.timeout, meeting, self._channel, number)
+        start(calls)  # if one of several fails, the work keeps the tensors of the others
+        return work
 
 
-class _Both:
-    """Two requests as one."""
+def _spans(length: int, rows: int) -> list[tuple[int, int]]:
+    """Start and length of the pieces of a row, where a call has so many rows, and :data:`MOST` of all of them."""
+    width = max(MOST // rows, 1)
+    return [(at, min(width, length - at)) for at in range(0, length, width)] or [(0, 0)]
 
-    def __init__(self, *requests: Any) -> None:
-        self._requests = list(requests)
+
+class _Calls:
+    """Calls of MPI as one request, and the datatypes that they need."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self._kinds: list[Any] = []
+
+    def kind(self, of: Any, count: int, extent: int) -> Any:
+        """So many elements of a datatype, of which there are as many in each ``extent`` bytes."""
+        plain = of.Create_contiguous(count)
+        self._kinds.append(plain.Create_resized(0, extent).Commit())
+        plain.Free()
+        return self._kinds[-1]
 
     def Test(self) -> bool:
-        self._requests = [request for request in self._requests if not request.Test()]
-        return not self._requests
+        self.requests = [request for request in self.requests if not request.Test()]
+        if not self.requests:
+            while self._kinds:
+                self._kinds.pop().Free()
+        return not self.requests
 
 
 _in_flight: set[_MPIWork] = set()
@@ -339,10 +391,8 @@ class MPIMeeting(Meeting):
 
     silence = "some rank has not called its first collective"
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        everyone = range(comm.Get_size())
-        numbers = mpi.Group.Translate_ranks(comm.Get_group(), list(everyone), mpi.COMM_WORLD.Get_group())
-        super().__init__(comm.Get_rank(), numbers)
+    def __init__(self, mpi: Any, rank: int, numbers: Sequence[int]) -> None:
+        super().__init__(rank, numbers)
         self._mpi = mpi
         self.aside: Any = None
         self._sending: list[Any] = []
@@ -367,6 +417,16 @@ class MPIMeeting(Meeting):
 def _pinned(x: Tensor) -> Tensor:
     """A place of the size of x on the host that a GPU reads and writes without being waited for."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+
+
+def _numbers_in_world(mpi: Any, comm: Any) -> list[int]:
+    """The numbers in ``COMM_WORLD`` of the ranks of ``comm``; their own where that does not contain them all."""
+    own = list(range(comm.Get_size()))
+    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    numbers: list[int] = list(mpi.Group.Translate_ranks(group, own, world))
+    group.Free()
+    world.Free()
+    return own if mpi.UNDEFINED in numbers else numbers
 
 
 def is_cuda_aware(mpi: Any) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from commopt.comm.backend import Work, message_device
+from commopt.comm.backend import OfWorld, Work, message_device
 from commopt.comm.gloo import GlooChannel, GlooWork, connect, exchange_sizes, holders
 from commopt.comm.meeting import Meeting, StoreMeeting
 from commopt.comm.pipeline import wait
@@ -254,11 +254,15 @@ def ranks_of(backend: Any) -> list[int] | None:
 
 
 def numbers_in_world(backend: Any) -> Sequence[int]:
-    """The numbers that a user knows the ranks of ``backend`` by: those of the default process group, if it is a process
-    group's, or a channel's of one, else its own."""
+    """The numbers that a user knows the ranks of ``backend`` by: its ``numbers``, by rank, if it has such (over MPI
+    those in ``COMM_WORLD``); those of the default process group, if it is a process group's, or a channel's of one;
+    else its own."""
     size = backend.world_size
-    while hasattr(backend, "inner"):
-        backend = backend.inner
+    while hasattr(backend, "inner") or isinstance(backend, OfWorld):
+        backend = backend.world if isinstance(backend, OfWorld) else backend.inner
+    numbers: Sequence[int] | None = getattr(backend, "numbers", None)
+    if numbers is not None:
+        return numbers
     if isinstance(backend, GlooChannel):
         return backend.meeting.ranks
     with contextlib.suppress(Exception):  # the group has been destroyed
