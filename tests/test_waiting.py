@@ -31,11 +31,13 @@ from worlds import Used, needs_mpi, on_mpi, params_of, same_bits, train
 from commopt import LocalSGD, OneBitAdam
 from commopt.comm import (
     CollectiveError,
+    LocalBackend,
     MPIBackend,
     NodesBackend,
     ThreadBackend,
     ThreadWorld,
     first_notice,
+    given_up,
     set_first_notice,
     wait,
 )
@@ -156,6 +158,50 @@ def test_work_of_a_backend_that_knows_nothing_of_this_is_waited_for_as_ever():
 
     with pytest.raises(CollectiveError, match=r"^step 3: lost$"):
         wait(Plain(), "step 3")
+
+
+class Silent:
+    """Work that does not know before ``wait()`` whether it is completed; after it, once ``over`` is set."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.arrived, self.over, self.error, self.waits = threading.Event(), threading.Event(), error, 0
+        self.over.set()
+
+    def wait(self) -> None:
+        self.arrived.wait(30)
+        self.waits += 1
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.waits > 0 and self.over.is_set()
+
+
+def given_up_work(inner: Silent, why: Callable[[], str | None]) -> Any:
+    backend: Any = LocalBackend()
+    backend.all_reduce = lambda x: inner
+    return given_up.GivenUp(backend, why, "the test").all_reduce(torch.zeros(1))
+
+
+def test_members_wait_for_work_that_does_not_know_whether_it_is_completed(monkeypatch):
+    monkeypatch.setattr(given_up, "LOOK", 0.01)
+    work = Silent()
+    threading.Timer(0.1, work.arrived.set).start()
+    given_up_work(work, given_up.nobody_has).wait()
+    assert work.waits == 2  # in a thread, and then where the current stream is the caller's
+
+
+def test_members_give_up_work_that_does_not_know_whether_it_is_completed(monkeypatch):
+    monkeypatch.setattr(given_up, "LOOK", 0.01)
+    never, early, failed = Silent(), Silent(), Silent(RuntimeError("lost"))
+    early.over.clear()  # as of NCCL, whose wait() returns before that
+    for work in (early, failed):
+        work.arrived.set()
+    for work, said in ((never, "others gone"), (early, "others gone"), (failed, "lost")):
+        end = time.monotonic() + 0.1
+        with pytest.raises(RuntimeError, match=said):
+            given_up_work(work, lambda end=end: "others gone" if time.monotonic() > end else None).wait()
+    never.arrived.set()
 
 
 @pytest.mark.parametrize(

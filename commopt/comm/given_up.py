@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,10 +29,12 @@ from commopt.comm.watch import first_notice
 
 logger = logging.getLogger("commopt")
 
+T = TypeVar("T")
+
 Connect = Callable[[dist.Store, str, int, int, float], Backend]
 """Makes a backend of some ranks, called by each of them at about the same time: of a store under whose keys nothing
 is, a name that no other set of ranks has had, this rank's number, how many there are, and the seconds that a collective
-may take."""
+may take. Work without ``wait_for`` is waited for in a thread, and must know when it has been that it is completed."""
 
 Why = Callable[[], str | None]
 """Why the ranks have given up; None if they have not."""
@@ -62,15 +65,7 @@ def connected(
     """
     if world_size == 1:
         return LocalBackend()
-    made: Future[Backend] = Future()
-
-    def make() -> None:
-        try:
-            made.set_result(how(store, name, rank, world_size, timeout))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, daemon=True).start()
+    made = _in_a_thread(lambda: how(store, name, rank, world_size, timeout))
     left, where = until(patience), "opening connections between the members"
     while not futures.wait([made], min(LOOK, left())).done:
         told = why() or (None if left() else f"not all have come within {patience:g} s")
@@ -80,6 +75,23 @@ def connected(
         return GivenUp(made.result(), why, name)
     except (RuntimeError, TimeoutError) as error:
         raise CollectiveError(f"{where}: {error}") from error
+
+
+def _in_a_thread(call: Callable[[], T]) -> Future[T]:
+    """What ``call`` returns or raises; it has the current GPU of this thread, and whether gradients are on."""
+    out: Future[T] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
+    gradients = torch.is_grad_enabled()
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device), torch.set_grad_enabled(gradients):
+                out.set_result(call())
+        except BaseException as error:
+            out.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return out
 
 
 class GivenUp:
@@ -114,6 +126,7 @@ class _Work:
     def __init__(self, inner: Any, why: Why, name: str) -> None:
         self._inner, self._why, self._name = inner, why, name
         self.is_completed = inner.is_completed
+        self._waited: Future[Any] | None = None  # inner.wait() in a thread
 
     def wait(self) -> Any:
         begin, told = time.monotonic(), False
@@ -124,13 +137,23 @@ class _Work:
             if not told and time.monotonic() - begin > first_notice():
                 told = True
                 logger.warning("members: a collective of %s takes %.3g s", self._name, time.monotonic() - begin)
-        return self._inner.wait()
+        if self._waited is not None:
+            self._waited.result()
+        return self._inner.wait()  # again, after that in a thread: the current stream is a thread's own
 
     def _within(self, seconds: float) -> bool:
-        """Waits at most so long; whether it is done."""
+        """Waits at most so long; whether it is done, or has failed."""
         if hasattr(self._inner, "wait_for"):
             return bool(self._inner.wait_for(seconds))
         left = until(seconds)
-        while not self._inner.is_completed() and left():
+        if self._waited is None:
+            if self._inner.is_completed():
+                return True
+            self._waited = _in_a_thread(self._inner.wait)  # as others than NCCL may not know before
+        if not futures.wait([self._waited], left()).done:
+            return False
+        if self._waited.exception() is not None:
+            return True
+        while not self._inner.is_completed() and left():  # NCCL's wait() has left it to the stream
             time.sleep(1e-3)
         return bool(self._inner.is_completed())
