@@ -305,6 +305,23 @@ def test_the_mean_that_averaged_shows_is_of_those_that_are_finite():
     assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(shown, True), (shown, True), (shown, False)]
 
 
+@pytest.mark.parametrize("changed", [float("nan"), 100.0])
+def test_nobody_goes_on_from_what_a_member_that_does_not_count_was_changed_to(changed):
+    """Rank 0 is the first, and was changed before the round; it does not count as it is not finite, or far off."""
+    world = Rendezvous()
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=3, patience=1.0)
+        if name == 0:
+            params[0].data[1] = changed
+        for p in params:
+            p.grad = torch.full_like(p, -100.0 if name == 0 else -(name + 1.0))
+        optimizer.step()
+        return params[0].tolist()
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [[2.5, 2.5, 2.5]] * 3
+
+
 def test_a_learning_rate_of_numpy_goes_to_those_that_join():
     tree = {"lr": np.float64(0.25), "steps": [np.int64(3)], "x": torch.ones(2)}
     header = message_of(tree)[1]

@@ -13,6 +13,7 @@ from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits,
 from commopt import DiLoCo, Guard, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Int8, Sign
+from commopt.optim import NotFinite
 from commopt.optim.calls import FIELDS
 from commopt.outer import RandomSign, RandomSignOrZero
 from commopt.outer.rounds import ROUND_BYTES
@@ -627,6 +628,30 @@ def test_models_that_were_changed_differently_on_each_rank_become_one_again(cls,
     assert same_bits(a, b)
     assert same_bits(state_a, state_b)
     assert caplog.text.count("parameters were changed between two rounds, to values that differ between ranks") == 1
+
+
+@EVERY
+@pytest.mark.parametrize("broken", [[0], [0, 1]], ids=str)
+def test_a_round_that_began_from_nan_on_some_ranks_goes_on_from_the_first_rank_that_did_not(cls, broken):
+    def run(backend):
+        model = Toy()
+        optimizer = cls(model.parameters(), lr=1e-2, period=2, backend=backend)
+        train(model, optimizer, range(2), backend.rank, 2)
+        kept = model.weight.detach().clone()
+        if backend.rank in broken:
+            model.weight.data[0, 0] = math.nan
+        optimizer.step()  # without gradients
+        model.weight.data.copy_(kept)
+        if len(broken) == backend.world_size:
+            with pytest.raises(NotFinite, match="parameters that a round begins from are finite on no rank"):
+                train(model, optimizer, range(3, 4), backend.rank, 2)
+        else:
+            train(model, optimizer, range(3, 4), backend.rank, 2)
+            assert all(p.isfinite().all() for p in params_of(model))
+        return params_of(model)
+
+    a, b = on_threads(2, run)
+    assert same_bits(a, b) == (broken == [0])
 
 
 def test_clipping_is_each_ranks_own():

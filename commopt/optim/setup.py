@@ -185,9 +185,9 @@ def _exchange(backend: Backend, device: torch.device, row: bytes) -> list[tuple[
     return out
 
 
-def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -> bool:
-    """Gives every rank rank 0's ``params`` if any rank's differ, and says whether. Replicas that start apart would stay
-    apart.
+def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor], source: int = 0) -> bool:
+    """Gives every rank the ``params`` of rank ``source`` if any rank's differ, and says whether. Replicas that start
+    apart would stay apart.
 
     Sends 8 bytes per parameter, its digest, where nothing differs.
     """
@@ -195,14 +195,14 @@ def equalize(backend: Backend, device: torch.device, params: Sequence[Tensor]) -
         return False
     with torch.no_grad():
         mine = torch.stack([digest(p).to(device) for p in params])
-        rank_0 = mine.clone()
-        wait(backend.broadcast(rank_0), "comparing the parameters of the ranks")
-        differ = torch.tensor([float(not torch.equal(mine, rank_0))], device=device)
+        theirs = mine.clone()
+        wait(backend.broadcast(theirs, source), "comparing the parameters of the ranks")
+        differ = torch.tensor([float(not torch.equal(mine, theirs))], device=device)
         wait(backend.all_reduce(differ), "comparing the parameters of the ranks")
         if differ.item() == 0:
             return False
         for p in params:
             flat = p.detach().contiguous()
-            wait(backend.broadcast(flat), "parameters of rank 0 for all")
+            wait(backend.broadcast(flat, source), "parameters of one rank for all")
             p.copy_(flat)
     return True

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from commopt.comm import message_device, wait
+from commopt.comm import gather_rows, message_device, wait
 from commopt.optim import comparing, wrapped
 from commopt.optim.agreement import is_usable
 from commopt.optim.diagnostics import names_of
-from commopt.optim.guard import NotFinite, tell_not_finite
+from commopt.optim.guard import REMEDY, NotFinite, tell_not_finite
 from commopt.optim.host import as_numbers
-from commopt.optim.replicas import average_exactly, reaching_others
+from commopt.optim.replicas import agree_inside, average_exactly, reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.saving import PARAMETER
 from commopt.optim.setup import equalize
@@ -237,18 +237,39 @@ def of_all_parts(optimizer: OuterOptimizer, squares: Squares, fragments: Sequenc
 
 
 def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str) -> None:
-    """Gives every rank the anchors of rank 0, if those that were taken over anew differ."""
-    differed, topology = False, optimizer.topology
+    """Gives every rank the anchors of one, if those that were taken over anew differ: of the first whose anchors are
+    finite, and whose pseudo-gradient counts.
+
+    Raises:
+        commopt.optim.NotFinite: on all ranks, if there is none.
+    """
+    differed, first, topology = False, 0, optimizer.topology
+    with reaching_others(topology, optimizer.buckets, where):
+        usable = _usable_anchors(optimizer, where)
+    if not any(usable):
+        raise NotFinite(f"{where}: the parameters that a round begins from are finite on no rank. {REMEDY}")
     with reaching_others(topology, optimizer.buckets, where):
         for replicas in topology.replicas:
             anchors = [bucket["anchor"] for bucket in optimizer.buckets if bucket.replicas is replicas]
-            differed |= equalize(replicas.world, device, anchors)
+            source = next(i for i, rank in enumerate(replicas.members) if usable[rank] or replicas.world_size == 1)
+            if equalize(replicas.world, device, anchors, source):
+                differed, first = True, replicas.members[source]
     if differed and topology.rank == 0:
         logger.warning(
             "%s: parameters were changed between two rounds, to values that differ between ranks; the round counts "
-            "from those of rank 0",
-            type(optimizer).__name__,
-        )
+            "from those of rank %d",
+            type(optimizer).__name__, topology.numbers[first],
+        )  # fmt: skip
+
+
+def _usable_anchors(optimizer: OuterOptimizer, where: str) -> list[bool]:
+    """Of each rank, by rank, whether the others may have the anchors of its replica."""
+    topology, members = optimizer.topology, optimizer.members
+    square = square_norm([bucket["anchor"] for bucket in optimizer.buckets])
+    square, _ = agree_inside(topology, square, None, where)
+    counts = members is None or members.counts
+    mine = torch.tensor([float(counts and is_usable(square))], device=message_device(topology.backend))
+    return [bool(told) for told in gather_rows(topology.world, mine, where).flatten().tolist()]
 
 
 def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = None, fragment: int | None = None) -> None:

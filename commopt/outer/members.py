@@ -174,6 +174,12 @@ class Members:
         """Weight that was added since the last round; None if none was."""
         return self._weight
 
+    @property
+    def counts(self) -> bool:
+        """True unless this rank's pseudo-gradient was left out at the last meeting."""
+        view = self.roster.view
+        return view is None or self.roster.ticket not in view.excluded
+
     def round_ended(self) -> None:
         """The weight begins anew."""
         self._weight = None
