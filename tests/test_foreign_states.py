@@ -217,3 +217,54 @@ def test_local_steps_without_any_gradient_are_said(caplog: pytest.LogCaptureFixt
     optimizer.step()
     optimizer.step()
     assert caplog.text.count("DiLoCo: no parameter has a gradient on this rank, so nothing moves") == 1
+
+
+def lambs(params: Any, **settings: Any) -> commopt.Mixed:
+    params = list(params)
+    return commopt.Mixed(Lamb(params[:1], **settings), Lans(params[1:], **settings))
+
+
+@pytest.mark.parametrize("base", [OneBitAdam, ZeroOneAdam, OneBitLamb, Lamb, lambs, optim.AdamW])
+def test_the_state_of_a_base_alone_is_loaded_by_that_base_by_one_alone_and_by_an_outer_optimizer(
+    base: Any,
+) -> None:
+    model = net()
+    outer = DiLoCo(model.parameters(), base, lr=0.1, period=2, backend=LocalBackend())
+    train(model, outer, 3)
+    saved = copy.deepcopy(outer.base.state_dict())
+    train(model, outer, 1)
+    outer.base.load_state_dict(saved)
+    assert str(outer.base.state_dict()["state"]) == str(saved["state"])
+    assert str(outer.state_dict()["residuals"]["base"]["state"]) == str(saved["state"])
+    alone = base(net().parameters(), lr=0.1)
+    alone.load_state_dict(saved)
+    assert str(alone.state_dict()["state"]) == str(saved["state"])
+    for cls in (DiLoCo, LocalSGD):
+        fresh = cls(net().parameters(), base, lr=0.1, period=2, backend=LocalBackend())
+        for state in (saved, alone.state_dict()):
+            fresh.load_state_dict(state)
+            assert str(fresh.base.state_dict()["state"]) == str(saved["state"])
+            assert fresh.param_groups[0]["rounds"] == fresh.param_groups[0]["round_step"] == 0
+            assert fresh.param_groups[0]["outer_optimizer"].startswith(cls.__name__)
+
+
+@pytest.mark.parametrize("base", [OneBitAdam, Lamb])
+def test_the_state_of_an_outer_optimizer_is_loaded_by_no_base(base: Any) -> None:
+    model = net()
+    outer = DiLoCo(model.parameters(), base, lr=0.1, period=2, backend=LocalBackend())
+    train(model, outer, 3)
+    before = str(outer.state_dict())
+    message = rf"that of DiLoCo\({base.__name__}\), and this is {base.__name__}: load it"
+    for other in (outer.base, base(net().parameters(), lr=0.1)):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(outer.state_dict())
+    assert str(outer.state_dict()) == before
+
+
+@pytest.mark.parametrize("make", [DiLoCo, OneBitAdam, Lamb])
+def test_an_outer_optimizers_name_under_the_key_of_its_base_is_of_an_older_version(make: Any) -> None:
+    state = saved_by(DiLoCo)
+    for group in state["param_groups"]:
+        group["optimizer"] = group.pop("outer_optimizer")
+    with pytest.raises(ValueError, match=r"that of DiLoCo\(AdamW\), saved before commopt 0.2.0"):
+        make(net().parameters()).load_state_dict(state)

@@ -301,6 +301,7 @@ def test_the_state_of_another_optimizer_is_refused():
     rounds = made(LocalSGD, base=OneBitAdam)
     rounds.load_state_dict(made(LocalSGD, base=OneBitAdam).state_dict())
     rounds.load_state_dict(adam.state_dict())  # that of the base alone
-    assert rounds.param_groups[0]["optimizer"] == "LocalSGD(OneBitAdam)"
+    assert rounds.param_groups[0]["outer_optimizer"] == "LocalSGD(OneBitAdam)"
+    assert rounds.param_groups[0]["optimizer"] == "OneBitAdam"
     with pytest.raises(ValueError, match=r"that of LocalSGD\(OneBitAdam\), and this is OneBitAdam"):
         adam.load_state_dict(rounds.state_dict())

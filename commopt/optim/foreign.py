@@ -6,7 +6,7 @@ as ``betas`` and ``exp_avg_sq``, it must have what is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 WHOSE = "optimizer"
 """Key of parameter groups of our optimizers: whose they are, for whoever loads them. Of what is no tensor, tools for
 checkpoints keep nothing but groups."""
+OUTER = "outer_optimizer"
+"""Key of those of an outer optimizer: whose they are, beside whose its base's are."""
 SETTINGS = ("betas", "momentum", "nesterov")
 """Hyper-parameters that tell families of optimizers apart."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
@@ -63,15 +65,38 @@ def _check_inside(given: Mapping[str, Any]) -> None:
         raise ValueError(f"the loaded state is damaged: its 'residuals' have only {', '.join(map(repr, own))}")
 
 
-def check_saver(name: str, given: Mapping[str, Any], loads: Iterable[str]) -> None:
+def check_saver(name: str, given: Mapping[str, Any], loads: Collection[str]) -> None:
     """Raises ValueError if the state ``given`` is of an optimizer of commopt that is none of those whose state ``name``
     ``loads``."""
+    remedy = "load it into the optimizer that has saved it, or begin with the weights of the model alone"
+    for saver in savers(given):
+        if saver not in loads:
+            raise ValueError(f"the loaded state is that of {saver}, and this is {name}: {remedy}")
+
+
+def savers(given: Mapping[str, Any]) -> list[str]:
+    """Whose the groups of the state ``given`` are, of those that say so.
+
+    Raises:
+        ValueError: an outer optimizer has saved it under the key of its base, as it once did.
+    """
+    key = OUTER if is_of_outer(given) else WHOSE
     for group in given["param_groups"]:
-        if group.get(WHOSE) not in (None, *loads):
+        if "(" in str(group.get(WHOSE)):
             raise ValueError(
-                f"the loaded state is that of {group[WHOSE]}, and this is {name}: load it into the optimizer that has "
-                "saved it, or begin with the weights of the model alone"
+                f"the loaded state is that of {group[WHOSE]}, saved before commopt 0.2.0, where the name of an outer "
+                "optimizer had another key: load it with the version that has saved it, or begin with the weights of "
+                "the model alone"
             )
+    return [group[key] for group in given["param_groups"] if group.get(key) is not None]
+
+
+def is_of_outer(given: Mapping[str, Any]) -> bool:
+    """True if ``given`` is the state of an outer optimizer, and not that of its base alone, which has the same groups,
+    but moments and counters for anchors."""
+    of_both = any(OUTER in group or "round_step" in group for group in given["param_groups"])
+    entries = [entry for i in ids_of(given) if (entry := given["state"].get(i))]
+    return of_both and (not entries or any("anchor" in entry and "step" not in entry for entry in entries))
 
 
 def check_family(

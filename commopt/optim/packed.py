@@ -691,7 +691,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def check_loaded(self, given: dict[str, Any]) -> None:
         """Raises ValueError if ``given``, the state that is about to be loaded, does not fit."""
         foreign.check_saver(self.saved_as(), given, self.loads_of())
-        if not any(foreign.WHOSE in group for group in given["param_groups"]):
+        if not foreign.savers(given):
             foreign.check_family(self.saved_as(), given, self.param_groups, map(self.moments_of, self.params))
             for said in foreign.momenta_lost(given, self.param_groups) if self.topology.rank == 0 else ():
                 logger.warning("%s: %s", type(self).__name__, said)

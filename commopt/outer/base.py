@@ -31,7 +31,7 @@ from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
 from commopt.optim import binding, checks, comparing, loading, wrapped
 from commopt.optim.closure import loss_of
-from commopt.optim.foreign import WHOSE
+from commopt.optim.foreign import OUTER
 from commopt.optim.guard import Guard, check_guard
 from commopt.optim.host import as_numbers
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
@@ -158,7 +158,7 @@ class OuterOptimizer(PackedOptimizer):
             check_base(self.base)
             check_streaming(streaming)
             self._check_state_period()
-            ours, whose = {**outer, "period": period, **self.position()}, {WHOSE: self.saved_as()}
+            ours, whose = {**outer, "period": period, **self.position()}, {OUTER: self.saved_as()}
             check_names(self.base, ours)
             super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
             self.param_groups = self.base.param_groups
@@ -278,7 +278,7 @@ class OuterOptimizer(PackedOptimizer):
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
                 new.setdefault(key, first["period"] if key == "period" else default)
-            counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", WHOSE)
+            counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", OUTER)
             new.update({key: first[key] for key in counted if key in first})
             self._check_new(new)
             lr = _lr_of(new)
@@ -692,7 +692,7 @@ class OuterOptimizer(PackedOptimizer):
         for old, group in zip(before, self.param_groups):
             for key, default in self.defaults.items():
                 group.setdefault(key, old.get(key, default))
-            group[WHOSE] = self.saved_as()
+            group[OUTER] = self.saved_as()
 
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """An anchor that is lacking is the parameter."""
@@ -720,8 +720,6 @@ class OuterOptimizer(PackedOptimizer):
         self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
         self._where = follow_casts(self.base, self.params, {})
-        for group in self.param_groups:  # a base of commopt has written its own name there
-            group[WHOSE] = self.saved_as()
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 

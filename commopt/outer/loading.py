@@ -13,10 +13,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from commopt.optim.foreign import WHOSE, ids_of
+from commopt.optim.foreign import OUTER, WHOSE, ids_of, is_of_outer
 from commopt.optim.loading import read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
 from commopt.outer.mixed import Mixed, name_of
+from commopt.outer.streaming import Streaming
 from commopt.sharding import is_cut, like, local
 
 if TYPE_CHECKING:
@@ -30,19 +31,29 @@ BASE = "base_"
 
 def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
     """Loads the state ``given`` into ``optimizer`` and its base, or the state of the base alone."""
-    ours = optimizer.saved_as()
-    of_base = not any("round_step" in group or group.get(WHOSE) == ours for group in given["param_groups"])
+    of_base = not is_of_outer(given)
     entries, origin, base = (dict[Any, Any](), None, {"state": given["state"]})
     if not of_base:
         entries, origin = read(optimizer, given)
         base = base_of_entries(given, entries, optimizer.params) or base_to_load(optimizer, given, origin)
     before = optimizer.param_groups
     # torch would go on with the tensors given
-    own = optimizer.base.defaults.get(WHOSE)  # the base, or a part of it, may be one of ours
-    groups = [{**group, WHOSE: (of_base and group.get(WHOSE)) or own} for group in given["param_groups"]]
+    groups = _groups_of_base(optimizer, given["param_groups"], of_base)
     optimizer.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
     optimizer.adopt_groups(before)
     optimizer.fill_from(given, entries, origin, of_base)
+
+
+def _groups_of_base(
+    optimizer: OuterOptimizer, given: Sequence[Mapping[str, Any]], of_base: bool
+) -> list[dict[str, Any]]:
+    """The parameter groups ``given`` as the base is to load them: not as those of an outer optimizer, and where they
+    come with the state of a base alone, without what another outer optimizer had."""
+    own, name = {OUTER}, optimizer.base.defaults.get(WHOSE)
+    if of_base:
+        own |= {*optimizer.defaults, *Streaming().position()} - optimizer.base.defaults.keys()
+    groups = [{key: value for key, value in group.items() if key not in own} for group in given]
+    return [{WHOSE: name, **group} for group in groups] if name is not None else groups
 
 
 def base_to_load(optimizer: OuterOptimizer, given: dict[str, Any], origin: Origin | None) -> dict[str, Any]:
