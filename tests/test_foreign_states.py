@@ -210,6 +210,29 @@ def test_the_state_of_a_base_follows_a_model_that_is_cast() -> None:
     assert dtypes == {torch.float64}
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("cls", [Lamb, Lans])
+def test_the_state_of_lamb_and_lans_stays_float32_where_the_model_is_cast(cls: Any, mixed: bool) -> None:
+    """Also in a copy and in what is saved, and all of its bits."""
+    model, alone = net(), net()
+    base = cls(model.parameters(), lr=0.1)
+    outer = DiLoCo(commopt.Mixed(base) if mixed else base, period=9, backend=LocalBackend())
+    plain = cls(alone.parameters(), lr=0.1)
+    for m, o in ((model, outer), (alone, plain)):
+        train(m, o, 2)
+        m.bfloat16()
+    copied = copy.deepcopy(outer)
+    saved = outer.state_dict()["residuals"]["base"]["state"]
+    expected = [t for e in plain.state_dict()["state"].values() for t in e.values()]
+    assert all(t.dtype == torch.float32 for t in expected)
+    assert same_bits([t for e in saved.values() for t in e.values()], expected)
+    assert same_bits([t for e in copied.base.state_dict()["state"].values() for t in e.values()], expected)
+    train(model, outer, 1)
+    train(alone, plain, 1)
+    assert same_bits(params_of(model), params_of(alone))
+    assert outer.base.state[model[0].weight]["exp_avg"].dtype == torch.float32
+
+
 def test_local_steps_without_any_gradient_are_said(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = DiLoCo(model.parameters(), lr=0.1)

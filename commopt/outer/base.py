@@ -48,7 +48,7 @@ from commopt.outer.flight import Flights
 from commopt.outer.loading import BASE, load, refuse_uncuttable, state_of_base
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
-from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded
+from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded, parts_of
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import FROZEN, Streaming, came_from, check_streaming, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
@@ -169,7 +169,7 @@ class OuterOptimizer(PackedOptimizer):
         with joining.beginning(self):
             self.register_new(construct)  # the groups of the base all at once
             self._ready = True
-        self._where = follow_casts(self.base, self.params, {})
+        self._where = follow_casts(parts_of(self.base), self.params, {})
 
     def _check_state_period(self) -> None:
         base_state.check_state_period(self.state_period)
@@ -434,7 +434,7 @@ class OuterOptimizer(PackedOptimizer):
         for bucket in self.buckets:
             bucket.check_shapes()
         self.follow_parameters()
-        self._where = follow_casts(self.base, self.params, self._where)
+        self._where = follow_casts(parts_of(self.base), self.params, self._where)
 
     def follow_base(self) -> None:
         """Follows the groups of the base, which somebody may have loaded."""
@@ -667,7 +667,7 @@ class OuterOptimizer(PackedOptimizer):
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
         load(self, given)
-        self._where = follow_casts(self.base, self.params, {})  # where the state of the base is now
+        self._where = follow_casts(parts_of(self.base), self.params, {})  # where the state of the base is now
 
     def fill_from(self, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool) -> None:
         """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: it is that
@@ -712,14 +712,14 @@ class OuterOptimizer(PackedOptimizer):
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        self._where = follow_casts(self.base, self.params, self._where)
+        self._where = follow_casts(parts_of(self.base), self.params, self._where)
         return super().__getstate__()
 
     def _unpickle(self, state: dict[str, Any]) -> None:
         check_base(state["base"])
         self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
-        self._where = follow_casts(self.base, self.params, {})
+        self._where = follow_casts(parts_of(self.base), self.params, {})
 
     # what is it doing? ------------------------------------------------------------------------------------------------
 

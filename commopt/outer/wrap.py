@@ -14,6 +14,7 @@ from commopt.optim.base import CommOptimizer
 from commopt.optim.binding import in_a_list
 from commopt.optim.checks import arguments_of, nearest
 from commopt.optim.packed import PackedOptimizer
+from commopt.optim.plain import PlainOptimizer
 from commopt.sharding import is_sharded, tensors_in
 
 Where = tuple[torch.dtype, torch.device]
@@ -106,20 +107,21 @@ def check_base(base: torch.optim.Optimizer) -> None:
 
 
 def follow_casts(
-    base: torch.optim.Optimizer, params: Sequence[Tensor], before: Mapping[Tensor, Where]
+    bases: Sequence[torch.optim.Optimizer], params: Sequence[Tensor], before: Mapping[Tensor, Where]
 ) -> dict[Tensor, Where]:
-    """Has the state of ``base`` follow parameters that were moved or cast since ``before``, as torch does when it loads
-    a state: what is shaped like its parameter, and was of its dtype and on its device. That of an optimizer of commopt
-    with buckets follows by itself. Returns where they are now."""
+    """Has the state of ``bases`` follow parameters that were moved or cast since ``before``, as torch does when it
+    loads a state: what is shaped like its parameter, and was of its dtype and on its device. That of optimizers of
+    commopt follows by itself, whose dtype is not that of the parameters. Returns where they are now."""
     now = {p: (p.dtype, p.device) for p in params}
-    if isinstance(base, PackedOptimizer):
-        return now
-    for p, (dtype, device) in now.items():
-        was = before.get(p, (dtype, device))
-        entry = base.state[p] if was != (dtype, device) and p in base.state else {}
-        for name, t in entry.items():
-            if name != "step" and isinstance(t, Tensor) and t.shape == p.shape and (t.dtype, t.device) == was:
-                entry[name] = t.to(device=device, dtype=dtype)
+    moved = [(p, was, where) for p, where in now.items() if (was := before.get(p, where)) != where]
+    for base in bases:
+        if isinstance(base, (PackedOptimizer, PlainOptimizer)):
+            continue
+        for p, was, (dtype, device) in moved:
+            entry = base.state.get(p, {})
+            for name, t in entry.items():
+                if name != "step" and isinstance(t, Tensor) and t.shape == p.shape and (t.dtype, t.device) == was:
+                    entry[name] = t.to(device=device, dtype=dtype)
     return now
 
 
