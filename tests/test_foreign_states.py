@@ -284,6 +284,53 @@ def test_the_state_of_an_outer_optimizer_is_loaded_by_no_base(base: Any) -> None
     assert str(outer.state_dict()) == before
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam, OneBitLion, Lamb, Lans, DiLoCo])
+def test_none_in_a_state_is_as_if_it_were_not_there_or_refused_and_changes_nothing(make: Any, own: bool) -> None:
+    """As torch's SGD keeps it; in what all ranks have alike, or in a rank's own part."""
+
+    def load(state: dict[str, Any]) -> tuple[str, bool]:
+        model = net()
+        optimizer = make(model.parameters(), lr=0.1)
+        train(model, optimizer, 1)
+        before = str(optimizer.state_dict())
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            assert str(optimizer.state_dict()) == before
+            return str(error), False
+        train(model, optimizer, 2)
+        return str(optimizer.state_dict()), True
+
+    def entries_of(state: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        found: dict[Any, dict[str, Any]] = state["residuals"]["state"] if own else state["state"]
+        return found
+
+    saved = saved_by(make, **({"period": 3} if make is DiLoCo else {}))
+    if own and "residuals" not in saved:
+        return
+    loaded = []
+    for name in {name for entry in entries_of(saved).values() for name in entry}:
+        without, none = copy.deepcopy(saved), copy.deepcopy(saved)
+        for i in entries_of(saved):
+            del entries_of(without)[i][name]
+            entries_of(none)[i][name] = None
+        assert load(none) == load(without)
+        loaded.append(load(none)[1])
+    assert any(loaded)
+
+
+def test_muon_begins_anew_where_a_loaded_state_has_none_for_its_momentum() -> None:
+    some, other = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+    loads, fresh = commopt.Muon([some]), commopt.Muon([other])
+    loads.load_state_dict({**loads.state_dict(), "state": {0: {"momentum_buffer": None}}})
+    for p, optimizer in ((some, loads), (other, fresh)):
+        p.grad = torch.ones(3, 3)
+        optimizer.step()
+    assert torch.equal(some, other)
+    assert str(loads.state_dict()) == str(fresh.state_dict())
+
+
 @pytest.mark.parametrize("make", [DiLoCo, OneBitAdam, Lamb])
 def test_an_outer_optimizers_name_under_the_key_of_its_base_is_of_an_older_version(make: Any) -> None:
     state = saved_by(DiLoCo)

@@ -264,7 +264,7 @@ class CSER(CommOptimizer):
         own = given.get("residuals")
         apart = [i for i, entry in own["state"].items() if PARAMETER in entry] if own and own["rank"] != MERGED else []
         apart += [i for i, entry in given["state"].items() if _is_apart(entry)]
-        if self.anchored and any("anchor" not in given["state"].get(i, {}) for i in apart):
+        if self.anchored and any(given["state"].get(i, {}).get("anchor") is None for i in apart):
             raise ValueError(
                 "the loaded state has no anchor, so what the models of the ranks have in common is not known: it was "
                 "saved with RandomBlocks for both compressors. Load it with such, call synchronize(), and save again"

@@ -21,6 +21,8 @@ SETTINGS = ("betas", "momentum", "nesterov")
 """Hyper-parameters that tell families of optimizers apart."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """State that a family cannot do without once it has taken a step."""
+_OUTER = {"anchor", "outer_momentum"}
+"""State of outer optimizers."""
 
 
 def name_of_ours(cls: type) -> str:
@@ -93,10 +95,10 @@ def savers(given: Mapping[str, Any]) -> list[str]:
 
 def is_of_outer(given: Mapping[str, Any]) -> bool:
     """True if ``given`` is the state of an outer optimizer, and not that of its base alone, which has the same groups,
-    but moments and counters for anchors."""
+    but moments and counters in place of anchors."""
     of_both = any(OUTER in group or "round_step" in group for group in given["param_groups"])
     entries = [entry for i in ids_of(given) if (entry := given["state"].get(i))]
-    return of_both and (not entries or any("anchor" in entry and "step" not in entry for entry in entries))
+    return of_both and (not entries or any(_OUTER & entry.keys() and "step" not in entry for entry in entries))
 
 
 def check_family(

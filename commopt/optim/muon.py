@@ -115,7 +115,7 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             settle(params)
             for p in params:
-                if "momentum_buffer" not in self.state[p]:
+                if self.state[p].get("momentum_buffer") is None:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
                 gradient, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
                 buffer.lerp_(gradient, 1 - group["momentum"])

@@ -62,7 +62,8 @@ def same_as_in(state: Mapping[Any, Any], part: Mapping[str, Any]) -> bool:
     for i, entry in part.get("state", {}).items():
         for name, mine in entry.items():
             other = state.get(i, {}).get(name)
-            if name not in RANK_LOCAL and isinstance(other, Tensor) and not torch.equal(_bits(mine), _bits(other)):
+            both = isinstance(mine, Tensor) and isinstance(other, Tensor)
+            if name not in RANK_LOCAL and both and not torch.equal(_bits(mine), _bits(other)):
                 return False
     return True
 

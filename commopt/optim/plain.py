@@ -167,6 +167,9 @@ class PlainOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params):
             for name, value in incoming["state"].get(i, {}).items():
+                if value is None and name in ("step", *MOMENTS):  # as if it were not there
+                    self.state[p].pop(name, None)
+                    continue
                 device = "cpu" if name == "step" else p.device
                 self.state[p][name] = value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
         self._make_state()

@@ -154,15 +154,19 @@ def read(
         origin = (MIXED, *origin[1:])
     entries = without_values(given["state"])
     for i, entry in part.get("state", {}).items():
-        taken = entry if mine else {name: t for name, t in entry.items() if name in RANK_LOCAL}
+        taken = {name: t for name, t in entry.items() if t is not None and (mine or name in RANK_LOCAL)}
         entries.setdefault(i, {}).update(taken)
     return by_parameter(given, entries, params), origin
 
 
 def without_values(state: Mapping[Any, Any]) -> Entries:
-    """The entries of ``state`` without what would be a parameter's value: only an own part has such. It is a user's."""
+    """The entries of ``state`` without what would be a parameter's value: only an own part has such. It is a user's.
+    And without None, which torch's SGD keeps where there is no momentum: it is as if that were not there."""
     entries = ((key, entry) for key, entry in state.items() if isinstance(entry, Mapping))
-    return {key: {name: value for name, value in entry.items() if name != PARAMETER} for key, entry in entries}
+    return {
+        key: {name: value for name, value in entry.items() if value is not None and name != PARAMETER}
+        for key, entry in entries
+    }
 
 
 def by_parameter(given: Mapping[str, Any], state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
