@@ -289,6 +289,45 @@ def test_a_copy_in_the_middle_of_a_flight_goes_on_as_the_original_would(streamin
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("how", ["copy", "load"])
+@pytest.mark.parametrize("method", ["average", "diloco", "sign"])
+@EVERY_LATE
+def test_what_is_unfrozen_in_flight_is_in_no_flight_of_a_copy_either_and_keeps_its_steps(streaming, method, how):
+    """A copy goes on as the original, to the bit; loaded where all was trainable, parameters are in other buckets."""
+
+    def run(backend):
+        model = Toy(torch.float64)
+        model.weight.requires_grad_(False)
+        settings = {"lr": 1e-2, "period": 6, "streaming": streaming, "backend": backend, "weight_decay": 0.0}
+        if method == "sign":
+            settings["outer_weight_decay"] = 0.2
+        optimizer = METHODS[method](model.parameters(), **settings)
+        now = 9 if streaming.is_eager else 8
+        train(model, optimizer, range(now), backend.rank, 2)
+        flying = optimizer.comm_stats()["in_flight"]
+        model.weight.requires_grad_(True)
+        train(model, optimizer, range(now, now + 1), backend.rank, 2)
+        assert optimizer.comm_stats()["in_flight"] == flying
+        if how == "copy":
+            other, second = copy.deepcopy((model, optimizer))
+            train(model, optimizer, range(now + 1, 20), backend.rank, 2)
+            train(other, second, range(now + 1, 20), backend.rank, 2)
+            assert same_bits(params_of(model), params_of(other))
+            assert same_bits(all_tensors(optimizer.state_dict()), all_tensors(second.state_dict()))
+            return
+        other = Toy(torch.float64)
+        second = METHODS[method](other.parameters(), **settings)
+        other.load_state_dict(model.state_dict())
+        second.load_state_dict(optimizer.state_dict())
+        (of_it,) = {bucket.fragment for bucket in second.buckets if any(p is other.weight for p in bucket.params)}
+        assert of_it in flying
+        second.param_groups[0]["lr"] = 0.0  # so that only a merge moves anything
+        train(other, second, range(now + 1, now + (2 if streaming.is_eager else 5)), backend.rank, 2)
+        torch.testing.assert_close(other.weight, model.weight, rtol=0, atol=1e-12)
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 1)])
 @EVERY_LATE
 def test_at_another_world_size_the_mean_of_what_was_sent_goes_on(streaming, old, new):

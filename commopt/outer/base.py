@@ -50,7 +50,7 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded, parts_of
 from commopt.outer.rounds import Round
-from commopt.outer.streaming import FROZEN, Streaming, came_from, check_streaming, count_step, in_flight
+from commopt.outer.streaming import OF_A_PART, Streaming, came_from, check_streaming, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
@@ -242,6 +242,12 @@ class OuterOptimizer(PackedOptimizer):
         total = sum(largest_piece(p) * buffer_dtype(p.dtype).itemsize for p in params)
         return max(1, min(most, total // self.fragments))
 
+    def make_buckets(self, group: dict[str, Any]) -> None:
+        before = self.packed() | {*self._kept_packed}
+        super().make_buckets(group)
+        if self.streaming is not None:
+            streams.note_joined(self, group, before)
+
     def init_bucket(self, bucket: StateBucket) -> None:
         if self.fragments > 1:
             loads = [0] * self.fragments
@@ -320,7 +326,7 @@ class OuterOptimizer(PackedOptimizer):
             )
 
     def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
-        apart = ("params", "param_names", FROZEN)  # each part of a model has its own
+        apart = ("params", "param_names", *OF_A_PART)
         settings: list[Any] = [as_numbers(g, [k for k in g if k not in apart]) for g in groups]
         binding.register_groups(self, groups, settings + self.fixed_settings(error), error, differ)
         self.topology.traffic.end_step()

@@ -28,7 +28,7 @@ from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
 from commopt.outer.means import Entry, wait_for_means
 from commopt.outer.rounds import Comparison, Round, RoundDecision, RoundReport, pseudo_gradient
-from commopt.outer.streaming import FROZEN
+from commopt.outer.streaming import OF_A_PART
 from commopt.sharding import local
 
 if TYPE_CHECKING:
@@ -145,11 +145,16 @@ def follow(
 
 
 def report(
-    optimizer: OuterOptimizer, error: Exception | None, checks: bool, sent: Sequence[Tensor] | None = None
+    optimizer: OuterOptimizer,
+    error: Exception | None,
+    checks: bool,
+    sent: Sequence[Tensor] | None = None,
+    frozen: Sequence[int] | None = None,
 ) -> RoundReport:
     """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
-    ``sent`` something, whether that is finite counts, and not its parameters."""
-    own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {FROZEN}  # each part of a model has its own
+    ``sent`` something, whether that is finite counts, and not its parameters. ``frozen``: the numbers of the
+    parameters that are; None: those that are now."""
+    own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {*OF_A_PART}
     named = [as_numbers(group, sorted(own)) for group in optimizer.param_groups]
     group = optimizer.param_groups[0]
     finite = is_usable(square_norm(optimizer.values() if sent is None else list(sent)))
@@ -157,10 +162,10 @@ def report(
     if checks := checks and not optimizer.own_anchors:
         checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
-    frozen = zlib.crc32(str(frozen_of(optimizer)).encode()) % 2**20
+    still = zlib.crc32(str(frozen_of(optimizer) if frozen is None else frozen).encode()) % 2**20
     ids = optimizer.packed()
     packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())
-    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, frozen, packed, named)
+    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, still, packed, named)
 
 
 def frozen_of(optimizer: OuterOptimizer) -> Sequence[int]:

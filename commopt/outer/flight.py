@@ -18,7 +18,7 @@ failed is to be landed, and not before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,7 @@ class Flight:
         report: of this rank, as the flight was launched.
         frozen: the numbers of the parameters that were frozen then.
         where: begins errors.
+        joined: the ids of the parameters of which nothing was sent, as they have become trainable since it first was.
         traffic, receipt: of what it has sent and received; counted when it is done, as that is the same in every run.
         table: the reports of all ranks, by rank, when they have come.
         confirmed: what all ranks say about what they have received, when that has come.
@@ -71,6 +72,7 @@ class Flight:
     report: RoundReport
     frozen: Sequence[int]
     where: str
+    joined: Collection[int] = ()
     traffic: Traffic = field(default_factory=Traffic)
     receipt: Receipt = field(default_factory=Receipt)
     table: list[list[float]] | None = None

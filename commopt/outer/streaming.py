@@ -42,6 +42,11 @@ Group = dict[str, Any]
 
 FROZEN = "frozen_alike"
 """Name, in a parameter group, of the numbers of those that all ranks have frozen: :mod:`.freezing`."""
+JOINED = "joined_in_flight"
+"""Name, in a parameter group, of the numbers of those that have become trainable while the fragment that they are in
+was in flight, so that nothing of them was sent."""
+OF_A_PART = (FROZEN, JOINED)
+"""What each part of a model has for itself."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,12 @@ class Streaming:
         equal; and of each fragment the local steps of its round so far, the sum of their learning rates, how many
         rounds there were, the sum of squares of its last mean if it was compressed, and steps and rates of what is in
         flight, 0 if nothing is, and from how many replicas; and where fragments are merged eagerly, the numbers of the
-        parameters that all ranks have frozen, as far as they know."""
+        parameters that all ranks have frozen, as far as they know; and of those that nothing is in flight of."""
         none, nothing = (0,) * self.fragments, (0.0,) * self.fragments
         return {
             "streaming": self.kind, "fragment": 0, "started": False, "fragment_steps": none, "fragment_lr": nothing,
             "fragment_rounds": none, "fragment_squares": nothing, "sent_steps": none, "sent_lr": nothing,
-            "sent_copies": none, FROZEN: (),
+            "sent_copies": none, FROZEN: (), JOINED: (),
         }  # fmt: skip
 
     def check_period(self, period: int) -> None:

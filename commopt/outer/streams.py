@@ -28,7 +28,7 @@ from commopt.outer.local_steps import too_many_skipped
 from commopt.outer.means import Entry
 from commopt.outer.rounds import RoundDecision, pseudo_gradient
 from commopt.outer.stream_state import forget_sent, keep_sent
-from commopt.outer.streaming import Streaming, end_fragment, in_flight, put
+from commopt.outer.streaming import JOINED, Group, Streaming, end_fragment, in_flight, put
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
@@ -86,12 +86,12 @@ def merge(optimizer: OuterOptimizer, fragment: int) -> None:
     if not optimizer.param_groups[0]["fragment_steps"][fragment]:
         pass  # no step was taken meanwhile
     elif streaming.merge == "mix":
-        write = lambda _, entry: _mix(entry, streaming.kept)  # noqa: E731
+        write = lambda _, entry: _mix(entry, streaming.kept, flight.joined)  # noqa: E731
     else:
         drifts = [sent - pseudo_gradient(bucket) for (bucket, _), sent in zip(entries, flight.sent)]
         write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
     squares = ending.squares_of(entries, flight.means.flats)
-    ending.take_steps(optimizer, entries, flight.means.flats, write, flight.frozen, sent=True)
+    ending.take_steps(optimizer, entries, flight.means.flats, write, _still(optimizer, flight), sent=True)
     flights.done(flight)
     for group in optimizer.param_groups:
         put(group, fragment, sent_steps=0, sent_lr=0.0, fragment_rounds=group["fragment_rounds"][fragment] + 1)
@@ -167,19 +167,38 @@ def _send(optimizer: OuterOptimizer, fragment: int, error: Exception | None) -> 
 
 def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = None) -> None:
     """Sends what was kept of a fragment, nothing where that is not there. If this rank has inf or NaN in it, the others
-    learn that, and it sends zeros."""
-    entries, sent = [entry for entry in optimizer.entries([fragment]) if entry[1]["sent_steps"][fragment]], []
+    learn that, and it sends zeros. Of parameters that have joined it since it was sent for the first time, all ranks
+    send nothing: they were frozen then."""
+    joined, sent = joined_of(optimizer), list[Tensor]()
+    of_it = [(bucket, group) for bucket, group in optimizer.entries([fragment]) if group["sent_steps"][fragment]]
+    entries = [(bucket, group) for bucket, group in of_it if any(id(p) not in joined for p in bucket.params)]
     for bucket, _ in entries:
         sent.append(bucket.zeros())
         for p, view in zip(bucket.params, bucket.views(sent[-1])):
             if p in optimizer.sent:
                 view.copy_(optimizer.sent[p])
-    report = ending.report(optimizer, error, fragment == optimizer.fragments - 1, sent)
+    frozen = tuple(i for i, p in enumerate(optimizer.params) if not p.requires_grad or id(p) in joined)
+    report = ending.report(optimizer, error, fragment == optimizer.fragments - 1, sent, frozen)
     means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
     optimizer.flights.follow(optimizer.params)
-    optimizer.flights.launch(Flight(fragment, means, sent, report, ending.frozen_of(optimizer), where))
+    optimizer.flights.launch(Flight(fragment, means, sent, report, frozen, where, joined))
     forget_sent(optimizer, entries)
+
+
+def note_joined(optimizer: OuterOptimizer, group: Group, before: Collection[int]) -> None:
+    """Takes down of which parameters of ``group`` nothing is in flight, though their fragment is: of all but those with
+    the ids ``before``."""
+    joined = {
+        id(p) for b in optimizer.buckets for p in b.params if id(p) not in before and group["sent_steps"][b.fragment]
+    }
+    new = (i for i, p in enumerate(group["params"]) if id(p) in joined)
+    group[JOINED] = tuple(sorted({*group[JOINED], *new}))
+
+
+def joined_of(optimizer: OuterOptimizer) -> set[int]:
+    """The ids of the parameters of which nothing is in flight, though their fragment may be."""
+    return {id(group["params"][i]) for group in optimizer.param_groups for i in group[JOINED]}
 
 
 def resume(optimizer: OuterOptimizer) -> None:
@@ -193,10 +212,11 @@ def resume(optimizer: OuterOptimizer) -> None:
 
 
 def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
-    copies = optimizer.topology.copies
+    copies, sent = optimizer.topology.copies, {id(p) for b, _ in optimizer.entries([fragment]) for p in b.params}
     for group in optimizer.param_groups:
         steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
         put(group, fragment, sent_steps=steps, sent_lr=lr, sent_copies=copies, fragment_steps=0, fragment_lr=0.0)
+        group[JOINED] = tuple(i for i in group[JOINED] if id(group["params"][i]) not in sent)
         group["started"] = True
         end_fragment(group, fragment, _streaming(optimizer))
 
@@ -222,11 +242,17 @@ def _keep_norms(optimizer: OuterOptimizer, squares: ending.Squares, fragments: S
 # merges ---------------------------------------------------------------------------------------------------------------
 
 
-def _mix(entry: Entry, kept: float) -> None:
-    """x <- alpha x + (1 - alpha) anchor."""
+def _still(optimizer: OuterOptimizer, flight: Flight) -> list[int]:
+    """The numbers of the parameters whose anchors no outer step of a flight moves."""
+    return [i for i, p in enumerate(optimizer.params) if i in flight.frozen or id(p) in flight.joined]
+
+
+def _mix(entry: Entry, kept: float, joined: Collection[int]) -> None:
+    """x <- alpha x + (1 - alpha) anchor, but for the parameters with the ids ``joined``."""
     bucket, _ = entry
-    for p, anchor in zip(bucket.values, bucket.tensors("anchor")):
-        p.copy_(anchor if kept == 0 else anchor * (1 - kept) + p.to(anchor.dtype) * kept)
+    for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
+        if id(p) not in joined:
+            x.copy_(anchor if kept == 0 else anchor * (1 - kept) + x.to(anchor.dtype) * kept)
 
 
 def _add_to_anchor(entry: Entry, drift: Tensor) -> None:
@@ -314,7 +340,7 @@ def _take_rest(optimizer: OuterOptimizer, fragment: int) -> None:
         along = [mean - share for mean, share in zip(flight.means.flats, own)]
         squares = ending.squares_of(entries, flight.means.flats)
         write: ending.Write = lambda i, entry: _add_to_anchor(entry, drifts[i])  # noqa: E731
-        ending.take_steps(optimizer, entries, along, write, flight.frozen, sent=True)
+        ending.take_steps(optimizer, entries, along, write, _still(optimizer, flight), sent=True)
     else:
         for entry, sent, share in zip(entries, flight.sent, own):
             _add_to_anchor(entry, share - _or_zero(sent) - pseudo_gradient(entry[0]))
