@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from every import EVERY, every_communicating
+from torch import nn
 from worlds import Used, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import OneBitAdam
@@ -50,6 +51,37 @@ def test_a_copy_goes_on_as_the_original_would(name, later):
         assert same_bits(of_ranks(optimizer)[0], of_ranks(other)[0])
 
     on_threads(2, run)
+
+
+@pytest.mark.parametrize("how", ["exchanged", "rebuilt"])
+@pytest.mark.parametrize("then", [0, 1], ids=["at once", "a step later"])
+@every_communicating
+def test_nothing_is_lost_where_buckets_are_made_anew_behind_an_unfrozen_layer(name, then, how, caplog):
+    """By ``rebind()``, and where a model is moved or cast."""
+
+    def run(backend):
+        model = Used()
+        model.bias.requires_grad_(False)
+        optimizer = EVERY[name](model.parameters(), lr=1e-2, bucket_mb=1.2e-4, backend=backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        model.bias.requires_grad_(True)
+        train(model, optimizer, range(4, 4 + then), backend.rank, 2)
+        twin, other = copy.deepcopy((model, optimizer))
+        if how == "exchanged":
+            for path, p in list(twin.named_parameters()):
+                setattr(twin, path, nn.Parameter(p.detach().clone(), p.requires_grad))
+            other.param_groups[0]["params"][:] = twin.parameters()
+            other.rebind()
+        else:
+            other._rebuild(other._all_state(), other._origin(), other._runs())
+        for m, o in ((model, optimizer), (twin, other)):
+            train(m, o, range(4 + then, 9), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(twin))
+        assert [sorted(r) for r in of_ranks(optimizer)[1]] == [sorted(r) for r in of_ranks(other)[1]]
+        assert same_bits(of_ranks(optimizer)[0], of_ranks(other)[0])
+
+    on_threads(2, run)
+    assert "start again from 0" not in caplog.text
 
 
 def residuals_of(optimizer, p):

@@ -187,7 +187,8 @@ def rebind(optimizer: PackedOptimizer) -> None:
     new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
     state, origin = optimizer._all_state(), optimizer._origin()
     moved = {new.get(key, key): entry for key, entry in state.items()}
-    optimizer._kept_packed = {id(new[p]) for bucket in optimizer.buckets for p in bucket.params if p in new}
+    runs = [[new[p] for p in bucket.params if p in new] for bucket in optimizer.buckets]
+    optimizer._kept_packed = {id(p) for run in runs for p in run}
     if any(is_sharded(q) for q in new.values()) and not optimizer.topology.is_sharded:
         # residuals of whole parameters, which other ranks had the other parts of, mean nothing here
         moved = {
@@ -196,10 +197,14 @@ def rebind(optimizer: PackedOptimizer) -> None:
         }
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
+        runs = []
+    if not optimizer._has_stepped():
+        runs = []  # they may be of another device
+    optimizer._kept_runs = runs
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, error or _error_in_groups(optimizer), differ)
     optimizer._kept_packed = ()
-    loading.take_over(optimizer, moved, origin)
+    loading.take_over(optimizer, moved, optimizer.origin_with_runs(origin, runs))
     optimizer.rebound(new)
 
 

@@ -76,6 +76,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _check_next: bool  # digests, when the ranks next communicate
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
+    _kept_runs: Sequence[Sequence[Tensor]] = ()  # of buckets that are to be made anew as they were: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
     _warned_in_evaluation = False
     _copies_looked_for: int | None = 0  # how often; None: some were found
@@ -305,6 +306,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
+        runs, self._kept_runs = self._kept_runs, ()
+        self._pack_runs(runs)
         packed = self.packed()
         new = [p for p in group["params"] if (p.requires_grad or id(p) in self._kept_packed) and id(p) not in packed]
         if new:
@@ -714,9 +717,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if an own part of ``origin`` is this rank's to take."""
         return belongs(origin, self.topology.rank, self.topology.world_size)
 
-    def _origin(self) -> Origin:
+    def _origin(self, buckets: Sequence[StateBucket] | None = None) -> Origin:
         params = [p for registered in self._registered for p in registered]
-        return saving.origin_here(self.buckets, params, self.topology)
+        return saving.origin_here(self.buckets if buckets is None else buckets, params, self.topology)
 
     def _all_state(self) -> dict[Any, Any]:
         """``state`` with the residuals in it; what users have put there besides is as it is."""
@@ -743,19 +746,28 @@ class PackedOptimizer(torch.optim.Optimizer):
         in ``state``, where buckets are others."""
         self.state = defaultdict(dict)
         self.buckets = []
+        self._pack_runs(runs)
+        for group in self.param_groups:
+            self.make_buckets(group)
+        self._refresh_own_tensors()
+        self._registered = [list(group["params"]) for group in self.param_groups]
+        loading.take_over(self, state, self.origin_with_runs(origin, runs), owed)
+
+    def _pack_runs(self, runs: Sequence[Sequence[Tensor]]) -> None:
+        """Makes a bucket of each of ``runs``; where parameters of one are in several groups now, of those of each."""
         kept = {id(p) for run in runs for p in run}
         of_groups = [[p for p in group["params"] if id(p) in kept] for group in self.param_groups]
-        capacities = [self.capacity_of(params) for params in of_groups]
+        capacities = [self.capacity_of(params) for params in of_groups] if runs else []
         numbers = {id(p): i for i, params in enumerate(of_groups) for p in params}
         for run in runs:
             for i in dict.fromkeys(numbers[id(p)] for p in run if id(p) in numbers):
                 params = [p for p in reversed(run) if numbers.get(id(p)) == i]
                 self._pack(params, sys.maxsize, capacities[i])
-        for group in self.param_groups:
-            self.make_buckets(group)
-        self._refresh_own_tensors()
-        self._registered = [list(group["params"]) for group in self.param_groups]
-        loading.take_over(self, state, origin, owed)
+
+    def origin_with_runs(self, origin: Origin | None, runs: Sequence[Sequence[Tensor]]) -> Origin | None:
+        """``origin`` of a state from before buckets were made anew of ``runs``, and others behind them, of what has
+        become trainable since; which changes nothing of what is that rank's own."""
+        return self._origin() if runs and origin == self._origin(self.buckets[: len(runs)]) else origin
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
