@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -725,3 +726,34 @@ def test_a_local_step_and_a_round_that_are_taken_start_the_count_anew(what):
         return optimizer.skipped_steps, optimizer.skipped_rounds
 
     assert on_threads(2, run) == ([(16, 0), (0, 0)] if what == "gradients" else [(0, 12), (0, 12)])
+
+
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        OneBitAdam,
+        partial(DiLoCo, period=1),
+        partial(DiLoCo, period=2, streaming=Streaming(2, 0)),
+        partial(commopt.Gossip, period=1),
+    ],
+    ids=["steps", "rounds", "fragments", "gossip"],
+)
+def test_a_state_that_one_rank_alone_has_loaded_starts_the_count_of_skips_anew_on_all(make_one):
+    """They count alike, and so raise at the same step, where they tell each other what is not finite."""
+
+    def run(backend):
+        model = Toy()
+        optimizer = make_one(model.parameters(), lr=1e-2, backend=backend, guard=Guard(max_skipped=3))
+        train(model, optimizer, range(2), backend.rank, 2)
+        for step in range(2, 7):
+            if step == 4 and backend.rank == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            backward(model, step, backend.rank, 2)
+            if backend.rank == 0:
+                (model.weight.grad if make_one is OneBitAdam else model.weight.data)[0, 0] = math.nan
+            if step < 6:
+                optimizer.step()
+        with pytest.raises(NotFinite, match=r"3 (steps|synchronisations) in a row were skipped: not finite are, on ra"):
+            optimizer.step()
+
+    on_threads(2, run)

@@ -66,6 +66,7 @@ class StepReport:
             averaging; None, on all ranks, if that is not asked.
         growth: a number of which all ranks want the mean; NaN if this one has none to tell.
         unmoved: bits, of kinds of parameters: whether gradients of this rank move nothing of them, though they should.
+        skipped: how many steps before this one were skipped in a row, as far as this rank knows.
     """
 
     square_norm: float
@@ -79,6 +80,7 @@ class StepReport:
     gradients: Callable[[], int] | None = None
     growth: float = 0.0
     unmoved: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class StepDecision:
         alike: whether it nearly is: somebody may have clipped them.
         growth: mean over the ranks that report one; NaN if none does.
         unmoved: the bits that some rank has reported.
+        skipped: how many steps before this one were skipped in a row, as all ranks know: one may have loaded a state.
     """
 
     non_finite: Sequence[int]
@@ -106,6 +109,7 @@ class StepDecision:
     alike: bool = False
     growth: float = 0.0
     unmoved: int = 0
+    skipped: int = 0
 
 
 class StepSkipped(Exception):
@@ -149,7 +153,7 @@ class Agreement:
             report.growth,
             report.square_norm if usable else math.nan,
             float(not all(report.present)),
-            float(report.unaveraged),
+            float(report.unaveraged + 2 * report.skipped),
             float(len(report.present)),
             float(_checksum_of(report.terms)),
             float(report.checks + 2 * report.unmoved),
@@ -203,8 +207,9 @@ class Agreement:
         usable = is_usable(report.square_norm)
         norm = math.sqrt(report.square_norm) if usable else math.nan
         return StepDecision(
-            [] if usable else [0], norm, report.present, False, False, growth=report.growth, unmoved=report.unmoved
-        )
+            [] if usable else [0], norm, report.present, False, False,
+            growth=report.growth, unmoved=report.unmoved, skipped=report.skipped,
+        )  # fmt: skip
 
     def _read(self) -> list[list[float]]:
         """Reports of all ranks, by rank; starts the second collective if it is needed. Communicates nothing else: ranks
@@ -279,7 +284,7 @@ class Agreement:
         if self._holders is not None:  # somebody may have averaged what ranks hold of one part
             same = [squares[rank] for rank in self._holders.replicas]
         equal = within(1e-12, same)
-        average = bool([row for row in table if row[4]])
+        average = bool([row for row in table if row[4] % 2])
         if average and equal and report.gradients is not None:
             average = not self._same_everywhere(report.gradients())
         told = [row[1] for row in table if not math.isnan(row[1])]
@@ -292,6 +297,7 @@ class Agreement:
             alike=clipped_alike(same),
             growth=sum(told) / len(told) if told else math.nan,
             unmoved=functools.reduce(operator.or_, [int(row[7]) // 2 for row in table]),
+            skipped=min([int(row[4]) // 2 for row in table]),
         )
 
     def _same_everywhere(self, number: int) -> bool:

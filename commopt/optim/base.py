@@ -511,7 +511,7 @@ class CommOptimizer(PackedOptimizer):
     def _skip(self, decision: StepDecision | None) -> None:
         assert decision is not None
         self.skipped_steps += 1
-        self._skipped_in_a_row += 1
+        self._skipped_in_a_row = decision.skipped + 1
         self._diagnostics.skipped(decision.non_finite, self.skipped_steps)
         if self.guard.ends_after(self._skipped_in_a_row):
             told = tell_not_finite(self.topology.world, self.buckets, names_of(self.param_groups))
@@ -672,7 +672,9 @@ class CommOptimizer(PackedOptimizer):
         checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
         decide = functools.partial(self._compare, number)
         digests = functools.partial(comparing.digests, self)
-        return dataclasses.replace(report, terms=terms, checks=checks_now, digests=digests, decide=decide)
+        return dataclasses.replace(
+            report, terms=terms, checks=checks_now, digests=digests, decide=decide, skipped=self._skipped_in_a_row
+        )
 
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""

@@ -112,7 +112,7 @@ def agreed(
     buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
     decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
     if decision.broken:
-        skip(optimizer, decision.broken, fragment=fragment)
+        skip(optimizer, decision.broken, fragment=fragment, known=decision.skipped)
         return None
     if decision.moved:
         optimizer.anchors_moved(device, where)
@@ -162,10 +162,13 @@ def report(
     if checks := checks and not optimizer.own_anchors:
         checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
+    skipped = max(optimizer._skipped_in_a_row.values(), default=0)
     still = zlib.crc32(str(frozen_of(optimizer) if frozen is None else frozen).encode()) % 2**20
     ids = optimizer.packed()
     packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())
-    return RoundReport(finite, optimizer._square, step, number, checksum, moved, checks, error, still, packed, named)
+    return RoundReport(
+        finite, optimizer._square, step, number, checksum, moved, checks, error, still, packed, skipped, named
+    )
 
 
 def frozen_of(optimizer: OuterOptimizer) -> Sequence[int]:
@@ -277,14 +280,24 @@ def _usable_anchors(optimizer: OuterOptimizer, where: str) -> list[bool]:
     return [bool(told) for told in gather_rows(topology.world, mine, where).flatten().tolist()]
 
 
-def skip(optimizer: OuterOptimizer, broken: Sequence[int], why: str | None = None, fragment: int | None = None) -> None:
+def skip(
+    optimizer: OuterOptimizer,
+    broken: Sequence[int],
+    why: str | None = None,
+    fragment: int | None = None,
+    known: int | None = None,
+) -> None:
     """Counts a round, of a ``fragment`` or all, that all ranks skip, because of those that are ``broken``. ``why``:
-    what of these is not finite, in the same words on all ranks, which tell each other where it is None.
+    what of these is not finite, in the same words on all ranks, which tell each other where it is None. ``known``: how
+    many in a row all ranks know of, where they have just said so; None: as many as this one.
 
     Raises:
         commopt.optim.NotFinite: there were too many.
     """
     optimizer.skipped_rounds += 1
+    if known is not None:
+        for which, count in optimizer._skipped_in_a_row.items():
+            optimizer._skipped_in_a_row[which] = min(count, known)
     optimizer._skipped_in_a_row.update({fragment, None})
     of_all, of_fragment = (optimizer._skipped_in_a_row[which] for which in (None, fragment))
     in_a_row = max(of_all, of_fragment)

@@ -95,7 +95,7 @@ class GossipOptimizer(OuterOptimizer):
             self.topology, self.buckets, device, ending.report(self, None, False), f"{where}, agreement"
         )
         if decision.broken:
-            ending.skip(self, decision.broken)
+            ending.skip(self, decision.broken, known=decision.skipped)
             return
         self._take_means(where)
         for group in self.param_groups:

@@ -67,6 +67,7 @@ class RoundReport:
         error: why this rank cannot continue.
         frozen: a checksum of which parameters are frozen, below 2**20.
         packed: a checksum of which parameters are in buckets, those that have ever been trainable; below 2**32.
+        skipped: how many rounds before this one were skipped in a row, as far as this rank knows.
         named: for each group what ``terms`` is a checksum of, if ranks can ask each other for it.
     """
 
@@ -80,6 +81,7 @@ class RoundReport:
     error: Exception | None = None
     frozen: int = 0
     packed: int = 0
+    skipped: int = 0
     named: Sequence[Mapping[str, Any]] | None = None
 
     @property
@@ -87,7 +89,8 @@ class RoundReport:
         """What the others are told."""
         both = self.terms + _OF_TERMS * self.frozen
         word, told = calls.word_of(calls.ROUND, self.error is not None), self.checks + 2 * self.packed
-        row = (word, self.finite, self.square_norm, self.step, self.number, both, self.moved, told)
+        moved = self.moved + 2 * self.skipped
+        row = (word, self.finite, self.square_norm, self.step, self.number, both, moved, told)
         return [float(x) for x in row]
 
 
@@ -101,6 +104,7 @@ class RoundDecision:
         moved: whether parameters of any rank were changed between two rounds.
         checks: whether any rank wants digests compared.
         alike_frozen: whether all ranks have frozen the same parameters.
+        skipped: how many rounds before this one were skipped in a row, as all ranks know: one may have loaded a state.
     """
 
     broken: list[int]
@@ -108,6 +112,7 @@ class RoundDecision:
     moved: bool
     checks: bool
     alike_frozen: bool
+    skipped: int
 
 
 def agree(
@@ -157,9 +162,10 @@ def decide(topology: Topology, table: list[list[float]], mine: RoundReport, wher
     _compare_layouts(topology, table, where)
     equal = within(0.0, squares)
     broken = [rank for rank, line in enumerate(table) if not line[1]]
-    moved, checks = any(line[6] for line in table), any(line[7] % 2 for line in table)
+    moved, checks = any(line[6] % 2 for line in table), any(line[7] % 2 for line in table)
     alike_frozen = len({table[rank][5] for rank in topology.same_part()}) == 1
-    return RoundDecision(broken, equal, moved, checks, alike_frozen)
+    skipped = min(int(line[6]) // 2 for line in table)
+    return RoundDecision(broken, equal, moved, checks, alike_frozen, skipped)
 
 
 def _what_differs(topology: Topology, mine: RoundReport, rank: int) -> str:
