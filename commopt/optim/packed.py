@@ -494,7 +494,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             assigned.follow(self)
         except ValueError as caught:
             error = error or caught
-        replicas.agree(self.topology, self.agrees_over, self.buckets, error, what)
+        replicas.agree(self.topology, self.agrees_over, error, what)
 
     @property
     def takes_local_steps(self) -> bool:
@@ -508,7 +508,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def take_mean(self) -> None:
         """Makes the parameters the mean of all replicas, and nothing else."""
-        with replicas.reaching_others(self.topology, self.buckets, "averaged()"):
+        with replicas.reaching_others(self.topology, "averaged()"):
             replicas.take_mean(self.topology, self.buckets)
 
     def own_value(self, p: Tensor) -> Tensor:
@@ -612,7 +612,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             return
         where = f"{type(self).__name__}, consolidate_state_dict()"
         self.agree_to("consolidate_state_dict()")
-        with replicas.reaching_others(self.topology, self.buckets, where):
+        with replicas.reaching_others(self.topology, where):
             parts = consolidate.gather_parts(self.topology, self._signed_part(), to, where)
         self._of_ranks = parts or None
         self.topology.traffic.leave_out()

@@ -49,7 +49,6 @@ _REMEDY = (
 def agree(
     topology: Topology,
     over: CountingBackend,
-    buckets: Sequence[StateBucket],
     error: Exception | None,
     what: str,
     layout: str = "",
@@ -66,7 +65,7 @@ def agree(
         commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
-    with reaching_others(topology, buckets, what):
+    with reaching_others(topology, what):
         table = calls.tell(over, what, zlib.crc32(layout.encode()), cannot=error is not None)
     topology.traffic.leave_out()
     calls.refuse_other_calls(table, over, what)
@@ -128,7 +127,7 @@ def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: How
     except ValueError as caught:
         error = caught
     if model is not None and optimizer.topology.world_size > 1:
-        agree(optimizer.topology, optimizer.agrees_over, optimizer.buckets, error, call, "\n".join(layout))
+        agree(optimizer.topology, optimizer.agrees_over, error, call, "\n".join(layout))
     if error is not None:
         raise error
     tell_of_copies(optimizer, model)
@@ -209,7 +208,7 @@ def average_exactly(topology: Topology, buckets: Sequence[StateBucket], flats: S
 
 
 @contextlib.contextmanager
-def reaching_others(topology: Topology, buckets: Sequence[StateBucket], where: str) -> Iterator[None]:
+def reaching_others(topology: Topology, where: str) -> Iterator[None]:
     """Context of collectives before whose end nothing changes that lasts. If the other ranks cannot be reached, the
     error says that nothing is lost, and how to continue.
 

@@ -116,7 +116,7 @@ def mean_states(
     """
     tasks = [(bucket, name) for name in names for bucket in buckets if bucket.world_size > 1]
     flats = [_packed(bucket, base, name) for bucket, name in tasks]
-    with reaching_others(topology, buckets, where):
+    with reaching_others(topology, where):
         pipeline = Pipeline()
         for i, ((bucket, name), flat) in enumerate(zip(tasks, flats)):
             task = mean_over_all(flat, *bucket.replicas.pair(i))

@@ -99,7 +99,7 @@ def mean_buffers(optimizer: OuterOptimizer, where: str) -> base_state.Means:
     names = [name for name in optimizer.rank_local(optimizer.param_groups[0]) if name != PARAMETER]
     out = [(bucket, bucket[name], bucket[name].clone()) for bucket in optimizer.buckets for name in names]
     if names:  # also where this rank trains nothing: the others confirm what they have received
-        with reaching_others(optimizer.topology, optimizer.buckets, where):
+        with reaching_others(optimizer.topology, where):
             average_exactly(optimizer.topology, [b for b, _, _ in out], [mean for *_, mean in out], where)
     return [(mine, mean) for _, mine, mean in out]
 
@@ -109,8 +109,8 @@ def agreed(
 ) -> RoundDecision | None:
     """The decision of the ranks to end a round, of a ``fragment`` or all, None if they skip it: waits for their
     reports. Anchors are the same on all ranks then, if parameters were changed before it."""
-    buckets, device = optimizer.buckets, optimizer.control_device([p for b in optimizer.buckets for p in b.params])
-    decision = rounds.agree(optimizer.topology, buckets, device, mine, f"{where}, agreement of the ranks")
+    device = optimizer.control_device([p for b in optimizer.buckets for p in b.params])
+    decision = rounds.agree(optimizer.topology, device, mine, f"{where}, agreement of the ranks")
     if decision.broken:
         skip(optimizer, decision.broken, fragment=fragment, known=decision.skipped)
         return None
@@ -138,10 +138,10 @@ def follow(
     if decision.checks:
         digests, topology = comparing.digests(optimizer), optimizer.topology
         if waits:
-            comparison = Comparison(topology, optimizer.buckets, topology.backend, digests, where)
+            comparison = Comparison(topology, topology.backend, digests, where)
             optimizer._compare(comparison.table(), where)
         else:
-            optimizer.flights.compare(optimizer.buckets, digests, where)
+            optimizer.flights.compare(digests, where)
 
 
 def report(
@@ -252,11 +252,11 @@ def equalize_anchors(optimizer: OuterOptimizer, device: torch.device, where: str
         commopt.optim.NotFinite: on all ranks, if there is none.
     """
     differed, first, topology = False, 0, optimizer.topology
-    with reaching_others(topology, optimizer.buckets, where):
+    with reaching_others(topology, where):
         usable = _usable_anchors(optimizer, where)
     if not any(usable):
         raise NotFinite(f"{where}: the parameters that a round begins from are finite on no rank. {REMEDY}")
-    with reaching_others(topology, optimizer.buckets, where):
+    with reaching_others(topology, where):
         for replicas in topology.replicas:
             anchors = [bucket["anchor"] for bucket in optimizer.buckets if bucket.replicas is replicas]
             source = next(i for i, rank in enumerate(replicas.members) if usable[rank] or replicas.world_size == 1)

@@ -42,7 +42,6 @@ from commopt.comm import (
 )
 from commopt.optim.arrival import Arrivals
 from commopt.optim.replicas import reaching_others
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.means import Means
 from commopt.outer.rounds import Comparison, RoundDecision, RoundReport, decide, tell
 
@@ -142,7 +141,7 @@ class Flights:
         if self._failed is not None:
             return
         topology, pipeline, traffic, receipt = self._topology, self._pipeline, flight.traffic, flight.receipt
-        with reaching_others(topology, [], flight.where), self._under_way(flight.where):
+        with reaching_others(topology, flight.where), self._under_way(flight.where):
             first, last = (CountingBackend(b, traffic, receipt) for b in self._open())
             pipeline.start(flight.agree(first), f"{flight.where}, agreement of the ranks", early=True)
             flight.means.start(
@@ -167,7 +166,7 @@ class Flights:
         flight = self._flights[fragment]
         if flight.landed:
             return flight
-        with reaching_others(self._topology, [], flight.where):
+        with reaching_others(self._topology, flight.where):
             if self._failed is not None:
                 raise CollectiveError(str(self._failed)) from self._failed
             with self._under_way(flight.where):
@@ -205,7 +204,7 @@ class Flights:
         if flight.confirmed is not None:
             refuse_damaged(world, flight.confirmed, flight.where)
         else:
-            with reaching_others(topology, [], flight.where):
+            with reaching_others(topology, flight.where):
                 sound = flight.means.finish(flight.where)
             confirm(world, sound, flight.where)
         return decision
@@ -215,14 +214,14 @@ class Flights:
         self._topology.traffic.take_over(flight.traffic)
         del self._flights[flight.fragment]
 
-    def compare(self, buckets: Sequence[StateBucket], digests: Sequence[int], where: str) -> None:
+    def compare(self, digests: Sequence[int], where: str) -> None:
         """Sends digests of what must be the same on all ranks; :meth:`compared` has what comes of it. All ranks call
         this at the same point, when nothing is under way of that kind.
 
         Raises:
             commopt.comm.CollectiveError: that cannot be started.
         """
-        self._comparison = Comparison(self._topology, buckets, self._open()[0], digests, where)
+        self._comparison = Comparison(self._topology, self._open()[0], digests, where)
 
     def compared(self) -> Comparison | None:
         """Digests that are under way, or have come, once; None if there are none."""

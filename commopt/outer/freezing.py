@@ -74,7 +74,7 @@ def means(
             continue
         moved = {"anchor": bucket.buffers["anchor"] - d, "outer_momentum": bucket.buffers["outer_momentum"].clone()}
         for name, flat in moved.items():
-            with reaching_others(optimizer.topology, optimizer.buckets, where):
+            with reaching_others(optimizer.topology, where):
                 _average(bucket, flat, optimizer.topology.traffic, f"{where}, {name} of what was frozen")
             mean = bucket.views(flat)
             out += [(x, mean[i]) for x, i in zip(bucket.tensors(name, indices), indices)]

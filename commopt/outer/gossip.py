@@ -128,7 +128,7 @@ class Gossip(GossipOptimizer):
 
     def anchors_moved(self, device: torch.device, where: str) -> None:
         """Brings the replicas of the neighbours up to date, in full precision."""
-        with reaching_others(self.topology, self.buckets, where):
+        with reaching_others(self.topology, where):
             pipeline = Pipeline()
             for bucket in self.buckets:
                 if bucket.neighbours:

@@ -91,9 +91,7 @@ class GossipOptimizer(OuterOptimizer):
             if self._under_way():
                 return  # it was skipped
         device = self.control_device(self.params)
-        decision = rounds.agree(
-            self.topology, self.buckets, device, ending.report(self, None, False), f"{where}, agreement"
-        )
+        decision = rounds.agree(self.topology, device, ending.report(self, None, False), f"{where}, agreement")
         if decision.broken:
             ending.skip(self, decision.broken, known=decision.skipped)
             return
@@ -106,7 +104,7 @@ class GossipOptimizer(OuterOptimizer):
         means = {"anchor": [own_values(bucket) for bucket in self.buckets]}
         if self.momentum:
             means["outer_momentum"] = [bucket.buffers["outer_momentum"].clone() for bucket in self.buckets]
-        with reaching_others(self.topology, self.buckets, where):
+        with reaching_others(self.topology, where):
             for name, flats in means.items():
                 average_exactly(self.topology, self.buckets, flats, f"{where}, {name}")
         for name, flats in means.items():

@@ -70,7 +70,7 @@ def wait_for_means(topology: Topology, means: Means, where: str) -> None:
 def receive_means(topology: Topology, means: Means, where: str) -> bool:
     """As :func:`wait_for_means`, but that the ranks have not confirmed yet. Returns whether what has come can be
     right."""
-    with reaching_others(topology, [bucket for bucket, _ in means.entries], where):
+    with reaching_others(topology, where):
         topology.open()
         pipeline = Pipeline()
         means.start(lambda bucket, i: bucket.replicas.pair(i), pipeline, where)

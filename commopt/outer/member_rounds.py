@@ -185,7 +185,7 @@ class Exchange:
         sound = receive_means(topology, means, where)
         self._means = means.flats
         if topology.world_size > 1:
-            with reaching_others(topology, optimizer.buckets, where):
+            with reaching_others(topology, where):
                 confirm(topology.world, sound, where)
 
     def apply(self) -> None:
@@ -311,7 +311,7 @@ def take_mean(optimizer: OuterOptimizer, members: Members) -> None:
             reach(optimizer, members)
             flats = [bucket.pack_params() for bucket in optimizer.buckets]
             scale(flats, view.factors()[optimizer.topology.rank])
-            with reaching_others(optimizer.topology, optimizer.buckets, where):
+            with reaching_others(optimizer.topology, where):
                 average_exactly(optimizer.topology, optimizer.buckets, flats, where)
             failed = None
         except (CollectiveError, MessageDamaged) as error:

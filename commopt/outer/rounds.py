@@ -115,9 +115,7 @@ class RoundDecision:
     skipped: int
 
 
-def agree(
-    topology: Topology, buckets: Sequence[StateBucket], device: torch.device, report: RoundReport, where: str
-) -> RoundDecision:
+def agree(topology: Topology, device: torch.device, report: RoundReport, where: str) -> RoundDecision:
     """Decision that follows from the reports of all ranks: one all-gather of 64 bytes a rank.
 
     Raises:
@@ -125,7 +123,7 @@ def agree(
         StepRefused: on all ranks, if they stand at different places; names one that differs.
         commopt.comm.CollectiveError: the other ranks could not be reached; begins with ``where``.
     """
-    with reaching_others(topology, buckets, where):
+    with reaching_others(topology, where):
         received, work = tell(topology.world, device, report)
         wait(work, where)
     return decide(topology, received.tolist(), report, where)
@@ -195,17 +193,15 @@ class Comparison:
     step.
 
     Args:
-        topology, buckets: of the optimizer.
+        topology: of the optimizer.
         backend: all ranks, on whatever channel; all of them make this at the same point.
         digests: of this rank.
         where: begins errors.
     """
 
-    def __init__(
-        self, topology: Topology, buckets: Sequence[StateBucket], backend: Backend, digests: Sequence[int], where: str
-    ) -> None:
+    def __init__(self, topology: Topology, backend: Backend, digests: Sequence[int], where: str) -> None:
         self.where, self._what = where, f"{where}, comparison of the replicas"
-        self._reaching_others = partial(reaching_others, topology, buckets, self._what)
+        self._reaching_others = partial(reaching_others, topology, self._what)
         self._mine = torch.tensor(digests, dtype=torch.int64, device=message_device(backend))
         with self._reaching_others():
             if topology.is_sharded:
