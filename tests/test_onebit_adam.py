@@ -12,6 +12,7 @@ from oracle import OneBitAdamOracle
 from torch import Tensor, nn
 from worlds import (
     Toy,
+    as_scheduled,
     backward,
     flat,
     flat_given,
@@ -19,6 +20,7 @@ from worlds import (
     on_threads,
     params_of,
     same_bits,
+    scheduled,
     some_grads,
     some_of,
     some_params,
@@ -104,12 +106,13 @@ def test_warm_up_is_torch_adam_on_the_averaged_gradient(world_size, decay, decou
     [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
 )
 @pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("changes", [False, True])
 def test_every_step_is_that_of_the_paper_on_lists(
-    world_size, compressor, block, norm, absent, overlap, lossy_warmup, decoupled
+    world_size, compressor, block, norm, absent, overlap, lossy_warmup, decoupled, changes
 ):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once.
     ``absent``: parameters come and go, in blocks that they share with others. ``lossy_warmup``: gradients are sent by
-    the same compressor, with the same residuals."""
+    the same compressor, with the same residuals. ``changes``: so do all hyper-parameters, at every step."""
     sizes: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5)]
     settings = {"lr": 0.02, "eps": 1e-6}
     oracle = OneBitAdamOracle(
@@ -124,6 +127,8 @@ def test_every_step_is_that_of_the_paper_on_lists(
         return some_of(whole, step, rank) if absent else whole
 
     for step in range(20):
+        if changes:
+            as_scheduled(oracle, step)
         oracle.step([flat_given(grads(step, r), sizes) for r in range(world_size)])
         expected.append(oracle.x + oracle.m[: oracle.size])
 
@@ -148,6 +153,7 @@ def test_every_step_is_that_of_the_paper_on_lists(
         )
         history = []
         for step in range(20):
+            optimizer.param_groups[0].update(scheduled(step) if changes else {})
             give(mine, grads(step, backend.rank))
             optimizer.step()
             history.append(flat(mine) + flat([optimizer.state[p]["exp_avg"] for p in mine]))

@@ -18,6 +18,7 @@ from worlds import (
     Lost,
     Toy,
     Used,
+    as_scheduled,
     backward,
     give,
     lacks,
@@ -25,6 +26,7 @@ from worlds import (
     on_threads,
     params_of,
     same_bits,
+    scheduled,
     some_of,
     tensors_in,
     through_a_file,
@@ -129,7 +131,7 @@ def against_the_oracle(
     nodes: int, places: int, compressor: Compressor, freeze: int, atol: float, **options: Any
 ) -> Counter:
     """Compares every step, parameters and state, and returns which ways the oracle has taken."""
-    steps, overlap = 18, options.pop("overlap", False)
+    steps, overlap, changes = 18, options.pop("overlap", False), options.pop("changes", False)
     absent, lossy_warmup = options.pop("absent", False), options.pop("lossy_warmup", False)
     common, debias = options.pop("common", "one"), options.pop("debias", True)
     order = list(reversed(range(len(SIZES))))  # how a bucket packs
@@ -145,6 +147,8 @@ def against_the_oracle(
     )  # fmt: skip
     expected = []
     for step in range(steps):
+        if changes:
+            as_scheduled(oracle, step)
         oracle.step([node_grads(step, node, places, order, absent) for node in range(nodes)])
         expected.append(copy.deepcopy((oracle.x, oracle.m, oracle.f, oracle.r)))
 
@@ -162,6 +166,7 @@ def against_the_oracle(
             **ours,
         )
         for step in range(steps):
+            optimizer.param_groups[0].update(scheduled(step) if changes else {})
             grads: list[Any] = [some_grad(step, backend.rank, i) for i in range(len(mine))]
             give(mine, some_of(grads, step, backend.rank) if absent else grads)
             optimizer.step()
@@ -186,11 +191,13 @@ def against_the_oracle(
 @pytest.mark.parametrize("compressor", [Identity(), Sign(block=16), Sign(block=16, norm="l1"), Sign(None)], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("absent", [False, True])
-def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overlap, absent):
-    """float64, so that nothing but the algorithm is compared. ``absent``: tensors come and go."""
+@pytest.mark.parametrize("changes", [False, True])
+def test_every_step_is_that_of_the_paper_on_lists(world_size, compressor, overlap, absent, changes):
+    """float64, so that nothing but the algorithm is compared. ``absent``: tensors come and go. ``changes``: so do all
+    hyper-parameters, at every step."""
     # 3 ranks: a mean of float32 scales can lie exactly between two float32 (see test_onebit_adam.py)
     atol = 1e-5 if world_size == 3 and compressor != Identity() else 1e-11
-    against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap, absent=absent)
+    against_the_oracle(world_size, 1, compressor, 6, atol, overlap=overlap, absent=absent, changes=changes)
 
 
 @pytest.mark.parametrize(("nodes", "places"), [(2, 1), (4, 1), (2, 2)])

@@ -301,3 +301,17 @@ def on_mpi(world_size: int, fn: Callable[..., Any], *args: str) -> list[Any]:
     if failed or done.returncode:
         raise failed[0] if failed else RuntimeError(f"exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return results
+
+
+def scheduled(step: int) -> dict[str, Any]:
+    """Hyper-parameters of the Adam family that are others in every step."""
+    return {
+        "lr": 0.02 / (1 + 0.2 * step), "betas": (0.9 - 0.03 * (step % 3), 0.98 - 0.01 * (step % 4)),
+        "eps": 1e-6 * (1 + step), "weight_decay": 0.03 * (step % 3),
+    }  # fmt: skip
+
+
+def as_scheduled(oracle: Any, step: int) -> None:
+    """Sets those of an oracle."""
+    now = scheduled(step)
+    oracle.lr, oracle.eps, oracle.wd, (oracle.b1, oracle.b2) = now["lr"], now["eps"], now["weight_decay"], now["betas"]
