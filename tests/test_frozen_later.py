@@ -9,10 +9,11 @@ import pytest
 import torch
 from every import EVERY, every_communicating
 from torch import nn
-from worlds import Used, on_threads, params_of, same_bits, tensors_in, train
+from worlds import Used, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend
+from commopt.optim.calls import OutOfStep
 
 
 def run_until(name, backend, later):
@@ -156,31 +157,126 @@ def test_what_one_rank_alone_freezes_between_two_rounds_is_named_in_the_next(whe
     assert when == 3 or same_bits(a, b)
 
 
-@every_communicating
-def test_a_run_that_is_resumed_with_the_layers_of_its_beginning_finds_the_state_of_those_unfrozen_since(name):
-    """Made as at first, loaded, and then unfrozen. Saved before that, it still has it."""
+def unfrozen_twice(name, backend, **settings):
+    """A run in which two layers have become trainable, one after the other."""
+    model, optimizer = made(name, backend, "as at first", **settings)
+    train(model, optimizer, range(1), backend.rank, 2)
+    model.bias.requires_grad_(True)
+    train(model, optimizer, range(1, 3), backend.rank, 2)
+    model.weight.requires_grad_(True)
+    train(model, optimizer, range(3, 6), backend.rank, 2)
+    return model, optimizer
 
-    def make(backend):
-        model = Used()
-        model.bias.requires_grad_(False)
-        return model, EVERY[name](model.parameters(), lr=1e-2, bucket_mb=1e-5, backend=backend)
+
+def made(name, backend, way, **settings):
+    model = Used()
+    for p in (model.bias, model.weight):
+        p.requires_grad_(way == "as at the end")
+    return model, EVERY[name](model.parameters(), lr=1e-2, backend=backend, **settings)
+
+
+@pytest.mark.parametrize("way", ["as at first", "as at the end"])
+@every_communicating
+def test_a_run_is_resumed_to_the_bit_whatever_is_frozen_where_its_optimizer_is_made(name, way, caplog):
+    def run(backend):
+        model, optimizer = unfrozen_twice(name, backend)
+        other, resumed = made(name, backend, way)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        for p in (other.bias, other.weight):
+            p.requires_grad_(True)
+        assert of_ranks(optimizer)[1] == of_ranks(resumed)[1]
+        assert same_bits(of_ranks(optimizer)[0], of_ranks(resumed)[0])
+        train(model, optimizer, range(6, 9), backend.rank, 2)
+        train(other, resumed, range(6, 9), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
+    assert "start again from 0" not in caplog.text
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_whose_parameters_have_moved_to_another_group_is_resumed_to_the_bit(overlap):
+    def groups(model, moved):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        late = [p for p in trained if p is model.positions or (moved and p is model.weight)]
+        return [{"params": [p for p in trained if all(p is not q for q in late)]}, {"params": late, "lr": 3e-3}]
 
     def run(backend):
-        model, optimizer = make(backend)
-        train(model, optimizer, range(1), backend.rank, 2)
-        model.bias.requires_grad_(True)
-        train(model, optimizer, range(1, 6), backend.rank, 2)
+        model, other = Used(), Used()
+        optimizer, resumed = (
+            OneBitAdam(groups(m, moved), lr=1e-2, freeze_step=2, bucket_mb=1e-4, overlap=overlap, backend=backend)
+            for m, moved in ((model, False), (other, True))
+        )
+        train(model, optimizer, range(4), backend.rank, 2)
+        for group, moved in zip(optimizer.param_groups, groups(model, True)):
+            group["params"] = moved["params"]
+        optimizer.state_dict()  # whose buckets are of the new groups
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, range(6, 9), backend.rank, 2)
+        train(other, resumed, range(6, 9), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("anew", ["saved", "loaded"])
+def test_buckets_that_are_made_anew_between_two_steps_start_in_backward(anew):
+    def run(backend):
+        model = Used()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:1]}, {"params": trained[1:]}]
+        settings = {"freeze_step": 2, "bucket_mb": 1e-4, "overlap": True, "backend": backend}
+        optimizer = OneBitAdam(groups, **settings)
+        train(model, optimizer, range(4), backend.rank, 2)
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+        if anew == "saved":
+            optimizer.state_dict()
+        else:
+            optimizer.load_state_dict(optimizer.state_dict())
+        backward(model, 4, backend.rank, 2)
+        assert optimizer.step_in_flight().started == len(optimizer.buckets) - 1 > 2
+        optimizer.step()
+
+    on_threads(2, run)
+
+
+def test_ranks_that_have_other_buckets_are_told_before_anything_is_sent():
+    def run(backend):
+        model, optimizer = unfrozen_twice("OneBitAdam", backend)
+        other, resumed = made("OneBitAdam", backend, "as at the end")
+        state = optimizer.state_dict()
+        if backend.rank == 1:
+            del state["residuals"]
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(state)
+        with pytest.raises(
+            OutOfStep, match="step 7, agreement of the ranks on it: the ranks have their parameters in o"
+        ):
+            train(other, resumed, range(6, 7), backend.rank, 2)
+
+    on_threads(2, run)
+
+
+@every_communicating
+def test_in_another_world_what_was_unfrozen_since_has_its_state_when_it_is_unfrozen_again(name):
+    """Where buckets are others, too. Saved before that, it still has it."""
+
+    def run(backend):
+        model, optimizer = unfrozen_twice(name, backend)
         optimizer.synchronize()
-        other, resumed = make(backend)
+        other, resumed = made(name, backend, "as at first", bucket_mb=2e-4)
         other.load_state_dict(model.state_dict())
         resumed.load_state_dict(optimizer.state_dict())
         kept = resumed.state_dict()
-        other.bias.requires_grad_(True)
+        for p in (other.bias, other.weight):
+            p.requires_grad_(True)
         resumed.follow_parameters()
         for state in (kept, resumed.state_dict()):
             assert same_bits(shared_in(optimizer.state_dict()), shared_in(state))
         train(other, resumed, range(6, 8), backend.rank, 2)
-        return params_of(other)
 
     on_threads(2, run)
 

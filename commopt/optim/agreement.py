@@ -259,6 +259,11 @@ class Agreement:
         found = first_difference(self._backend, self._report.terms)
         if found is None:
             raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
+        if found.key == "buckets":
+            raise OutOfStep(
+                f"{self._where}: the ranks have their parameters in other buckets; freeze, unfreeze and move the same "
+                "ones at the same steps, and load a state with every rank's own part on all ranks, or without on all"
+            )
         whose = f" of parameter group {found.group}" if found.group < len(self._report.terms) - 1 else ""
         remedy = (
             "call step() equally often on every rank, and load a state on all of them or on none"

@@ -639,6 +639,10 @@ class CommOptimizer(PackedOptimizer):
         """
         return self._watching.holding() if self._watching is not None else nullcontext()
 
+    def watch_buckets(self) -> None:
+        if self._watching is not None:
+            self._watch()
+
     def _watch(self) -> None:
         """Watches all parameters, if their gradients start buckets."""
         if self._made_to_overlap and self.topology.world_size > 1:
@@ -664,7 +668,7 @@ class CommOptimizer(PackedOptimizer):
         terms = [as_numbers(group, self.defaults) for group in self.param_groups]
         own: dict[str, Any] = {}
         if report.error is None and len(set(self.topology.stages)) == 1:  # else ranks have other parameters
-            own = self.terms()
+            own = {**self.terms(), "buckets": self.layout()}
             for group, words in zip(self.param_groups, terms):
                 words["parameters"] = len(group["params"])
         terms.append({**own, "compressor": self.compressor, "max_grad_norm": self.max_grad_norm})

@@ -78,7 +78,7 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return True
     if not exchanged(optimizer):  # whole buckets were moved, or a group has got a parameter that is in none yet
         _unraised(optimizer)
-        optimizer._registered = [list(params) for params in now]
+        optimizer._registered, optimizer._layout = [list(params) for params in now], None
     return False
 
 
@@ -147,6 +147,7 @@ def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     """Forgets what was made for groups behind the first ``known``, which are gone again."""
     gone = {id(p) for params in optimizer._registered[known:] for p in params}
     optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in gone]
+    optimizer._layout = None
     optimizer._registered = optimizer._registered[:known]
 
 
@@ -287,7 +288,7 @@ def register_groups(
         optimizer.make_buckets(group)
     split = regrouped(optimizer)  # some were taken out of other groups
     _unraised(optimizer)
-    optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
+    optimizer._registered, optimizer._layout = [list(group["params"]) for group in optimizer.param_groups], None
     if split:
         regroup(optimizer)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,6 +76,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _registered: Sequence[list[Tensor]] = ()  # the parameters of each group, as they were
     _check_next: bool  # digests, when the ranks next communicate
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
+    _layout: int | None = None  # of the buckets, where it is known
     _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
     _kept_runs: Sequence[Sequence[Tensor]] = ()  # of buckets that are to be made anew as they were: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
@@ -143,6 +145,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     def agrees_over(self) -> CountingBackend:
         """The ranks, on the channel on which they agree on a step, and that they are in one call."""
         return self.topology.world
+
+    def watch_buckets(self) -> None:
+        """Hook for when buckets were made anew between two steps."""
 
     def give_up_step(self) -> None:
         """Hook for when a state is loaded, or parameters are added or exchanged: ends without effect a step that has
@@ -337,7 +342,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.buckets.append(bucket)
             for p, entry in zip(bucket.params, bucket.state()):
                 self.state[p].update(entry)
-        self._seen = ()
+        self._seen, self._layout = (), None
 
     @property
     def own_in_state(self) -> bool:
@@ -391,6 +396,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Follows parameters that were put into other groups, unless a step is to refuse that, or has begun."""
         if not self.replicas_differ and self.why_not_synchronize() is None and binding.regrouped(self):
             binding.regroup(self)
+            self.watch_buckets()
 
     def follow_parameters(self) -> bool:
         """Moves state after parameters that were moved or cast (``model.to(...)`` after construction) or put into other
@@ -547,7 +553,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The state of this rank, as copies. Communicates nothing.
 
         ``state`` and ``param_groups`` are the same on every rank. With more than one rank, ``residuals`` holds those of
-        this one, with its rank, the world size, a checksum of the layout of the buckets, where it stands among the
+        this one, with its rank, the world size, the buckets and a checksum of their layout, where it stands among the
         nodes, and a digest of all that. They are apart because tools for distributed checkpoints take what is in
         ``state`` for equal on all ranks. Where replicas differ, ``residuals`` also holds what is this rank's own;
         ``state`` has that as well, so it is equal on all ranks only where they do not differ (CSER's momentum:
@@ -634,17 +640,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         """This rank's own part, as copies, and whose it is."""
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
-        return {**saving.whose(self._origin(), self.topology), "state": own}
+        packed = {"buckets": saving.numbers_in(self.buckets, self._known()), "bucket_mb": self.bucket_mb}
+        return {**saving.whose(self._origin(), self.topology), **packed, "state": own}
 
     @binding.on_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
 
-        Copies into the buffers and keeps their dtypes. Of a state with the own parts of all ranks
-        (:meth:`consolidate_state_dict`), each rank takes its own; in another world, what ``join_state_dict`` makes of
-        them. Residuals of another rank or world size, or of several ranks
-        mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
-        have added to ``state``, or to a parameter's, are kept as they are.
+        Copies into the buffers and keeps their dtypes. The buckets become those that the state was saved with, if that
+        was with the same ``bucket_mb`` in a world like this one: whatever was frozen then or is now. Of a state with
+        the own parts of all ranks (:meth:`consolidate_state_dict`), each rank takes its own; in another world, what
+        ``join_state_dict`` makes of them. Residuals of another rank or world size, or of several ranks mixed by a tool,
+        start again from zero, with one warning; replicas stay identical in any case. Keys that users have added to
+        ``state``, or to a parameter's, are kept as they are.
 
         Communicates nothing before the first ``step()``, nor without ``overlap=True``. With it, later, all ranks must
         call it at the same point: what a step has begun with in ``backward()``, on any of them, ends without effect.
@@ -675,6 +683,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 for key in self.defaults.keys() & mine.keys():
                     if not key.startswith("local_"):  # what a local step had, which is the group's
                         group.setdefault(key, mine[key])  # what the state of another optimizer lacks
+            self._pack_as_saved(given)
             self._load(given)
 
         before = self.register_load_state_dict_pre_hook(take_state)
@@ -718,8 +727,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         return belongs(origin, self.topology.rank, self.topology.world_size)
 
     def _origin(self, buckets: Sequence[StateBucket] | None = None) -> Origin:
-        params = [p for registered in self._registered for p in registered]
-        return saving.origin_here(self.buckets if buckets is None else buckets, params, self.topology)
+        return saving.origin_here(self.buckets if buckets is None else buckets, self._known(), self.topology)
+
+    def _known(self) -> list[Tensor]:
+        """The parameters that are registered, by number."""
+        return [p for registered in self._registered for p in registered]
+
+    def layout(self) -> int:
+        """A checksum of which parameters are in which bucket: the same on all ranks that hold the same part of a
+        model."""
+        if self._layout is None:
+            self._layout = zlib.crc32(str(saving.numbers_in(self.buckets, self._known())).encode())
+        return self._layout
 
     def _all_state(self) -> dict[Any, Any]:
         """``state`` with the residuals in it; what users have put there besides is as it is."""
@@ -744,6 +763,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Makes all buckets anew, with ``state``, by parameter and of ``origin``: one of each of ``runs``, whatever is
         trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those
         in ``state``, where buckets are others."""
+        self._pack_anew(runs)
+        loading.take_over(self, state, self.origin_with_runs(origin, runs), owed)
+
+    def _pack_anew(self, runs: Sequence[Sequence[Tensor]]) -> None:
+        """Makes all buckets anew, without state: one of each of ``runs``, and then of what else is trainable."""
         self.state = defaultdict(dict)
         self.buckets = []
         self._pack_runs(runs)
@@ -751,7 +775,18 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.make_buckets(group)
         self._refresh_own_tensors()
         self._registered = [list(group["params"]) for group in self.param_groups]
-        loading.take_over(self, state, self.origin_with_runs(origin, runs), owed)
+
+    def _pack_as_saved(self, given: Mapping[str, Any]) -> None:
+        """Makes the buckets, which lose their state, as they were where the state ``given`` was saved, if they are
+        others, though of one ``bucket_mb``: parameters were frozen, unfrozen or put into other groups since that run
+        began, and residuals fit its buckets alone. All ranks load one state, and find the same."""
+        params, part = self.params, given.get("residuals") or {}
+        if self.own_in_state or part.get("bucket_mb", -1) != self.bucket_mb:
+            return
+        numbers = saving.buckets_of(part, len(params), self.topology)
+        if numbers and numbers != saving.numbers_in(self.buckets, self._known()):
+            self._pack_anew([[params[i] for i in run] for run in numbers])
+            self.watch_buckets()
 
     def _pack_runs(self, runs: Sequence[Sequence[Tensor]]) -> None:
         """Makes a bucket of each of ``runs``; where parameters of one are in several groups now, of those of each."""

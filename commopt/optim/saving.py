@@ -31,18 +31,31 @@ PARAMETER = "parameter"
 """Name of a parameter's own value where ranks have other ones."""
 
 
-def layout_of(buckets: Sequence[StateBucket], params: Sequence[Tensor], places: Any) -> int:
+def numbers_in(buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the parameters of each bucket, in order."""
+    order = {id(p): i for i, p in enumerate(params)}
+    return [[order[id(p)] for p in bucket.params] for bucket in buckets]
+
+
+def layout_of(numbers: Sequence[Sequence[int]], topology: Topology) -> int:
     """A checksum of which parameters are in which bucket, and of where ranks are: residuals of one layout mean nothing
     in another."""
-    order = {id(p): i for i, p in enumerate(params)}
-    layout = str([[order[id(p)] for p in bucket.params] for bucket in buckets]) + str(places)
-    return zlib.crc32(layout.encode())
+    return zlib.crc32(f"{numbers}{getattr(topology.backend, 'grid', '')}".encode())
 
 
 def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topology: Topology) -> Origin:
     """The origin of what this rank saves now."""
-    layout = layout_of(buckets, params, getattr(topology.backend, "grid", ""))
-    return topology.rank, topology.world_size, layout
+    return topology.rank, topology.world_size, layout_of(numbers_in(buckets, params), topology)
+
+
+def buckets_of(part: Mapping[str, Any], count: int, topology: Topology) -> list[list[int]]:
+    """The numbers of the parameters in the buckets that a rank's own ``part`` is of, if a world like this one, with
+    ``count`` parameters, can make the same ones; empty if that is not known, or cannot be."""
+    numbers = part.get("buckets") or []
+    flat = [i for run in numbers for i in run]
+    fits = len({*flat}) == len(flat) and all(type(i) is int and 0 <= i < count for i in flat)
+    same = part.get("world_size") == topology.world_size and part["rank"] != MERGED
+    return numbers if same and fits and layout_of(numbers, topology) == part["layout"] else []
 
 
 def whose(origin: Origin, topology: Topology) -> dict[str, Any]:
