@@ -317,9 +317,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         new = [p for p in group["params"] if (p.requires_grad or id(p) in self._kept_packed) and id(p) not in packed]
         if new:
             capacity, known = self.capacity_of(new), len(self.buckets)
-            waiting = {p: dict(self.state[p]) for p in new if p in self.state}
+            waiting = {p: dict(self.state[p]) for p in new if self.state.get(p)}
             self._pack(new, capacity, capacity)
-            saving.take_up(self.buckets[known:], waiting)
+            if waiting:
+                saving.take_up(self.buckets[known:], waiting)
             self._refresh_own_tensors()
 
     def _pack(self, params: Sequence[Tensor], most: int, capacity: int) -> None:
