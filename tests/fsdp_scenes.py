@@ -374,10 +374,11 @@ def trained(net: nn.Module, rank: int, optimizer: Any, steps: range) -> list[Ten
 
 def resumed(rank: int, world_size: int, feedback: Any, weights: Any, inside: Any = None) -> bool:
     """Whether a run that was stopped after an evaluation, by way of a file, is the one that was not. One group of
-    parameters is gathered by no forward."""
+    parameters is gathered by no forward; a parameter has one element."""
 
     def made() -> tuple[nn.Module, Any, Any]:
         net = Odd(torch.float32)
+        net.never = nn.Linear(2, 1)
         fully_shard(net.never)
         cut(net)
         mesh = None if inside is None else on_nodes(world_size)

@@ -304,6 +304,7 @@ def test_digests_see_single_bits_permutations_and_nothing_else():
     x = torch.randn(6, 6, generator=generator)
     assert len({digest(y).item() for y in (x, x.T, x.flip(0), x.flip(1), x.roll(2, 0), -x)}) == 6
     assert digest(x.T) == digest(x.T.contiguous())
+    assert digest(x[:1, 1]) == digest(x[:1, 1:2].clone())  # one element, of any stride
 
 
 def test_majorities():

@@ -30,7 +30,10 @@ def _weights(device: torch.device) -> Tensor:
 
 def digest(x: Tensor) -> Tensor:
     """The digest of a tensor of any shape and dtype, as 0-d int64 on its device."""
-    data = x.detach().contiguous().view(-1).view(torch.uint8)
+    flat = x.detach().contiguous().view(-1)
+    if flat.stride() != (1,):  # a single element has whatever stride it was cut out with
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data = flat.view(torch.uint8)
     if data.data_ptr() % 8:
         data = data.clone()
     weights, rest = _weights(x.device), data.numel() % 8
