@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trainer_runs import assert_same
+from worlds import same_bits
 
 import commopt
 from commopt.compress import Identity, Int4, Int8, PowerSGD, Sign
@@ -117,6 +118,24 @@ def under_ddp(rank: int, world_size: int) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
             optimizer.step()
         out[name] = (bits(net), bits(bare), handle.comm_stats()["steps"], other.comm_stats()["steps"])
+    return out
+
+
+def several_synced(rank: int, world_size: int) -> list[bool]:
+    """Steps of two backward passes that are both averaged, of which the second reaches some parameters on one rank
+    only, or on none: whether gradients under DDP are those of the bare model."""
+    out = []
+    for views in (False, True):
+        net, bare = DDP(Fork(), find_unused_parameters=True, gradient_as_bucket_view=views), Fork()
+        commopt.compress_gradients(net, Sign(16), bucket_mb=4e-4)
+        commopt.compress_gradients(bare, Sign(16), bucket_mb=4e-4)
+        for step, reached in enumerate([(True, False), (rank == 0, rank == 1), (rank == 1, False), (True, True)]):
+            for model in (net, bare):
+                model.zero_grad()
+                for i, too in enumerate(reached):
+                    model(batch(2 * step + i, rank), too).square().mean().backward()
+            found, known = ([p.grad for p in model.parameters() if p.grad is not None] for model in (net, bare))
+            out.append(same_bits(found, known))
     return out
 
 

@@ -29,6 +29,12 @@ def test_under_ddp_it_is_what_it_is_without(pool):
             assert steps == [6, 6]
 
 
+def test_under_ddp_several_backward_passes_of_a_step_may_be_averaged(pool):
+    """What the last of them does not reach keeps its mean, and its residual."""
+    for found in pool.over_gloo(2, gradient_scenes.several_synced):
+        assert found == [True] * 8
+
+
 def test_with_the_identity_it_is_the_average_of_ddp(pool):
     """Unused parameters, on some ranks and on all; and it is DDP's own again when removed."""
     for found in pool.over_gloo(3, gradient_scenes.exact_under_ddp):

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt.gradients.mean import GradientMean, why_unknown
+from commopt.optim.arrival import Arrivals
 from commopt.optim.checks import check_gradients
 
 
@@ -44,6 +45,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel, mean: GradientMean) -> None:
         self._model, self._group = weakref.ref(model), model.process_group
         self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._arrivals, self._reached = Arrivals(self), set[int]()
         self.serve(mean)
         model.register_comm_hook(self, DDPHook.hook)
 
@@ -54,12 +56,19 @@ class DDPHook:
         """Averages by ``mean`` from now on."""
         self.mean = mean
         model = self._model()
-        # of both, what was not used comes as zeros
+        # of both, what was not used comes as zeros, or as what it has from an earlier backward
         mean.zeros_are_absent = model is not None and (model.find_unused_parameters or model.static_graph)
+        self._arrivals.follow(mean.params if mean.zeros_are_absent else ())
+        self._reached.clear()
 
     def remove(self) -> None:
         """Leaves the averages to DDP again."""
         self.mean = None
+        self._arrivals.remove()
+
+    def arrived(self, p: Tensor) -> None:
+        """A backward has reached ``p``, maybe one in ``no_sync()``."""
+        self._reached.add(id(p))
 
     @torch._disable_dynamo
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -75,7 +84,8 @@ class DDPHook:
         self._pending.append((done, bucket.buffer()))
         for p, gradient in zip(bucket.parameters(), bucket.gradients()):
             if self.mean.averages(p):
-                self.mean.arrive(p, _laid_out_as(p, gradient))
+                used = not self.mean.zeros_are_absent or id(p) in self._reached
+                self.mean.arrive(p, _laid_out_as(p, gradient), used=used)
             elif p.requires_grad:
                 raise RuntimeError(why_unknown([p]))  # one that was frozen since DDP was made comes as zeros
         if bucket.is_last():
@@ -83,6 +93,7 @@ class DDPHook:
             for future, buffer in self._pending:
                 future.set_result(buffer)
             self._pending = []
+            self._reached.clear()
         return done
 
     def _refuse_join(self) -> None:

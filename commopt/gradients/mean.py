@@ -167,10 +167,10 @@ class GradientMean:
         self._kept[id(p)] = p
 
     @torch.no_grad()
-    def arrive(self, p: Tensor, gradient: Tensor, stays: bool = False) -> None:
+    def arrive(self, p: Tensor, gradient: Tensor, stays: bool = False, used: bool = True) -> None:
         """The ``gradient`` of ``p``, of the shape of what this rank holds of it, is complete. Its mean will be written
         into it. Starts all buckets whose turn it is; but the last waits for :meth:`finish`. If it ``stays``, it has to
-        be that of ``p``, as it is, until then."""
+        be that of ``p``, as it is, until then. If ``p`` was not ``used`` here, it counts where another rank has one."""
         checks.check_gradients([gradient])
         self.begin()
         if not p.numel():  # nobody waits for it
@@ -186,7 +186,7 @@ class GradientMean:
         self._gradients[id(p)] = gradient
         if stays:
             self._versions[id(p)] = version_of(gradient)
-        if self.zeros_are_absent and not gradient.any():
+        if not used or (self.zeros_are_absent and not gradient.any()):
             return  # whether others have one is known at the end
         self._waiting[index].discard(id(p))
         with self._as_written():
@@ -333,6 +333,7 @@ class GradientMean:
         for p, present in zip(self._here, table.any(0).tolist()):
             if not present:
                 self._nowhere.add(id(p))
+                self._gradients.pop(id(p), None)  # DDP's, which stays what it is
             elif id(p) not in self._gradients and p.grad is not None:  # that of earlier passes
                 settle([p])
                 self._gradients[id(p)] = local(p.grad)
