@@ -694,6 +694,45 @@ def test_a_copy_whose_parameter_is_frozen_goes_on_and_overlaps_once_it_is_not():
     assert same_bits(one, other)
 
 
+class Heads(nn.Module):
+    """A trunk, and two heads in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(9, 9), (9, 9), (9, 9), (9, 4), (9, 4)]
+        self.params = nn.ParameterList([nn.Parameter(0.3 * torch.randn(s, generator=draw)) for s in shapes])
+
+    def forward(self, x: Tensor, heads: tuple[int, ...]) -> Tensor:
+        for weight in self.params[:3]:
+            x = torch.tanh(x @ weight)
+        return torch.stack([(x @ self.params[head]).square().mean() for head in heads]).sum()
+
+
+@pytest.mark.parametrize("heads", [(3,), (4, 3)], ids=["the other head", "both heads"])
+def test_a_backward_that_failed_before_anything_was_sent_leaves_nothing(heads):
+    """Also where the next one reaches other parameters of the bucket that had begun to fill."""
+
+    def run(backend: ThreadBackend, fails: bool) -> list[Tensor]:
+        model = Heads()
+        optimizer = optimizer_of(model, backend, overlap=True, bucket_mb=4e-4)
+        for step in range(8):
+            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            if fails and step >= 5:
+                hook = model.params[2].register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(x, (4,)).backward()
+                hook.remove()
+                optimizer.zero_grad()
+            model(x, (3, 4) if step < 5 else heads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*params_of(model), *tensors_in(optimizer.state_dict())]
+
+    for failed, plain in zip(*(on_threads(2, partial(run, fails=fails)) for fails in (True, False))):
+        assert same_bits(failed, plain)
+
+
 def test_after_a_backward_that_failed_on_all_ranks_the_error_says_how_to_go_on():
     def run(backend):
         models, failing = [Used(), Used()], []

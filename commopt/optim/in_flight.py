@@ -189,7 +189,8 @@ class StepInFlight:
         while self.started < len(self.buckets) - 1 and not self._waiting[self.started]:
             bucket = self.buckets[self.started]
             sparse = [q for q in bucket.params if q.grad is not None and q.grad.layout != torch.strided]
-            if bucket.inside is not None or self._any_stale() or sparse:
+            gone = not _complete(bucket)  # with a backward that has failed before anything was sent
+            if bucket.inside is not None or self._any_stale() or sparse or gone:
                 return  # step() reports it, or deals with it
             self._start_next(1.0, True)
 
