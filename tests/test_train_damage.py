@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -16,9 +17,10 @@ import torch
 from trainer_pair import run
 from trainer_runs import assert_same, content, sign_anew
 
+from commopt.optim import CommOptimizer
 from commopt.train import checkpoint, resume
 from commopt.train.config import Config
-from commopt.train.errors import CheckpointError, UserError
+from commopt.train.errors import CheckpointError, DamagedError, UserError
 from commopt.train.metrics import METRICS, read_metrics
 
 Make = Callable[..., Config]
@@ -130,6 +132,65 @@ def test_another_setting_is_no_damage(tiny: Make, copy: Path) -> None:
     ):
         run(other)
     assert len(checkpoint.list_steps(copy / "checkpoints")) == 3
+
+
+NO_MEMORY = {
+    "of the GPU": (CommOptimizer, "load_state_dict", torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")),
+    "for a file": (torch, "load", RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")),
+    "of Python": (torch, "load", MemoryError()),
+    "for one more file": (torch, "load", OSError(errno.EMFILE, "Too many open files")),
+}
+
+
+@pytest.mark.parametrize("case", NO_MEMORY)
+def test_a_machine_without_memory_is_no_damage(tiny: Make, copy: Path, case: str) -> None:
+    """No other checkpoint is better: none is set aside, and nobody is told that none is good."""
+    place, name, error = NO_MEMORY[case]
+    with (
+        mock.patch.object(place, name, mock.Mock(side_effect=error)),
+        pytest.raises(CheckpointError, match=r"step-00000006 cannot be loaded on this machine: ") as caught,
+    ):
+        run(config(tiny, copy, resume="auto"))
+    assert not isinstance(caught.value, DamagedError)
+    assert "\n" not in str(caught.value)
+    assert len(checkpoint.list_steps(copy / "checkpoints")) == 3
+
+
+@pytest.mark.parametrize("resumed", ["auto", "none"])
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(116, "Stale file handle")])
+def test_checkpoints_that_cannot_be_looked_for_are_not_taken_for_none(
+    tiny: Make, copy: Path, resumed: str, error: OSError
+) -> None:
+    """A run that then began anew would also begin its metrics anew."""
+    before = (copy / METRICS).read_bytes()
+    listdir, scandir = os.listdir, os.scandir
+
+    def unless_checkpoints(list_it: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any = ".") -> Any:
+            if Path(path) == copy / "checkpoints":
+                raise error
+            return list_it(path)
+
+        return look
+
+    with (
+        mock.patch("os.listdir", unless_checkpoints(listdir)),
+        mock.patch("os.scandir", unless_checkpoints(scandir)),
+        pytest.raises(CheckpointError, match=rf"checkpoints cannot be looked for: \w+: .*{error.strerror}"),
+    ):
+        run(config(tiny, copy, resume=resumed))
+    assert (copy / METRICS).read_bytes() == before
+
+
+def test_a_link_to_checkpoints_on_a_disk_that_is_not_there_is_not_taken_for_none(tiny: Make, copy: Path) -> None:
+    before = (copy / METRICS).read_bytes()
+    (copy / "checkpoints").rename(copy.parent / "disk")
+    (copy / "checkpoints").symlink_to(copy.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be looked for: FileNotFoundError"):
+        run(config(tiny, copy, resume="auto"))
+    assert (copy / METRICS).read_bytes() == before
+    (copy.parent / "disk").rename(copy.parent / "elsewhere")
+    assert run(config(tiny, copy, resume="auto"))["step"] == 6
 
 
 # --- metrics.jsonl ---

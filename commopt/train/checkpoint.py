@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,7 +25,7 @@ import torch
 
 from commopt.comm import CollectiveError
 from commopt.train import sums
-from commopt.train.errors import CheckpointError, DamagedError, UserError, explain
+from commopt.train.errors import CheckpointError, DamagedError, UserError, explain, unloadable
 from commopt.train.files import Watched
 from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank_file, read_manifest, step_in
 from commopt.train.world import World
@@ -36,9 +36,17 @@ ASIDE, DISCARDED = ".tmp-", "discarded-"
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """Finished checkpoints below ``folder``, oldest first."""
-    found = folder.glob(f"{PREFIX}*") if folder.is_dir() else ()
-    return sorted((path for path in found if step_in(path.name) is not None), key=step_of)
+    """Finished checkpoints below ``folder``, oldest first; none where there is no such folder.
+
+    Raises OSError if it cannot be read, which is not the same: a run that is taken up would begin anew.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_symlink():  # its disk may not be mounted
+            raise
+        return []
+    return sorted((folder / name for name in names if step_in(name) is not None), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -110,11 +118,17 @@ def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_s
     _sync(final.parent)
 
 
-def _remove_old(checkpoints: Sequence[Path]) -> None:
+def _remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep``; what cannot be removed is said, for the new one is there all the same."""
+    try:
+        checkpoints = list_steps(folder)[:-keep]
+    except OSError as error:
+        log.warning("old checkpoints cannot be removed: %s", explain(error))
+        return
     for old in checkpoints:
         try:
             _remove(old)
-        except OSError as error:  # the new one is there all the same
+        except OSError as error:
             log.warning("checkpoint %s is old, and cannot be removed: %s", old, explain(error))
 
 
@@ -151,7 +165,7 @@ def save(
     def finish() -> None:
         files = {name: entry for part in parts for name, entry in part.items()}
         _publish(aside, final, files, step, world.size)
-        _remove_old(list_steps(folder)[:-keep])
+        _remove_old(folder, keep)
 
     try:
         world.once(begin)
@@ -210,6 +224,8 @@ def find(folder: Path, resume: str, world: World, before: int | None = None) -> 
     Rank 0 looks for it, and each rank gets it below its own ``folder``, or at its own path. With auto, a damaged
     checkpoint is logged as an error and the one before it is taken; if all are damaged, that is an error. ``before``:
     only those of earlier steps, because the one of that step could not be loaded.
+
+    Raises CheckpointError, on every rank: there is none that may be taken, or ``folder`` cannot be read.
     """
     found = world.patiently(lambda heed: _find(folder, resume, before))
     if found is None:
@@ -217,8 +233,15 @@ def find(folder: Path, resume: str, world: World, before: int | None = None) -> 
     return folder / found.name if resume == "auto" else Path(resume)
 
 
+def _present(folder: Path) -> list[Path]:
+    try:
+        return list_steps(folder)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be looked for: {explain(error)}") from error
+
+
 def _find(folder: Path, resume: str, before: int | None) -> Path | None:
-    present = list_steps(folder)
+    present = _present(folder)
     if resume == "none":
         if present:
             raise CheckpointError(
@@ -275,10 +298,7 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # pickle, zip and torch errors alike: the file is not what was saved
-        reason = " ".join(str(error).split())
-        raise DamagedError(
-            f"checkpoint {path.parent}: cannot read {path.name}: {type(error).__name__}: {reason}"
-        ) from None
+        raise unloadable(path.parent, f": cannot read {path.name}", error) from None
     if not isinstance(content, dict):
         raise DamagedError(f"checkpoint {path.parent}: {path.name} holds no checkpoint but {type(content).__name__}")
     return content

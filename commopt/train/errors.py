@@ -48,12 +48,27 @@ class RankError(UserError, RuntimeError):
     """Another rank failed with an unexpected error; its own traceback is in that rank's output."""
 
 
+MACHINE = ("CUDA out of memory", "CUDA error", "Cannot allocate memory")
+"""Words of torch's errors of a machine that has no memory left, or a GPU that fails."""
+
+
 def explain(error: BaseException) -> str:
     """Explains what went wrong, in one line; a full disk is called that."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full: {text}"
     return f"{type(error).__name__}: {text}"
+
+
+def unloadable(path: Path, what: str, error: Exception) -> CheckpointError:
+    """What to raise for an ``error`` by which the checkpoint ``path`` could not be loaded: DamagedError, with ``what``
+    is wrong; but not where the machine lacks memory or open files, or its GPU fails: no other one is better then."""
+    said = str(error)  # torch has classes of its own for these, some of them in new versions only
+    lacking = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    lacking = lacking or isinstance(error, MemoryError) or any(word in said for word in MACHINE)
+    if lacking:
+        return CheckpointError(f"checkpoint {path} cannot be loaded on this machine: {explain(error)}")
+    return DamagedError(f"checkpoint {path}{what}: {explain(error)}")
 
 
 @contextlib.contextmanager

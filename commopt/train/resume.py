@@ -18,7 +18,7 @@ from commopt.train import checkpoint
 from commopt.train.alike import check_same_checkpoint
 from commopt.train.config import flat
 from commopt.train.engine import explained
-from commopt.train.errors import CheckpointError, DamagedError, DivergedError, explain
+from commopt.train.errors import CheckpointError, DamagedError, DivergedError, unloadable
 from commopt.train.finite import in_short, not_finite
 from commopt.train.metrics import Meter
 from commopt.train.models import fingerprint
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WRONG_CONTENT = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors that content raises which is not a checkpoint's."""
+"""Errors that content raises which is not a checkpoint's; RuntimeError is also that of a GPU without memory."""
 
 FIXED = (
     "model.kind",
@@ -183,7 +183,7 @@ def _check(trainer: Trainer, shared: dict[str, Any], path: Path) -> None:
     except CheckpointError:
         raise
     except WRONG_CONTENT as error:
-        raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+        raise unloadable(path, " does not fit", error) from error
     if mesh is None and "mesh" in shared:
         raise CheckpointError(
             f"checkpoint {path} is of a run on a mesh: take it up with one, such as "
@@ -235,7 +235,7 @@ def _apply(
     except CheckpointError:
         raise
     except WRONG_CONTENT as error:
-        raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+        raise unloadable(path, " does not fit", error) from error
 
 
 def _take_residuals(trainer: Trainer, shared: dict[str, Any], parts: list[dict[str, Any]]) -> None:
@@ -267,7 +267,7 @@ def take_weights(trainer: Trainer, path: Path) -> None:
         except CheckpointError:
             raise
         except WRONG_CONTENT as error:
-            raise DamagedError(f"checkpoint {path} does not fit: {explain(error)}") from error
+            raise unloadable(path, " does not fit", error) from error
 
     in_pieces, step = world.together(read)
     if in_pieces:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from commopt.comm import CollectiveError
-from commopt.train.errors import DamagedError, explain
+from commopt.train.errors import unloadable
 from commopt.train.files import Watched
 from commopt.train.manifest import PIECES
 from commopt.train.world import World, is_loss_of_contact
@@ -100,12 +100,15 @@ def write(folder: Path, tensors: Tensors, world: World) -> None:
 
 
 def read(folder: Path, tensors: Tensors, world: World) -> None:
-    """Reads ``tensors`` of the checkpoint ``folder``, into the memory that they have. Raises DamagedError."""
+    """Reads ``tensors`` of the checkpoint ``folder``, into the memory that they have.
+
+    Raises DamagedError, or CheckpointError where the machine is to blame.
+    """
     try:
         reader = _Reader(folder / PIECES)
         _together(lambda group: dcp.load(dict(tensors), storage_reader=reader, process_group=group), world)
     except CheckpointException as error:
-        raise DamagedError(f"checkpoint {folder} does not fit: {explain(_cause(error))}") from error
+        raise unloadable(folder, " does not fit", _cause(error)) from error
 
 
 def files_of(folder: Path, world: World) -> list[Path]:
