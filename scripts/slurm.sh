@@ -41,7 +41,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     read_folder='import sys, yaml; print(yaml.safe_load(sys.stdin)["train"]["run_dir"])'
     folder="$(python -c "$read_folder" <<<"$resolved")"
     # A checkpoint that was given counts until the run has one of its own.
-    if compgen -G "$folder/checkpoints/step-*" >/dev/null; then
+    if ls -d -- "$folder"/checkpoints/step-* >/dev/null 2>&1; then # not compgen: the name may have brackets
         set -- "$@" --resume=auto
     fi
 fi

@@ -37,7 +37,7 @@ case "$1 $2" in
     echo "$*" >>"$LOG/checked"
     resume=null; for word in "$@"; do case "$word" in --resume=*) resume="${word#*=}" ;; esac; done
     echo "resume: $resume"
-    printf 'train:\n  run_dir: runs/a b\n' ;;
+    printf 'train:\n  run_dir: runs/a [b]\n' ;;
 "-m commopt.train.launcher")
     printf '%s\\n' "$@" >"$LOG/launch-${COMMOPT_MACHINE:-}"
     printf '%s\\n' "${GLOO_SOCKET_IFNAME:-}" >"$LOG/environment-${COMMOPT_MACHINE:-}"
@@ -122,7 +122,7 @@ def documented(machine: int, host: str, port: int, *words: str) -> list[str]:
     return [*command[1 : command.index("train") + 1], *words]
 
 
-WORDS = ("configs/some config.yaml", "--optim.args={freeze_step: 5}", "--train.run_dir=runs/a b")
+WORDS = ("configs/some config.yaml", "--optim.args={freeze_step: 5}", "--train.run_dir=runs/a [b]")
 
 
 def test_one_machine_stands_alone(cluster: Cluster) -> None:
@@ -214,7 +214,7 @@ def test_slurm_starts_again_where_it_was(cluster: Cluster, given: str | None, ha
     """From the checkpoint that was given, or the beginning, as long as the run has none of its own."""
     words = (*WORDS, *([given] if given else []))
     if has_checkpoint:
-        (cluster.root / "runs/a b/checkpoints/step-00000005").mkdir(parents=True)
+        (cluster.root / "runs/a [b]/checkpoints/step-00000005").mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job, SLURM_RESTART_COUNT="1", MASTER_PORT="5000") == (0, "")
     added = ["--resume=auto"] if has_checkpoint else []  # the last one counts
     assert cluster.started("1") == documented(1, "node7", 5000, *words, *added)
