@@ -61,6 +61,22 @@ def test_folders_and_files(tmp_path: Path) -> None:
     assert list(documents(DataConfig(corpus=paths))) == [("latin.txt", "caf�"), ("two.txt", "two")]
 
 
+def test_a_link_to_a_folder_is_not_followed_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A corpus that were without a word smaller than it looks would be trained on; a link to a file is a file."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "here/more").symlink_to(tmp_path / "there")
+    (tmp_path / "here/b.txt").symlink_to(tmp_path / "there/a.txt")
+    corpus = DataConfig(corpus=str(tmp_path / "here"))
+    for _ in range(2):
+        assert list(documents(corpus)) == [("a.txt", "here"), ("b.txt", "there")]
+    assert caplog.text.count("1 links to folders are not followed") == 1
+    assert str(tmp_path / "here/more") in caplog.text
+
+
 def test_a_file_alone_is_many_documents(tmp_path: Path) -> None:
     """Of its lines, so that both splits have some; of one line, too."""
     lines = "".join(f"line {i} of a text that is long enough\n" for i in range(4000))

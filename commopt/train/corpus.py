@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sysconfig
@@ -64,15 +65,19 @@ def _pieces(path: Path) -> Iterator[Document]:
 
 
 def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:
-    """Files below ``root`` by relative name; hidden and binary ones and folders in ``skips`` are left out."""
+    """Files below ``root`` by relative name; hidden and binary ones and folders in ``skips`` are left out, and so are
+    links to folders, which is said."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"corpus {error.filename}: {error.strerror}")
 
-    names = []
+    names, links = [], []
     for folder, subfolders, files in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if name not in skips and not name.startswith(".")]
+        links += [path for name in subfolders if os.path.islink(path := os.path.join(folder, name))]
         names += [os.path.join(folder, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
+    if links and not suffix:
+        _warn_of_links(str(root), min(links), len(links))
     for name in sorted(Path(name).relative_to(root).as_posix() for name in names):
         if (root / name).exists() and not (root / name).is_file():
             log.debug("left out, no file: %s", root / name)
@@ -82,6 +87,14 @@ def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document
             log.debug("left out, not text: %s", root / name)
         else:
             yield name, text
+
+
+@functools.cache  # once: a corpus is read several times
+def _warn_of_links(root: str, first: str, count: int) -> None:
+    log.warning(
+        "corpus %s: %d links to folders are not followed, such as %s: list in data.corpus what is to be read, too",
+        root, count, first,
+    )  # fmt: skip
 
 
 def _text(path: Path) -> str:
